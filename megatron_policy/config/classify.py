@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from megatron_policy.config.keys import KEYS
 from megatron_policy.config.rules import Ignored, Nested, Rejected, Rule, asks_for_nothing
 from megatron_policy.config.section import Section
-from megatron_policy.config.sections import MegatronOptimizerConfig
+from megatron_policy.config.sections import ENGINES, MegatronOptimizerConfig
 from megatron_policy.errors import ConfigError
 
 _OWN_ENGINES = (None, "megatron")
@@ -53,7 +53,7 @@ def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
 
 def _of_other_engines(raw: Mapping[str, Any]) -> dict[str, str]:
     """What Megatron-Core, if it is the engine, does not read, and why."""
-    chosen, *others = ("megatron_cfg", "dtensor_cfg", "fsdp_cfg")
+    chosen, *others = ENGINES
     if not _section_of(raw, chosen).get("enabled"):
         return {}
     found = {
@@ -203,13 +203,16 @@ def _rejection(rule: Rejected, path: str, value: Any) -> str:
 
 
 def _unknown(prefix: str, name: str) -> str:
-    """Suggest a key of the section that is almost the same, the same key elsewhere, the nearest of
-    the section, or all that have an effect; and say what to do with a key from a newer host.
+    """Suggest the same key elsewhere, the nearest of the section, or all that have an effect; and
+    say what to do with a key from a newer host. Of a key that only another engine has, one of this
+    section that is almost the same comes first.
     """
     siblings = [path.removeprefix(prefix) for path in KEYS if _section(path) == prefix]
     elsewhere = [path for path in KEYS if path.rsplit(".", 1)[-1] == name]
-    near = difflib.get_close_matches(name, siblings, n=1)
-    if elsewhere and not difflib.get_close_matches(name, siblings, n=1, cutoff=0.8):
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.8 if elsewhere else 0.6)
+    tops = {section.partition(".")[0] for section in (prefix, *map(_section, elsewhere))}
+    other_engine = len(tops) > 1 and tops <= {*ENGINES}
+    if elsewhere and not (near and other_engine):
         hint = f"did you mean policy.{elsewhere[0]}?"
     elif near:
         hint = f"did you mean {near[0]!r}?"

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from megatron_policy.config.parallel_sizes import parallel_sizes, transformers_settings
 from megatron_policy.config.section import Section
 from megatron_policy.config.sections import (
+    ENGINES,
     DynamicBatchingConfig,
     MegatronConfig,
     MegatronOptimizerConfig,
@@ -129,7 +130,7 @@ def _recompute(megatron: MegatronConfig) -> dict[str, Any]:
 def _backend(config: PolicySection) -> Iterator[str]:
     chosen = _engines(config)
     if len(chosen) != 1:
-        *others, last = (f"policy.{name}.enabled" for name in chosen or _ENGINES)
+        *others, last = (f"policy.{name}.enabled" for name in chosen or ENGINES)
         how = ("both true" if len(chosen) == 2 else "all true") if chosen else "all false"
         yield (
             f"{', '.join(others)} and {last} are {how}: exactly one chooses the engine, "
@@ -143,12 +144,9 @@ def _backend(config: PolicySection) -> Iterator[str]:
         yield from _transformers(config)
 
 
-_ENGINES = ("megatron_cfg", "dtensor_cfg", "fsdp_cfg")
-
-
 def _engines(config: PolicySection) -> list[str]:
     """The sections that choose an engine."""
-    return [name for name in _ENGINES if getattr(config, name).enabled]
+    return [name for name in ENGINES if getattr(config, name).enabled]
 
 
 def _transforms(config: PolicySection) -> bool:

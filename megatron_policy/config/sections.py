@@ -44,6 +44,9 @@ from megatron_policy.coordination.timeouts import (
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp"]
 
+ENGINES = ("megatron_cfg", "dtensor_cfg", "fsdp_cfg")
+"""The sections that choose an engine; one of them is switched on."""
+
 
 class TokenizerConfig(Section):
     """Where the tokenizer comes from; an empty name means the model's own."""

@@ -249,6 +249,11 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
         ({MEGATRON + "tensor_model_paralel_size": 2}, "did you mean 'tensor_model_parallel_size'"),
         ({"tensor_model_parallel_size": 2}, "did you mean policy.megatron_cfg.tensor_model_par"),
         ({MEGATRON + "tensor_parallel_size": 2}, "did you mean 'tensor_model_parallel_size'"),
+        ({MEGATRON + "fsdp_cfg": {}}, "did you mean policy.fsdp_cfg"),
+        (
+            {MEGATRON + "optimizer.start_weight_decay": 0.1},
+            "did you mean policy.megatron_cfg.sched",
+        ),
         ({"colour": 1}, r"policy.colour is unknown: its keys are model_name, "),
         ({"precision": "float64"}, "policy.precision: .*'bfloat16' or 'float16', not 'float64'"),
         (
