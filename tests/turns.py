@@ -65,9 +65,9 @@ def share_out(items: Iterable[pytest.Item]) -> None:
     for nodeid, cases in of_tests.items():
         if any(case.get_closest_marker(mark) for case in cases for mark in ("sweep", "in_turn")):
             continue
+        parts = _parts(cases, _PARTS if nodeid.startswith(ALONE) else 2)
         # In an order of their own: every second one in the order of a table with two columns is one
         # column.
-        parts = _parts(cases, _PARTS if nodeid.startswith(ALONE) else 2)
         for number, case in enumerate(sorted(cases, key=lambda each: crc32(each.nodeid.encode()))):
             if nodeid.startswith(ALONE) and len(cases) == 1:
                 number = crc32(nodeid.encode())
