@@ -57,6 +57,11 @@ def test_data_parallelism_is_what_the_other_axes_leave() -> None:
     assert topology_of(policy, 8) == Topology(tp=2, pp=2, dp=2, vpp=2)
 
 
+def test_a_single_rank_is_refused_as_one() -> None:
+    with pytest.raises(ConfigError, match=r"^1 rank does not hold whole replicas .*start 2, 4, 6"):
+        topology_of(config(tensor_model_parallel_size=2), 1)
+
+
 @pytest.mark.parametrize("world", [0, 2, 6])
 def test_ranks_that_hold_no_whole_replica_are_told_how_many_do(world: int) -> None:
     policy = config(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
