@@ -12,8 +12,8 @@ from megatron_policy.attention import varlen_attention
 
 
 class VarlenOracle:
-    """Takes the arguments of `torch.nn.attention.varlen.varlen_attn`, holds them to the kernel's
-    rules, and materialises all scores; `calls` counts.
+    """Takes the arguments of `varlen_attn` that `device.varlen_kernel` leaves open, holds them to
+    the kernel's rules, and materialises all scores; `calls` counts.
 
     Shapes: T queries and U keys of all sequences, N query heads, G key-value groups, H head dim.
     """
@@ -33,14 +33,13 @@ class VarlenOracle:
         *,
         scale: float,
         window_size: tuple[int, int],
-        enable_gqa: bool,
     ) -> torch.Tensor:
         self.calls += 1
         states = (query_TNH, key_UGH, value_UGH)
         head = query_TNH.size(-1)
         assert head % 8 == 0 and head <= 256
         assert all(x.dim() == 3 and x.size(-1) == head and x.stride(-1) == 1 for x in states)
-        assert enable_gqa or query_TNH.size(1) == key_UGH.size(1)
+        assert query_TNH.size(1) % key_UGH.size(1) == 0
         lengths = []
         for ends, x, most in (
             (query_ends, query_TNH, most_queries),

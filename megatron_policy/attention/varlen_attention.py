@@ -108,7 +108,6 @@ def varlen_attention(
         sequences.most_keys,
         scale=scale,
         window_size=(-1 if reach is None else reach, 0),
-        enable_gqa=query_TNH.size(1) != key_UGH.size(1),
     )
     context_BSNH: torch.Tensor = context_TNH[..., :width].unflatten(0, (rows, -1))
     return context_BSNH.transpose(0, 1)

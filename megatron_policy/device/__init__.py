@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -123,15 +123,21 @@ def varlen_kernel() -> Callable[..., Any] | None:
 
 @cache
 def _varlen_attn() -> Callable[..., Any] | None:
-    """The function if this torch has it with all arguments that are used."""
+    """The function if this torch has it with all arguments that are used.
+
+    Keys and values may have fewer heads than queries: torch 2.11 hands such heads to the kernel
+    unasked; later releases want to be told.
+    """
     if not torch.backends.cuda.is_flash_attention_available():
         return None
     try:
         function: Callable[..., Any] = import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
         return None
-    needed = {"scale", "window_size", "enable_gqa"}
-    return function if needed <= signature(function).parameters.keys() else None
+    parameters = signature(function).parameters
+    if not {"scale", "window_size"} <= parameters.keys():
+        return None
+    return partial(function, enable_gqa=True) if "enable_gqa" in parameters else function
 
 
 def trains_packed_cudnn() -> bool:

@@ -176,7 +176,13 @@ def test_triton_runs_on_tensors_of_a_gpu_where_kernels_are_compiled(
         assert not device.runs_triton(torch.empty(1))
 
 
-def windowed(*, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> None: ...
+def told_of_groups(*, scale: float, window_size: tuple[int, int], enable_gqa: bool = False) -> bool:
+    return enable_gqa
+
+
+def groups_unasked(*, scale: float, window_size: tuple[int, int]) -> bool:
+    """As in torch 2.11."""
+    return True
 
 
 def without_windows(*, scale: float) -> None: ...
@@ -185,11 +191,12 @@ def without_windows(*, scale: float) -> None: ...
 @pytest.mark.parametrize(
     ("cuda", "capability", "built", "module", "found"),
     [
-        ("13.0", (9, 0), True, SimpleNamespace(varlen_attn=windowed), True),
-        ("13.0", (8, 0), True, SimpleNamespace(varlen_attn=windowed), True),
-        ("13.0", (7, 5), True, SimpleNamespace(varlen_attn=windowed), False),
-        ("13.0", (9, 0), False, SimpleNamespace(varlen_attn=windowed), False),
-        (None, (9, 4), True, SimpleNamespace(varlen_attn=windowed), False),
+        ("13.0", (9, 0), True, SimpleNamespace(varlen_attn=told_of_groups), True),
+        ("13.0", (9, 0), True, SimpleNamespace(varlen_attn=groups_unasked), True),
+        ("13.0", (8, 0), True, SimpleNamespace(varlen_attn=told_of_groups), True),
+        ("13.0", (7, 5), True, SimpleNamespace(varlen_attn=told_of_groups), False),
+        ("13.0", (9, 0), False, SimpleNamespace(varlen_attn=told_of_groups), False),
+        (None, (9, 4), True, SimpleNamespace(varlen_attn=told_of_groups), False),
         ("12.8", (9, 0), True, SimpleNamespace(varlen_attn=without_windows), False),
         ("12.8", (9, 0), True, SimpleNamespace(), False),
         ("12.4", (9, 0), True, None, False),
@@ -214,7 +221,9 @@ def test_attention_of_many_sequences_is_one_call_where_torch_and_the_gpu_have_th
     monkeypatch.setattr(device, "import_module", imported)
     device._varlen_attn.cache_clear()
     try:
-        assert device.varlen_kernel() is (windowed if found else None)
+        kernel = device.varlen_kernel()
+        assert (kernel is not None) == found
+        assert kernel is None or kernel(scale=1.0, window_size=(-1, 0))
     finally:
         device._varlen_attn.cache_clear()
 
