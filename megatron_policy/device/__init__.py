@@ -39,6 +39,7 @@ __all__ = [
     "on_side_stream",
     "place_process",
     "prefer_flash_attention",
+    "prefer_torchs_cudnn",
     "prepare_for_other_engines",
     "private_group",
     "queued",
@@ -162,6 +163,19 @@ def prefer_flash_attention() -> None:
     hardly repeat, and the keys of a cache grow by one with each token.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def prefer_torchs_cudnn() -> None:
+    """Let Transformer Engine load the cuDNN that torch's wheels bring, unless CUDNN_HOME or
+    CUDNN_PATH names another; call it before the first import of Transformer Engine.
+
+    Transformer Engine looks in the system first. A process with parts of two releases of cuDNN
+    fails: symbols are missing, or torch refuses the version.
+    """
+    bundled = Path(sysconfig.get_path("purelib"), "nvidia", "cudnn")
+    named = "CUDNN_HOME" in os.environ or "CUDNN_PATH" in os.environ
+    if not named and any(bundled.glob("lib/libcudnn.so*")):
+        os.environ["CUDNN_HOME"] = str(bundled)
 
 
 def prepare_for_other_engines() -> None:

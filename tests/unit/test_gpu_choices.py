@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import sysconfig
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,7 @@ from megatron_policy import device, policy
 from megatron_policy.attention import tile_attention
 from megatron_policy.attention.tiles import mask
 from megatron_policy.device import shared
+from megatron_policy.engines import megatron
 from megatron_policy.engines.megatron.layers import grouped_experts
 from megatron_policy.errors import RefitError
 from megatron_policy.lm_head.fused_tiles import LEAST_WIDTH, WIDTH_MULTIPLE, tiling
@@ -318,3 +322,61 @@ def test_a_run_for_gpus_fails_where_torch_does_not_see_the_one_that_is_there() -
     assert reason_to_fail(wanted=True, driver=True, visible=1) is None
     assert reason_to_fail(wanted=True, driver=False, visible=0) is None
     assert reason_to_fail(wanted=False, driver=True, visible=0) is None
+
+
+@pytest.mark.parametrize("accelerated", [True, False])
+def test_megatron_core_finds_no_libraries_of_gpus_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, accelerated: bool
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(megatron, "is_accelerated", lambda: accelerated)
+    monkeypatch.setattr(megatron, "prefer_torchs_cudnn", lambda: told.append("cuDNN"))
+    modules: dict[str, Any] = {"apex": object()}
+    before = dict(modules)
+    megatron.prepare_imports(modules)
+    hidden = {"transformer_engine": None, "apex": None, "amp_C": None}
+    assert (modules, told) == ((before, ["cuDNN"]) if accelerated else (hidden, []))
+
+
+def test_without_a_gpu_an_installed_transformer_engine_gives_no_optimizer(tmp_path: Path) -> None:
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "optimizers.py").write_text("class FusedAdam: ...\nclass FusedSGD: ...\n")
+    program = (
+        "import {first}megatron.core.optimizer as o; print(o.Adam.__module__)\n"
+        "from megatron_policy.engines.megatron.platform import prepare_platform; prepare_platform()"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+    def run(first: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program.format(first=first)]
+        return subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=300, check=False
+        )
+
+    hidden, late = run("megatron_policy.engines.megatron, "), run("")
+    assert hidden.returncode == 0 and hidden.stdout.startswith("torch."), hidden.stderr
+    assert late.stdout.startswith("transformer_engine."), late.stderr
+    assert "ConfigError: Megatron-Core took its optimizer from transformer_engine" in late.stderr
+
+
+@pytest.mark.parametrize("named", [None, "CUDNN_HOME", "CUDNN_PATH"])
+@pytest.mark.parametrize("bundled", [True, False])
+def test_transformer_engine_is_pointed_to_the_cudnn_of_torch_unless_another_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str | None, bundled: bool
+) -> None:
+    place = tmp_path / "nvidia" / "cudnn"
+    (place / "lib").mkdir(parents=True)
+    if bundled:
+        (place / "lib" / "libcudnn.so.9").touch()
+    monkeypatch.setattr(sysconfig, "get_path", {"purelib": str(tmp_path)}.__getitem__)
+    environment = {} if named is None else {named: "/opt/cudnn"}
+    monkeypatch.setattr(os, "environ", dict(environment))
+    device.prefer_torchs_cudnn()
+    chosen = {"CUDNN_HOME": str(place)} if bundled and named is None else {}
+    assert os.environ == environment | chosen

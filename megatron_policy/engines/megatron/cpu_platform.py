@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
+from megatron_policy.errors import ConfigError
+
 _CPU = torch.device("cpu")
 _applied = False
 
@@ -30,7 +32,23 @@ def apply() -> None:
     assert not torch.cuda.is_available(), "the CPU platform is for machines without a GPU"
     for patch in PATCHES:
         patch()
+    refuse_gpu_optimizers()
     _applied = True
+
+
+def refuse_gpu_optimizers() -> None:
+    """ConfigError if Megatron-Core was imported before this package could keep it from taking
+    optimizers of Transformer Engine or Apex, which raise in every step without a GPU.
+    """
+    import megatron.core.optimizer as mcore_optimizer
+
+    source = mcore_optimizer.Adam.__module__.partition(".")[0]
+    if source != "torch":
+        raise ConfigError(
+            f"Megatron-Core took its optimizer from {source}, which needs a GPU, and no GPU is "
+            "visible: import megatron_policy.engines.megatron before anything imports "
+            f"megatron.core, or uninstall {source}"
+        )
 
 
 def current_device() -> None:
