@@ -124,7 +124,8 @@ def dropouts_of(config: dict[str, Any]) -> tuple[float, float, float]:
     with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
         (model,) = policy._engine.pipeline.models
         layer = model.decoder.layers[0]
-        attention = layer.self_attention.core_attention.dropout
+        core = layer.self_attention.core_attention
+        attention = getattr(core, "fallback", core).dropout  # beside Transformer Engine's
         return model.embedding.embedding_dropout.p, layer.hidden_dropout, attention
 
 

@@ -109,7 +109,7 @@ def state(policy: MegatronPolicy) -> list[Any]:
     """Weights, gradients, optimizer state as bytes; random states and counts."""
     engine = policy._engine
     held = [
-        torch.empty(0, dtype=torch.uint8).set_(storage).clone()
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone()
         for storages in engine.storages().values()
         for storage in storages
     ]

@@ -406,7 +406,7 @@ def in_memory_and_on_disk(config: dict[str, Any], root: Path) -> list[str]:
                 for prefix, tensor in held.items():
                     if not (prefix and place != written(entry, arch)[0]):
                         found = disk[prefix + place.key][place.lead]
-                        if not torch.equal(found, tensor.detach()[:rows]):
+                        if not torch.equal(found, tensor.detach()[:rows].cpu()):
                             wrong.append(prefix + place.key)
         return wrong
 

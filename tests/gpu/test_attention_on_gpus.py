@@ -27,8 +27,12 @@ def test_one_call_is_as_exact_as_tiles(dtype: torch.dtype, reach: int | None) ->
     with mock.patch.object(varlen_attention, "_DTYPES", ()):
         tiled = differentiated(dtype, reach)
         exact = differentiated(torch.float64, reach, rounded=dtype)
+    # A query that sees itself alone has no gradient, nor has its key: their terms of the values'
+    # gradient cancel, and leave rounding errors of its size.
+    cancelled = exact[-1].norm() if reach == 0 else 0.0
     for ours, theirs, truth in zip(called, tiled, exact, strict=True):
-        errors = [float((x.double() - truth).norm() / truth.norm()) for x in (ours, theirs)]
+        size = max(truth.norm(), cancelled)
+        errors = [float((x.double() - truth).norm() / size) for x in (ours, theirs)]
         assert errors[0] <= 2 * errors[1] + 1e-3, errors
 
 

@@ -34,7 +34,7 @@ def test_the_kernels_that_a_gpu_chooses_are_as_exact_as_torch(
     head = HeadShape(0, 9000, scale=0.25, softcap=20.0, temperature=0.8)
     case = make_case(600, 9001, 64, head, targets=targets).to(dtype)
     case = Case(*(getattr(case, name).to(current_device()) for name in TENSORS), head)
-    assert chosen(case.weight_VD) == "triton"
+    assert chosen(case.weight_VD, head) == "triton"
     exact, errors = differentiated(case.to(torch.float64), plain_scores), {}
     for implementation in ("torch", None):
 

@@ -10,13 +10,28 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_policy.batch import BatchedDataDict
 from megatron_policy.training import step
 from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config
 from tests.dist.layouts import LENGTH, SIZES, VOCAB
-from tests.losses import SequenceNLL
+from tests.losses import Result, SequenceNLL, sequence_nll
 from tests.oracle import make_batch
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}}
+
+
+class QueuedNLL(SequenceNLL):
+    """Its metrics stay on the GPU: `.item()` in a loss waits."""
+
+    def __call__(
+        self,
+        data: BatchedDataDict,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+        next_token_logprobs: torch.Tensor,
+    ) -> Result:
+        loss = sequence_nll(next_token_logprobs, data, global_valid_seqs)
+        return loss, {"loss": loss.detach()}
 
 
 def step_without_waiting(config: dict[str, Any]) -> float:
@@ -32,9 +47,9 @@ def step_without_waiting(config: dict[str, Any]) -> float:
 
     with open_policy(config, init_reference_model=False) as policy:
         data = make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
-        policy.train(data, SequenceNLL())  # what is made once is made now
+        policy.train(data, QueuedNLL())  # what is made once is made now
         with mock.patch.object(step, "run", strictly):
-            return float(policy.train(data, SequenceNLL())["loss"])
+            return float(policy.train(data, QueuedNLL())["loss"])
 
 
 @pytest.mark.gpu
