@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_policy import device
+from megatron_policy.device.caches import allocated, release_cached
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.transports.ipc.exported_buffer import handle_of, open_exported
@@ -66,3 +68,54 @@ def test_what_is_no_memory_of_this_gpu_is_refused() -> None:
         handle_of((os.system, ("true",)))
     with pytest.raises(RefitError, match="same GPU"):
         open_exported(((1, 2, 3),), print)
+
+
+def refit_from_here(address: str, step: int) -> str:
+    """Refit an engine from this process: "refitted", or why not."""
+    try:
+        deliver(trainer(step), IpcStream(address, buffer_bytes=BUFFER), step)
+    except RefitError as error:
+        return str(error)
+    return "refitted"
+
+
+def test_memory_in_expandable_segments_arrives_or_is_refused_by_the_variables_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    receiver = OtherProcess(clean=True, on_gpu=True)
+    receiver.call(engine.start, FORMS, 0, {"expected": FORMS, "timeout_s": 30.0})
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    sender, address = OtherProcess(clean=True, on_gpu=True), f"ipc://{tmp_path}/refit"
+    receiver.begin(engine.receive, address)
+    outcome = sender.call(refit_from_here, address, 1)
+    if outcome == "refitted":
+        assert receiver.result() == 1
+        assert receiver.call(engine.state)[:3] == (engine.bits(weights(1)), 1, False)
+    else:
+        assert "remove expandable_segments:True" in outcome
+        with pytest.raises(RefitError):
+            receiver.result()
+        assert receiver.call(engine.state)[0] == engine.bits(engine.zeros(FORMS))
+    sender.kill()
+    receiver.kill()
+
+
+def test_an_engine_that_is_killed_while_it_holds_handles_leaves_nothing_behind() -> None:
+    held, source, resident = trainer(1), None, []
+    for _ in range(4):
+        process = OtherProcess(clean=True, on_gpu=True)
+        process.call(engine.start, FORMS, 0, {"expected": FORMS})
+        source = IpcHandles(held)
+        process.call(engine.receive_handles, source.weights(list(FORMS)[:4]))
+        process.kill()
+        source.release()
+        release_cached()
+        resident.append(allocated())
+    assert resident[1:] == resident[:1] * 3
+    process = OtherProcess(clean=True, on_gpu=True)
+    process.call(engine.start, FORMS, 0, {"expected": FORMS})
+    process.begin(engine.receive, address_of(device.device_id()))
+    deliver(held, IpcStream(buffer_bytes=BUFFER), 5)
+    assert process.result() == 5
+    assert process.call(engine.state)[:3] == (engine.bits(weights(1)), 5, False)
+    process.kill()
