@@ -4,6 +4,7 @@ for memory that two processes share, `exchange.py` for swaps with host memory.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -35,11 +36,11 @@ __all__ = [
     "is_accelerated",
     "join_process_group",
     "leave_process_group",
+    "load_torchs_cudnn",
     "memory_info",
     "on_side_stream",
     "place_process",
     "prefer_flash_attention",
-    "prefer_torchs_cudnn",
     "prepare_for_other_engines",
     "private_group",
     "queued",
@@ -165,17 +166,17 @@ def prefer_flash_attention() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def prefer_torchs_cudnn() -> None:
-    """Let Transformer Engine load the cuDNN that torch's wheels bring, unless CUDNN_HOME or
-    CUDNN_PATH names another; call it before the first import of Transformer Engine.
+def load_torchs_cudnn() -> None:
+    """Load every part of the cuDNN that torch's wheels bring; call it before the first import of
+    Transformer Engine. Without such a cuDNN do nothing.
 
-    Transformer Engine looks in the system first. A process with parts of two releases of cuDNN
-    fails: symbols are missing, or torch refuses the version.
+    Transformer Engine's libraries name cuDNN's parts, and the loader takes those of the system
+    where no part of that name is loaded. A process with parts of two releases fails: symbols are
+    missing, or torch refuses the version.
     """
-    bundled = Path(sysconfig.get_path("purelib"), "nvidia", "cudnn")
-    named = "CUDNN_HOME" in os.environ or "CUDNN_PATH" in os.environ
-    if not named and any(bundled.glob("lib/libcudnn.so*")):
-        os.environ["CUDNN_HOME"] = str(bundled)
+    wheels = Path(torch.__file__).parents[1]
+    for library in sorted(wheels.glob("nvidia/cudnn/lib/libcudnn*.so.*")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def prepare_for_other_engines() -> None:

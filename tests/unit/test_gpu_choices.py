@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
 import subprocess
 import sys
-import sysconfig
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core.optimizer as mcore_optimizer
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,8 +25,9 @@ from megatron_policy.attention import tile_attention
 from megatron_policy.attention.tiles import mask
 from megatron_policy.device import shared
 from megatron_policy.engines import megatron
+from megatron_policy.engines.megatron import cpu_platform
 from megatron_policy.engines.megatron.layers import grouped_experts
-from megatron_policy.errors import RefitError
+from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.lm_head.fused_tiles import LEAST_WIDTH, WIDTH_MULTIPLE, tiling
 from megatron_policy.packing.tiles import AttentionTile
 from megatron_policy.refit.buffers import Buffer
@@ -325,58 +328,56 @@ def test_a_run_for_gpus_fails_where_torch_does_not_see_the_one_that_is_there() -
 
 
 @pytest.mark.parametrize("accelerated", [True, False])
+@pytest.mark.parametrize("installed", [True, False])
 def test_megatron_core_finds_no_libraries_of_gpus_where_there_is_no_gpu(
-    monkeypatch: pytest.MonkeyPatch, accelerated: bool
+    monkeypatch: pytest.MonkeyPatch, accelerated: bool, installed: bool
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(megatron, "is_accelerated", lambda: accelerated)
-    monkeypatch.setattr(megatron, "prefer_torchs_cudnn", lambda: told.append("cuDNN"))
+    monkeypatch.setattr(megatron, "load_torchs_cudnn", lambda: told.append("cuDNN"))
+    found = {"transformer_engine": object() if installed else None}
+    monkeypatch.setattr(importlib.util, "find_spec", found.__getitem__)
     modules: dict[str, Any] = {"apex": object()}
     before = dict(modules)
     megatron.prepare_imports(modules)
     hidden = {"transformer_engine": None, "apex": None, "amp_C": None}
-    assert (modules, told) == ((before, ["cuDNN"]) if accelerated else (hidden, []))
+    assert modules == (before if accelerated else hidden)
+    assert told == (["cuDNN"] if accelerated and installed else [])
 
 
 def test_without_a_gpu_an_installed_transformer_engine_gives_no_optimizer(tmp_path: Path) -> None:
     package = tmp_path / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)
-    (package.parent / "__init__.py").touch()
-    (package / "__init__.py").touch()
-    (package / "optimizers.py").write_text("class FusedAdam: ...\nclass FusedSGD: ...\n")
-    program = (
-        "import {first}megatron.core.optimizer as o; print(o.Adam.__module__)\n"
-        "from megatron_policy.engines.megatron.platform import prepare_platform; prepare_platform()"
-    )
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-
-    def run(first: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", program.format(first=first)]
-        return subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=300, check=False
-        )
-
-    hidden, late = run("megatron_policy.engines.megatron, "), run("")
-    assert hidden.returncode == 0 and hidden.stdout.startswith("torch."), hidden.stderr
-    assert late.stdout.startswith("transformer_engine."), late.stderr
-    assert "ConfigError: Megatron-Core took its optimizer from transformer_engine" in late.stderr
+    (package.parent / "__init__.py").write_text("raise RuntimeError('there is no GPU')")
+    program = "import megatron_policy.engines.megatron, megatron.core.optimizer as o; print(o.Adam)"
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0 and "torch.optim" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("named", [None, "CUDNN_HOME", "CUDNN_PATH"])
-@pytest.mark.parametrize("bundled", [True, False])
-def test_transformer_engine_is_pointed_to_the_cudnn_of_torch_unless_another_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str | None, bundled: bool
+def test_an_optimizer_that_needs_a_gpu_is_refused_without_one(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = tmp_path / "nvidia" / "cudnn"
-    (place / "lib").mkdir(parents=True)
-    if bundled:
-        (place / "lib" / "libcudnn.so.9").touch()
-    monkeypatch.setattr(sysconfig, "get_path", {"purelib": str(tmp_path)}.__getitem__)
-    environment = {} if named is None else {named: "/opt/cudnn"}
-    monkeypatch.setattr(os, "environ", dict(environment))
-    device.prefer_torchs_cudnn()
-    chosen = {"CUDNN_HOME": str(place)} if bundled and named is None else {}
-    assert os.environ == environment | chosen
+    fused = type("FusedAdam", (), {"__module__": "transformer_engine.pytorch.optimizers"})
+    monkeypatch.setattr(mcore_optimizer, "Adam", fused)
+    with pytest.raises(ConfigError, match=r"from transformer_engine, which .* import megatron_pol"):
+        cpu_platform.refuse_gpu_optimizers()
+
+
+def test_every_part_of_torchs_cudnn_is_loaded_for_those_who_name_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    loaded: list[tuple[str, int]] = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: loaded.append((name, mode)))
+    device.load_torchs_cudnn()
+    assert loaded == []
+    folder = tmp_path / "nvidia" / "cudnn" / "lib"
+    folder.mkdir(parents=True)
+    parts = [folder / f"libcudnn{part}.so.9" for part in ("", "_graph", "_heuristic")]
+    for part in [*parts, folder / "libcublas.so.13"]:
+        part.touch()
+    device.load_torchs_cudnn()
+    assert loaded == [(str(part), ctypes.RTLD_GLOBAL) for part in sorted(parts)]
