@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_policy.device import is_accelerated, load_torchs_cudnn
 
-_NEED_A_GPU = ("transformer_engine", "apex", "amp_C")
+_NEED_A_GPU = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
 
 
 def prepare_imports(modules: dict[str, Any] = sys.modules) -> None:
