@@ -24,7 +24,7 @@ from .hf_config import CONFIG, scheme_in, with_overrides, without_quantisation
 from .hf_config import read_config as read_config
 from .hf_location import locate as locate
 from .quantised import Inventory, as_read, quantised_tensors
-from .safetensors_format import Extent, Shape, decode
+from .safetensors_format import Extent, Shape, UnreadDtype, decode
 
 _log = logging.getLogger(__name__)
 
@@ -182,11 +182,19 @@ def inventory(root: Path, single: str = SINGLE) -> dict[Path, dict[str, Extent]]
 
     ConversionError when files are missing, truncated, or contradict the index.
     """
-    files: dict[Path, dict[str, Extent]] = {}
-    for path, placed in _files(root, single).items():
-        files[path] = _read_header(path)
-        if placed:
-            _check_index(path, placed, set(files[path]))
+    placed = _files(root, single)
+    files = {path: _read_header(path) for path in placed}
+    held = {name for each in files.values() for name in each}
+    if nowhere := sorted(name for names in placed.values() for name in names - held):
+        raise ConversionError(
+            f"{root / INDEX} names tensors that no file has: {', '.join(nowhere[:20])}. If the "
+            "model shares them with others, as it shares a tied head with the embedding, take "
+            "their names out of the index; otherwise files and index are of different checkpoints: "
+            "fetch it again"
+        )
+    for path, names in placed.items():
+        if names:
+            _check_index(path, names, set(files[path]))
     return files
 
 
@@ -301,6 +309,11 @@ def _read_header(path: Path) -> dict[str, Extent]:
             return decode(file, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
+    except UnreadDtype as error:
+        raise ConversionError(
+            f"{path} cannot be read: {error}; use a checkpoint whose weights are bfloat16, float16 "
+            "or float32"
+        ) from error
     except ValueError as error:
         raise ConversionError(
             f"{path} is truncated or not a safetensors file: {error}. Fetch it again."
