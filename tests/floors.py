@@ -77,6 +77,7 @@ READS_FILES = {
     "converters.formats.peft_files": "the files of an adapter's directory",
     "converters.formats.hf_location": "a directory, or a model of the hub",
     "converters.formats.hf_writing": "writes such a directory",
+    "converters.formats.side_files": "its other files, and transformers' tokenizers",
 }
 
 # Foreign packages that only some modules import.

@@ -194,7 +194,7 @@ def _as_data(planned: Planned, tensors: bool) -> dict[str, Any]:
 def with_config(source: str) -> str:
     """The source, or the config.json of a directory that has no weights beside it."""
     from megatron_policy.converters.formats.hf_config import CONFIG
-    from megatron_policy.converters.formats.hf_files import holds_weights
+    from megatron_policy.converters.formats.hf_names import holds_weights
 
     root = Path(source).expanduser()
     if (root / CONFIG).is_file() and not any(holds_weights(f.name) for f in root.iterdir()):

@@ -27,7 +27,7 @@ from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.files.raw_files import RawFiles
-from megatron_policy.converters.formats import dist_files, hf_files
+from megatron_policy.converters.formats import dist_files, hf_files, hf_names
 from megatron_policy.converters.formats.hf_config import CONFIG, read_config, written_config
 from megatron_policy.converters.formats.peft_files import (
     ADAPTER_CONFIG,
@@ -74,7 +74,7 @@ def read_headers(source: str | Path, config: str | Path | None = None) -> Header
         return _dist_headers(root, config)
     root = hf_files.locate(source)
     fields, written = read_config(root), written_config(root)
-    if not any(hf_files.holds_weights(file.name) for file in root.iterdir()):
+    if not any(hf_names.holds_weights(file.name) for file in root.iterdir()):
         raise ConversionError(
             f"{root} has a config and no weights; give {root / CONFIG} for what its checkpoint "
             "would have, or fetch the weights as safetensors"

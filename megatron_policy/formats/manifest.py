@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_policy.converters.files import contained, strict_json
-from megatron_policy.converters.formats.hf_files import MANIFEST
+from megatron_policy.converters.formats.hf_names import MANIFEST
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.digests import UNSEALED, is_sealed, sealed
 from megatron_policy.formats.manifest_values import count, entries, form, inside, text

@@ -14,7 +14,8 @@ import torch
 from megatron_policy.converters.config_fields import quantisation
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.formats.hf_config import for_transformers, written_config
-from megatron_policy.converters.formats.hf_files import INDEX, inventory, locate
+from megatron_policy.converters.formats.hf_files import inventory, locate
+from megatron_policy.converters.formats.hf_names import INDEX
 from megatron_policy.converters.formats.safetensors_format import Extent
 from megatron_policy.converters.registry import family_of
 from megatron_policy.device import current_device

@@ -14,8 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_policy.converters.files.publishing import Staged
-from megatron_policy.converters.formats.hf_files import INDEX, SINGLE, HfReader, locate, read_config
-from megatron_policy.converters.formats.hf_writing import copy_side_files, write_index, write_shard
+from megatron_policy.converters.formats.hf_files import HfReader, locate, read_config
+from megatron_policy.converters.formats.hf_names import INDEX, SINGLE
+from megatron_policy.converters.formats.hf_writing import write_index, write_shard
 from megatron_policy.errors import ConfigError, ConversionError
 
 FORK = multiprocessing.get_context("fork")
@@ -191,6 +192,18 @@ def test_an_index_that_names_a_tensor_that_no_file_has_is_refused_with_both_ways
     assert "take their names out of the index" in said
 
 
+def test_a_whole_model_with_adapters_beside_it_is_refused_with_both_ways_out(
+    tmp_path: Path,
+) -> None:
+    (single(tmp_path) / "adapter_config.json").write_text("{}")
+    said = refusal(tmp_path)
+    assert f"{tmp_path} has adapter_config.json beside whole weights" in said
+    assert "Remove adapter_config.json" in said and "--merge" in said
+    save_file(TENSORS, tmp_path / "adapter_model.safetensors")
+    assert "beside whole weights" in refusal(tmp_path)
+    assert HfReader(tmp_path, "adapter_model.safetensors").shapes.keys() == TENSORS.keys()
+
+
 def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(struct.pack("<Q", 20) + b"PK this is not json." + bytes(40))
     assert "not a safetensors file" in refusal(tmp_path)
@@ -329,24 +342,6 @@ def test_only_a_checkpoint_of_several_files_has_an_index(tmp_path: Path) -> None
         "metadata": {"total_size": 8},
         "weight_map": {"a": "one", "b": "two"},
     }
-
-
-def test_side_files_are_copied_byte_for_byte_and_weights_are_not(tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
-    copied = {
-        "config.json": b'{"model_type":"llama",  "dtype": "bfloat16"}',
-        "generation_config.json": b'{"top_p": 0.9}',
-        "tokenizer.json": "{'ä': 1}".encode(),
-        "tokenizer.model": b"\0\1\2",
-        "chat_template.jinja": b"{{ x }}\r\n",
-    }
-    left = [SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", ".gitattributes"]
-    for directory in (source / "original", out):
-        directory.mkdir(parents=True)
-    for name, content in (copied | dict.fromkeys(left, b"x")).items():
-        (source / name).write_bytes(content)
-    copy_side_files(source, out)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == copied
 
 
 def export(destination: Path, text: str, overwrite: bool = False) -> None:

@@ -21,9 +21,9 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.convert import convert
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.formats.hf_files import INDEX, MANIFEST, SINGLE
 from megatron_policy.converters.formats.hf_location import locate
-from megatron_policy.errors import ConfigError
+from megatron_policy.converters.formats.hf_names import INDEX, MANIFEST, SINGLE
+from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.formats.digests import UNSEALED, sealed
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Job
@@ -235,10 +235,12 @@ def test_the_reference_computes_eagerly_and_runs_nothing_whatever_the_config_ask
     change(model / "config.json", **fields)
     (model / "config.4.0.0.json").write_text("{}")
     (model / "evil.py").write_text(f"open({str(model / 'was-run')!r}, 'w')")
-    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/repo"}')
     (model / "generation_config.json").write_text("[" * 50_000)
     found = read_reference(str(model), job(model), "float32", per_layer=False)
     assert (found.logits == plain.logits).all()
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/repo"}')
+    with pytest.raises(ConversionError, match=r"adapter_config\.json beside whole weights"):
+        read_reference(str(model), job(model), "float32", per_layer=False)
     assert not (model / "was-run").exists()
 
 

@@ -19,8 +19,10 @@ from megatron_policy.convert import convert, plan_conversion, verify
 from megatron_policy.converters.config_fields.quantisation import Scheme
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats import dequantising, hf_files
+from megatron_policy.converters.formats import side_files as side_module
 from megatron_policy.converters.formats.dequantising import ByteMatrix, Fetch, QuantisedTensor
-from megatron_policy.converters.formats.hf_files import HfReader, side_contents
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.side_files import side_files
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.tensors import FileTensors
 from tests.quantised import (
@@ -362,13 +364,13 @@ def test_copies_of_the_config_lose_the_quantisation_and_that_is_said_once(
     quantised: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = quantised["gpt_oss"]
-    hf_files._tell.cache_clear()
+    side_module._tell.cache_clear()
     with caplog.at_level(logging.WARNING):
-        first, second = side_contents(path), side_contents(path)
+        first, second = side_files(path), side_files(path)
     assert first == second and len(caplog.records) == 1
     assert "leave quantization_config out" in caplog.text
     before = json.loads((path / "config.json").read_text())
-    assert before.pop("quantization_config") and json.loads(first["config.json"]) == before
+    assert before.pop("quantization_config") and json.loads(first.changed["config.json"]) == before
 
 
 def test_the_commands_say_what_was_dequantised(quantised: dict[str, Path], tmp_path: Path) -> None:
