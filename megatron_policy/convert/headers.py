@@ -41,6 +41,7 @@ from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
 from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind, draft
 from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.formats.manifest import read_manifest
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,10 @@ def read_headers(source: str | Path, config: str | Path | None = None) -> Header
         return _headers_of_config(path.parent)
     root = dist_files.find(source)
     if root is not None:
+        read_manifest(root)  # a damaged one is refused here as by every other command
         return _dist_headers(root, config)
     root = hf_files.locate(source)
+    read_manifest(root)
     fields, written = read_config(root), written_config(root)
     if not any(hf_names.holds_weights(file.name) for file in root.iterdir()):
         raise ConversionError(
@@ -117,6 +120,7 @@ def read_adapter_headers(
     folder = expanded(source)
     if root is not None or not is_peft(folder):
         return None
+    read_manifest(folder)
     tensors = as_read(hf_files.inventory(folder, ADAPTER_MODEL), {})
     shapes = {name: shape for name, (_, shape) in tensors.items()}
     dtypes = {name: dtype for name, (dtype, _) in tensors.items()}

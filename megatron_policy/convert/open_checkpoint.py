@@ -222,6 +222,12 @@ def _open_mcore(
     if manifest is not None:
         infos = _as_stated(infos, manifest, root)
     elif saved is not None:
+        if unknown := sorted(infos.keys() - saved.dtypes.keys()):
+            raise ConversionError(
+                f"{root} does not say in which dtype {unknown[0]} was, nor {len(unknown) - 1} "
+                "others: its source_dtypes are not those of its model; restore it from a copy, or "
+                "convert another checkpoint"
+            )
         infos = {name: replace(info, dtype=saved.dtypes[name]) for name, info in infos.items()}
     for entry in sent[len(entries) :]:
         infos[entry.hf[0]] = infos[table.ignored[entry.hf[0]].equals]
