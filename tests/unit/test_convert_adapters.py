@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -392,6 +393,21 @@ def test_a_checkpoint_that_does_not_say_its_modules_is_refused(
     (tmp_path / "saved" / "hf" / BASE).unlink()
     with pytest.raises(ConversionError, match=f"restore its {ADAPTER_CONFIG} and {BASE}"):
         convert(tmp_path / "saved", tmp_path / "out", "hf")
+
+
+def test_a_training_checkpoint_that_lacks_the_dtype_of_a_tensor_is_refused_by_its_name(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    convert(peft, tmp_path / "saved", "mcore", base=base)
+    file = tmp_path / "saved" / "common.pt"
+    state = torch.load(file, weights_only=True)
+    dtypes = state[common_state.OURS]["source_dtypes"]
+    del dtypes[name := min(dtypes)]
+    torch.save(state, file)
+    with pytest.raises(ConversionError, match=f"in which dtype {re.escape(name)} was"):
+        convert(tmp_path / "saved", tmp_path / "back", "hf")
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_whole_model_beside_a_config_of_adapters_is_refused_by_every_command(

@@ -53,10 +53,12 @@ class DirectorySession:
         plan: ExportPlan,
         partial: Path,
         carried: CarriedTensors | None,
+        nbytes: int,
     ) -> None:
         """`partial` is the directory that all ranks write to, `plan` has the files of the policy's
-        own tensors. Only rank 0 has tensors that are `carried`.
+        own tensors. Only rank 0 has tensors that are `carried`. All files have `nbytes`.
         """
+        self._nbytes = nbytes
         self._transport, self._exporter, self._plan, self._partial = (
             transport,
             exporter,
@@ -100,7 +102,7 @@ class DirectorySession:
             if name in self._digests:
                 totals[index] = _signed(self._digests[name])
         if isinstance(self._failure, OSError):
-            self._failure = self._transport.not_written(self._failure)
+            self._failure = self._not_written(self._failure)
         totals[-1] = self._failure is not None
         totals = totals.to(self._exporter.device)
         self._exporter.sum(totals)
@@ -111,7 +113,7 @@ class DirectorySession:
             try:
                 self._publish(dict(zip(names, digests, strict=True)) | copied, manifest.step)
             except OSError as error:
-                raise self._transport.not_written(error) from error
+                raise self._not_written(error) from error
 
     def close(self) -> None:
         """See `delivery.TransportSession`; an incomplete directory is removed."""
@@ -130,6 +132,9 @@ class DirectorySession:
         if name == file.tensors[-1].name:
             self._written[file.name].complete()
             del self._written[file.name]
+
+    def _not_written(self, error: OSError) -> ExportError:
+        return publishing.not_written(self._transport.path, error, self._nbytes)
 
     def _copy_carried(self) -> dict[str, int]:
         """The digests of the carried tensors, once they are written; other ranks wait meanwhile."""
@@ -275,7 +280,6 @@ class HfDirectory:
         self._place: ExportDestination | None = None
         self._carried: CarriedTensors | None = None
         self._staged: publishing.Staged | None = None
-        self._nbytes = 0
 
     def files(self, exporter: Exporter) -> ExportPlan:
         """Which tensors are in which file, and who writes it; the same on every rank."""
@@ -313,7 +317,6 @@ class HfDirectory:
             self.drop()
             raise
         self._place = ExportDestination(**json.loads(agreed))
-        self._nbytes = self._place.nbytes
         return self._place
 
     def open(self, exporter: Exporter, plan: RefitPlan) -> DirectorySession | None:
@@ -323,14 +326,11 @@ class HfDirectory:
         place, self._place = self._place or self.prepare(exporter), None
         if not place.refusal:
             files = self.files(exporter).numbered(place.carried_files)
-            return DirectorySession(self, exporter, files, Path(place.partial), self._carried)
+            partial = Path(place.partial)
+            return DirectorySession(self, exporter, files, partial, self._carried, place.nbytes)
         if exporter.rank == 0:
             raise RefitError(place.refusal)
         return None
-
-    def not_written(self, error: OSError) -> ExportError:
-        """The error for a rank that could not write a file."""
-        return publishing.not_written(self.path, error, self._nbytes)
 
     def publish(self) -> None:
         """Rename the directory to its final path; on rank 0, when all have written."""
@@ -344,7 +344,7 @@ class HfDirectory:
             staged.drop()
 
     def _make(self, exporter: Exporter) -> ExportDestination:
-        files = self.files(exporter)
+        files, nbytes = self.files(exporter), 0
         try:
             # Looked up before anything is written.
             side = side_files(self.source, exporter.table.overrides)
@@ -352,9 +352,9 @@ class HfDirectory:
                 self.source, exporter.table, exporter.source_dtypes, self._max_shard_bytes
             )
             whole = carried.after(files)
-            self._nbytes = whole.total_bytes + side.nbytes
+            nbytes = whole.total_bytes + side.nbytes
             publishing.check_replaceable(self.path, self.overwrite)
-            publishing.check_room(self.path, self._nbytes)
+            publishing.check_room(self.path, nbytes)
             self._staged = publishing.Staged([self.path], self.overwrite)
             (partial,) = self._staged.partials
             write_side_files(side, partial, exporter.tokenizer)
@@ -367,13 +367,13 @@ class HfDirectory:
             return ExportDestination(refusal=str(error))
         except OSError as error:
             self.drop()
-            return ExportDestination(refusal=str(self.not_written(error)))
+            return ExportDestination(refusal=str(publishing.not_written(self.path, error, nbytes)))
         except Exception as error:
             self.drop()
             return ExportDestination(refusal=f"{type(error).__name__}: {error}")
         self._carried = carried
         count = len(carried.plan.files)
-        return ExportDestination(str(partial), carried_files=count, nbytes=self._nbytes)
+        return ExportDestination(str(partial), carried_files=count, nbytes=nbytes)
 
 
 def plan_files(exporter: Exporter, max_shard_bytes: int) -> ExportPlan:
