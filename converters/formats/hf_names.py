@@ -21,8 +21,12 @@ _WEIGHTS = re.compile(
 )
 # Files that describe weights which are not copied: adapters', and quantised ones, since what is
 # written is not quantised.
-_OF_OTHER_WEIGHTS = (ADAPTER_CONFIG, "hf_quant_config.json", "quantize_config.json")
-_OF_OTHER_WEIGHTS += ("quant_config.json",)
+_OF_OTHER_WEIGHTS = {
+    ADAPTER_CONFIG,
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+}
 
 _OF_TOKENIZERS = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json"
@@ -55,6 +59,6 @@ def side_names(names: Iterable[str]) -> list[str]:
         for name in every
         if not any(part.startswith(".") for part in name.split("/"))
         and not holds_weights(name)
-        and name not in (MANIFEST, *_OF_OTHER_WEIGHTS)
+        and name not in {MANIFEST, *_OF_OTHER_WEIGHTS}
         and not ("/" in name and name.partition("/")[0] in others)
     ]
