@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_policy.converters.formats.hf_files import SINGLE, read_config
+from megatron_policy.converters.formats.hf_files import read_config
+from megatron_policy.converters.formats.hf_names import SINGLE
 from megatron_policy.converters.formats.hf_writing import write_shard
 from megatron_policy.converters.table import bind
 

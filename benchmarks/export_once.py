@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.floor import hf_views
-from megatron_policy.converters.formats.hf_files import SINGLE
+from megatron_policy.converters.formats.hf_names import SINGLE
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.buffers import Buffer, BufferSlice, aligned
 from megatron_policy.refit.exporter import Exporter

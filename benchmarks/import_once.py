@@ -22,7 +22,8 @@ from benchmarks.floor import copy_weights
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
-from megatron_policy.converters.formats.hf_files import SINGLE, read_config
+from megatron_policy.converters.formats.hf_files import read_config
+from megatron_policy.converters.formats.hf_names import SINGLE
 from megatron_policy.converters.rows import unpack
 from megatron_policy.converters.table import bind
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S

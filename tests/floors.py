@@ -18,7 +18,7 @@ Key = TypeVar("Key", str, tuple[str, str])
 # Floor by the name of a top-level module or folder ("" is the package's __init__). Imports go down
 # or stay on their floor, and there is no circle, neither of files nor of folders.
 FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (0, ("batch", "errors", "extras", "renamed", "version")),
+    (0, ("batch", "dtypes", "errors", "extras", "renamed", "version")),
     (1, ("converters", "device", "parallel")),
     (2, ("coordination", "formats", "memory", "packing", "weights")),
     (3, ("attention", "config", "lm_head")),
@@ -77,6 +77,7 @@ READS_FILES = {
     "converters.formats.peft_files": "the files of an adapter's directory",
     "converters.formats.hf_location": "a directory, or a model of the hub",
     "converters.formats.hf_writing": "writes such a directory",
+    "converters.formats.side_files": "its other files, and transformers' tokenizers",
 }
 
 # Foreign packages that only some modules import.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,6 +21,11 @@ MOST_LAYERS = 10_000
 
 MOST_EXPERTS = 1_000_000
 """Over all layers together."""
+
+WIDEST = 2**24
+"""More elements in one dimension of a weight are a mistake in the config: numbers of rows and of
+columns are listed one by one, and their products counted in 64 bits.
+"""
 
 _FACTORS = (
     "layernorm_epsilon",
@@ -40,6 +46,7 @@ _COUNTS = (
     "vocab_size",
     "max_position_embeddings",
 )
+_LENGTHS = ("num_layers", "max_position_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +134,9 @@ class Architecture:
                 raise ConversionError(f"{name} must be a positive integer, not {value!r}")
         if self.num_layers > MOST_LAYERS:
             raise ConversionError(f"{self.num_layers} layers are more than {MOST_LAYERS}")
+        for name, width in self._widths():
+            if width > WIDEST:
+                raise ConversionError(f"{name} is {width}: no weight is wider than {WIDEST}")
         if self.moe is not None and self.moe.experts * self.num_layers > MOST_EXPERTS:
             raise ConversionError(
                 f"{self.moe.experts} experts in {self.num_layers} layers are more than "
@@ -164,6 +174,16 @@ class Architecture:
                 raise ConversionError(
                     f"{name} names {len(getattr(self, name))} layers, not all {self.num_layers}"
                 )
+
+    def _widths(self) -> Iterator[tuple[str, int]]:
+        """Every number that is a dimension of some weight."""
+        yield from ((name, getattr(self, name)) for name in _COUNTS if name not in _LENGTHS)
+        yield "num_attention_heads * head_dim", self.num_attention_heads * self.kv_channels
+        for prefix, part in (("moe", self.moe), ("mla", self.mla)):
+            for each in fields(part) if part is not None else ():
+                value = getattr(part, each.name)
+                if isinstance(value, int):
+                    yield f"{prefix}.{each.name}", value
 
     @property
     def heads_per_group(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import shutil
@@ -10,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import ConfigError, ExportError
 
-from .contained import expanded
+from .contained import expanded, open_regular
 from .locking import locked, new_name, opened, remove_left
 from .renaming import put, take_back
 
@@ -140,15 +141,61 @@ def check_replaceable(destination: str | Path, overwrite: bool) -> Path:
     return final
 
 
+def check_room(final: Path, needed: int) -> None:
+    """ExportError unless the file system of `final` has that many bytes left."""
+    there, free = _room(final)
+    if free < needed:
+        raise ExportError(f"{final} needs {needed:,} bytes, but {there} has {free:,} left")
+
+
+def not_written(final: Path, error: OSError, needed: int) -> ExportError:
+    """The error for a directory of `needed` bytes of which a file could not be written."""
+    where = f" ({error.filename})" if error.filename else ""
+    said = f"{final} cannot be written: {error.strerror or error}{where}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        there, free = _room(final)
+        said += (
+            f"; it takes {needed:,} bytes, and {there} has {free:,} left: make room, or choose "
+            "another path"
+        )
+    return ExportError(said)
+
+
+def _room(final: Path) -> tuple[Path, int]:
+    """The nearest directory above `final` that exists, and the bytes that its file system has
+    left.
+    """
+    there = next(parent for parent in final.parents if parent.exists())
+    return there, shutil.disk_usage(there).free
+
+
 def write_file(path: Path, content: bytes, *, wait: bool = True) -> None:
     """Write a file and, if `wait`, wait until it is on the disk; OSError names it on failure."""
+    with naming(path), path.open("wb") as file:
+        file.write(content)
+        if wait:
+            flush(file)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the operating system in this context name the file, which a write alone does not
+    know.
+    """
     try:
-        with path.open("wb") as file:
-            file.write(content)
-            if wait:
-                flush(file)
+        yield
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a regular file and wait until the copy is on the disk; OSError names the copy if it
+    cannot be written.
+    """
+    handle = open_regular(source)
+    with os.fdopen(handle, "rb") as content, naming(target), target.open("wb") as file:
+        shutil.copyfileobj(content, file)
+        flush(file)
 
 
 def flush(file: IO[bytes]) -> None:

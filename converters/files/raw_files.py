@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Self
 
-from megatron_policy.errors import ConversionError, ExportError
+from megatron_policy.errors import ConversionError
 
 from .contained import open_regular
 
@@ -23,7 +23,7 @@ class RawFiles:
     """Files by path, absolute or below `root`; also created and written if `writable`.
 
     `root` can be set later, before the first file is used.
-    ConversionError when a file cannot be read or ends too early, ExportError when one cannot be
+    ConversionError when a file cannot be read or ends too early, OSError when one cannot be
     written; both name the file.
     """
 
@@ -68,7 +68,7 @@ class RawFiles:
                     done += os.pwritev(self._handle(path), rest, offset + done)
                 offset += wanted
         except OSError as error:
-            raise not_written(path, error) from error
+            raise OSError(error.errno, error.strerror, str(self.root / path)) from error
 
     def sync(self, paths: Iterable[Path]) -> None:
         """Wait until these files are on the disk."""
@@ -76,7 +76,7 @@ class RawFiles:
             try:
                 os.fsync(self._handle(path))
             except OSError as error:
-                raise not_written(path, error) from error
+                raise OSError(error.errno, error.strerror, str(self.root / path)) from error
 
     def close(self) -> None:
         """Close all open files."""
@@ -98,11 +98,6 @@ class RawFiles:
                 os.close(self._open.popitem(last=False)[1])
         self._open.move_to_end(path)
         return handle
-
-
-def not_written(path: Path, error: OSError) -> ExportError:
-    """The error for a file that could not be written."""
-    return ExportError(f"{path} cannot be written: {error.strerror}; nothing of it was kept")
 
 
 def _batches(views: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:

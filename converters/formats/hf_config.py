@@ -12,14 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from megatron_policy.converters.architecture import MOST_LAYERS
 from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme, scheme_of
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import expanded, inside, read
 from megatron_policy.converters.files.nearby import names_in
 from megatron_policy.converters.registry import FAMILIES, family_of
+from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError, ConversionError
 
 from .hf_location import locate
@@ -272,8 +271,12 @@ def _check_kinds(config: Mapping[str, Any]) -> None:
         raise ValueError(f"{SECTION} is {section!r:.40}, not a section of fields")
     for name in ("dtype", "torch_dtype"):
         value = config.get(name)
-        if value is not None and not isinstance(getattr(torch, str(value), None), torch.dtype):
-            raise ValueError(f"{name} is {value!r:.40}, not the name of a dtype of torch")
+        if value is None:
+            continue
+        try:
+            dtype_named(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
 
 def _file_of(model: str | Path) -> Path:

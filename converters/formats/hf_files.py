@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import inside, open_regular, read
 from megatron_policy.converters.rows.blocks import Copying
 from megatron_policy.errors import ConversionError
 
 from .dequantising import ByteMatrix, QuantisedTensor
-from .hf_config import CONFIG, scheme_in, with_overrides, without_quantisation
 from .hf_config import read_config as read_config
+from .hf_config import scheme_in
 from .hf_location import locate as locate
+from .hf_names import ADAPTER_CONFIG, ADAPTER_MODEL, INDEX, SINGLE, holds_weights
 from .quantised import Inventory, as_read, quantised_tensors
-from .safetensors_format import Extent, Shape, decode
-
-_log = logging.getLogger(__name__)
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+from .safetensors_format import Extent, Shape, UnreadDtype, decode
 
 MAX_INDEX_BYTES = 100_000_000
 """Also the limit for the header of a safetensors file."""
-
-MANIFEST = "megatron_policy.json"
-"""A converted checkpoint's origin and digests; not copied, since it applies only to this one."""
-
-# Names of files with weights, and of their indices; all others belong to config or tokenizer.
-_WEIGHTS = re.compile(r".+\.(safetensors|index\.json|bin|pt|pth|gguf|h5|msgpack|onnx)")
 
 
 class MappedTensor:
@@ -180,13 +166,30 @@ def copy_differs(name: str, original: str) -> str:
 def inventory(root: Path, single: str = SINGLE) -> dict[Path, dict[str, Extent]]:
     """The files that hold a checkpoint's tensors, and where each tensor lies in its file.
 
-    ConversionError when files are missing, truncated, or contradict the index.
+    ConversionError when files are missing, truncated, or contradict the index, and for a model that
+    has adapters beside it.
     """
-    files: dict[Path, dict[str, Extent]] = {}
-    for path, placed in _files(root, single).items():
-        files[path] = _read_header(path)
-        if placed:
-            _check_index(path, placed, set(files[path]))
+    placed = _files(root, single)
+    if single == SINGLE and (root / ADAPTER_CONFIG).exists():
+        raise ConversionError(
+            f"{root} has {ADAPTER_CONFIG} beside whole weights, and transformers adds the adapters "
+            f"that it describes to them. Remove {ADAPTER_CONFIG} if the weights are whole without "
+            f"(merged already, say); otherwise move it with {ADAPTER_MODEL} to a directory of its "
+            "own, and merge that: megatron-policy convert ADAPTERS OUT --to hf --merge --base "
+            f"{root}"
+        )
+    files = {path: _read_header(path) for path in placed}
+    held = {name for each in files.values() for name in each}
+    if nowhere := sorted(name for names in placed.values() for name in names - held):
+        raise ConversionError(
+            f"{root / INDEX} names tensors that no file has: {', '.join(nowhere[:20])}. If the "
+            "model shares them with others, as it shares a tied head with the embedding, take "
+            "their names out of the index; otherwise files and index are of different checkpoints: "
+            "fetch it again"
+        )
+    for path, names in placed.items():
+        if names:
+            _check_index(path, names, set(files[path]))
     return files
 
 
@@ -199,60 +202,9 @@ def quantised_in(root: Path, files: Inventory) -> dict[str, QuantisedTensor]:
     return {} if scheme is None else quantised_tensors(files, scheme)
 
 
-def side_files(root: Path) -> list[Path]:
-    """The config, tokenizer and generation settings of a checkpoint: every file without weights.
-
-    ConversionError for a link that leads out of its directory: its target would be copied.
-    """
-    return [
-        inside(root, path.name)
-        for path in sorted(root.iterdir())
-        if path.is_file()
-        and path.name[0] != "."
-        and path.name != MANIFEST
-        and not holds_weights(path.name)
-    ]
-
-
-def side_contents(
-    model: str | Path, overrides: Mapping[str, Any] | None = None
-) -> dict[str, bytes]:
-    """Config and tokenizer by file name, from a directory or hub repository as `locate` takes it,
-    for weights that are not quantised: a config.json that says how they are loses that. It has the
-    values of `overrides` in place of its own.
-
-    For callers that write them later, when the directory may be gone.
-    """
-    root = locate(model)
-    content = {path.name: path.read_bytes() for path in side_files(root)}
-    if scheme := scheme_in(root):
-        content[CONFIG] = without_quantisation(content[CONFIG])
-        _tell(root, scheme)
-    if overrides:
-        content[CONFIG] = with_overrides(content[CONFIG], overrides)
-    return content
-
-
-@cache
-def _tell(root: Path, scheme: Scheme) -> None:
-    """Say once what copies of a quantised checkpoint's config.json lack."""
-    _log.warning(
-        "%s is quantised to %s; its weights are read and exported as bfloat16, "
-        "and copies of its config.json leave %s out",
-        root,
-        scheme,
-        SECTION,
-    )
-
-
 def has_weights(root: Path) -> bool:
     """Whether the directory has a model's tensors as safetensors."""
     return (root / SINGLE).is_file() or (root / INDEX).is_file()
-
-
-def holds_weights(name: str) -> bool:
-    """Whether a file of a checkpoint with this name holds weights, or their index."""
-    return _WEIGHTS.fullmatch(name) is not None
 
 
 def _files(root: Path, single: str) -> dict[Path, set[str]]:
@@ -301,6 +253,11 @@ def _read_header(path: Path) -> dict[str, Extent]:
             return decode(file, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
+    except UnreadDtype as error:
+        raise ConversionError(
+            f"{path} cannot be read: {error}; use a checkpoint whose weights are bfloat16, float16 "
+            "or float32"
+        ) from error
     except ValueError as error:
         raise ConversionError(
             f"{path} is truncated or not a safetensors file: {error}. Fetch it again."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
 
@@ -9,9 +10,11 @@ from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.files.nearby import names_in, nearest
 from megatron_policy.errors import ConfigError
 
+from .hf_names import side_names
+
 _REPOSITORY = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?", re.ASCII)
-SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-"""Patterns of the files without weights."""
+SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+"""Patterns of the files without weights; Python files come with some tokenizers, and are copied."""
 _HUB_FILES = ["*.safetensors", *SIDE_FILES]
 _SHOWN = 10
 
@@ -34,14 +37,15 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
     if not is_name:
         raise ConfigError(_not_here(model, path, is_name))
     slip = path.parent == Path() or path.parent.is_dir() or nearest(path, directory=True).is_dir()
-    unreachable = None if slip else _unreachable(str(model))
+    listed = [] if slip else _listed(str(model))
+    unreachable = listed if isinstance(listed, Exception) else None
     from huggingface_hub import snapshot_download
 
     try:
         fetched = snapshot_download(
             str(model),
             allow_patterns=files or _HUB_FILES,
-            ignore_patterns=["*/*"],
+            ignore_patterns=[] if isinstance(listed, Exception) else _of_others(listed),
             local_files_only=slip or unreachable is not None,
         )
     except (OSError, ValueError) as error:
@@ -49,6 +53,14 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
             raise ConfigError(_not_here(model, path, is_name)) from None
         raise _no_such_model(model, unreachable or error) from None
     return Path(fetched)
+
+
+def _of_others(names: list[str]) -> list[str]:
+    """Patterns of a repository's files in folders that do not belong to its model. A pattern with
+    an asterisk would also match slashes.
+    """
+    own = set(side_names(names))
+    return [glob.escape(name) for name in names if "/" in name and name not in own]
 
 
 def _no_such_model(model: str | Path, error: Exception) -> ConfigError:
@@ -81,15 +93,15 @@ def instead_of(file: Path) -> str:
     return f": give its directory, {file.parent}" if "config.json" in beside else ""
 
 
-def _unreachable(model: str) -> Exception | None:
-    """Why the hub does not have the repository; None if it does. Asked once, without retries."""
+def _listed(model: str) -> list[str] | Exception:
+    """The files of the repository, or why the hub does not have it. Asked once, without retries."""
     from huggingface_hub import HfApi, constants
 
     try:
-        HfApi().model_info(model, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        info = HfApi().model_info(model, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # the HTTP client's own, which differ between versions of the hub's
         return error
-    return None
+    return [file.rfilename for file in info.siblings or ()]
 
 
 def _not_here(model: str | Path, path: Path, is_name: bool) -> str:

@@ -1,4 +1,4 @@
-"""Writes Hugging Face checkpoint directories: safetensors, their index, and copied side files."""
+"""Writes the weights of Hugging Face checkpoint directories: safetensors, and their index."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_policy.converters.files.publishing import flush, write_file
+from megatron_policy.converters.files.publishing import flush, naming, write_file
 
-from .hf_files import INDEX, SINGLE, side_contents
+from .hf_names import INDEX, SINGLE
 from .safetensors_format import Shape, encode
 
 
@@ -22,23 +22,28 @@ class ShardFile:
     def __init__(self, path: Path, inventory: Mapping[str, tuple[torch.dtype, Shape]]) -> None:
         """`inventory` is all tensors that will come."""
         header, extents = encode(inventory)
-        self._awaited = dict(extents)
+        self._awaited, self._path = dict(extents), path
         self._file = path.open("wb")
-        self._file.write(header)
+        with naming(path):
+            self._file.write(header)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write one of the tensors."""
+        """Write one of the tensors; OSError names the file."""
         extent = self._awaited.pop(name)
         assert (tensor.dtype, tuple(tensor.shape)) == (extent.dtype, extent.shape), name
-        self._file.seek(extent.start)
         flat = tensor.detach().contiguous().cpu().reshape(-1)
-        self._file.write(flat.view(torch.uint8).numpy().data)
+        with naming(self._path):
+            self._file.seek(extent.start)
+            self._file.write(flat.view(torch.uint8).numpy().data)
 
     def complete(self) -> None:
-        """Wait until the file is on the disk, and close it; all tensors must have come."""
+        """Wait until the file is on the disk, and close it; all tensors must have come. OSError
+        names the file.
+        """
         assert not self._awaited, f"never written: {', '.join(self._awaited)}"
-        flush(self._file)
-        self._file.close()
+        with naming(self._path):
+            flush(self._file)
+            self._file.close()
 
     def close(self) -> None:
         """Close the file, complete or not."""
@@ -75,11 +80,3 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int
     """Write the index if the checkpoint needs one."""
     if (content := index_of(weight_map, total_bytes)) is not None:
         write_file(directory / INDEX, content)
-
-
-def copy_side_files(source: str | Path, directory: Path) -> None:
-    """Copy the config, tokenizer and generation settings of the model `source` byte for byte, as
-    `side_contents` gives them.
-    """
-    for name, content in side_contents(source).items():
-        write_file(directory / name, content)

@@ -25,10 +25,11 @@ from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 
 from .hf_files import has_weights
+from .hf_names import ADAPTER_CONFIG as ADAPTER_CONFIG
+from .hf_names import ADAPTER_MODEL as ADAPTER_MODEL
 from .peft_base import StatedBase, check_named
 from .safetensors_format import Shape
 
-ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BASE = "megatron_policy_base.json"
 """Which base the adapters were trained on, by its digest; PEFT does not read it."""
 _MAX_BYTES = 2**26

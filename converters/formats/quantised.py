@@ -25,7 +25,7 @@ Inventory = Mapping[Path, Mapping[str, Extent]]
 
 _FP8_SCALES = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 _SHOWN = 20
 
 

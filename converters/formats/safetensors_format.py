@@ -17,13 +17,22 @@ from megatron_policy.converters.files.strict_json import parse
 
 Shape = tuple[int, ...]
 
+# All dtypes of the format whose elements torch can hold one by one. Of those left over, F4 and the
+# two of F6 pack several elements into a byte.
 _DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
     "F64": torch.float64,
+    "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -40,6 +49,10 @@ MAX_DIMENSIONS = 64
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+class UnreadDtype(Exception):
+    """A tensor of a whole file has a dtype that is not read: which tensor, and which dtype."""
+
+
 class Extent(NamedTuple):
     """Where a tensor lies in its file: bytes from the file's start."""
 
@@ -54,7 +67,9 @@ class Extent(NamedTuple):
 
 
 def decode(file: BinaryIO, size: int) -> dict[str, Extent]:
-    """The tensors of a file of `size` bytes; ValueError saying what is wrong with it."""
+    """The tensors of a file of `size` bytes. ValueError saying what is wrong with it, UnreadDtype
+    for a tensor in a dtype that is not among those read.
+    """
     head = file.read(8)
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
     if 8 + length > size:
@@ -88,7 +103,11 @@ def _extent(name: str, entry: Mapping[str, Any], data: int, size: int) -> Extent
         raise TypeError(f"shape and offsets of {name} are not whole numbers")
     if len(numbers) > 2 + MAX_DIMENSIONS or max(numbers) >= 2**63:
         raise ValueError(f"shape and offsets of {name} are not those of a tensor")
-    extent = Extent(data + first, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    if not isinstance(kind := entry["dtype"], str):
+        raise TypeError(f"the dtype of {name} is not a name")
+    if kind not in _DTYPES:
+        raise UnreadDtype(f"{name} is in the dtype {kind:.40}, which is not read")
+    extent = Extent(data + first, _DTYPES[kind], tuple(entry["shape"]))
     if min(numbers) < 0 or extent.end != data + last:
         raise ValueError(f"the offsets of {name} contradict its shape")
     if extent.end > size:

@@ -10,23 +10,37 @@ import torch
 from megatron_policy.checkpoint.manifest import REMEDY
 from megatron_policy.converters.files.contained import inside
 from megatron_policy.converters.formats.dist_writing import COMMON
+from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import CheckpointError
+from megatron_policy.formats.manifest_values import text
 
 OURS = "megatron_policy"
 """Key of this package's own entry there, next to Megatron-Core's."""
+_SECTIONS = ("host_data", "source_dtypes")
+_OPTIONAL_SECTIONS = frozenset({"adapters_of", "schedule"})
 
 
 def read_ours(root: Path) -> dict[str, Any]:
     """This package's part of the common state; CheckpointError if it cannot be read."""
     try:
         content = torch.load(inside(root, COMMON), map_location="cpu", weights_only=True)[OURS]
-        return {**content, **{key: content[key] for key in ("host_data", "source_dtypes")}}
+        for key in (*_SECTIONS, *(_OPTIONAL_SECTIONS & content.keys())):
+            if not isinstance(content[key], dict):
+                raise ValueError(f"its {key} is not a dictionary")
+        step = content.get("optimizer_step")
+        if not (step is None or (type(step) is int and step >= 0)):
+            raise ValueError(f"its optimizer_step is {step!r:.40}, not a number of steps")
+        return dict(content)
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{root / COMMON} is damaged: {error!r:.200}. {REMEDY}") from error
 
 
 def source_dtypes(root: Path) -> dict[str, torch.dtype]:
-    """The dtypes that the weights had in Hugging Face format, and are exported with."""
-    found = {name: getattr(torch, each) for name, each in read_ours(root)["source_dtypes"].items()}
-    assert all(isinstance(dtype, torch.dtype) for dtype in found.values()), found
-    return found
+    """The dtypes that the weights had in Hugging Face format, and are exported with;
+    CheckpointError for anything that is not the name of a dtype.
+    """
+    stated = read_ours(root)["source_dtypes"]
+    try:
+        return {text(name): dtype_named(each) for name, each in stated.items()}
+    except ValueError as error:
+        raise CheckpointError(f"{root / COMMON} is damaged: {error}. {REMEDY}") from error

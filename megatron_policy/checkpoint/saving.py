@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_policy.checkpoint import fingerprint, manifest, tracker
+from megatron_policy.checkpoint.kept_files import KeptFiles
 from megatron_policy.checkpoint.local_shards import WriteItem
 from megatron_policy.checkpoint.manifest import CheckpointManifest
 from megatron_policy.checkpoint.report import SaveReport
@@ -23,7 +24,6 @@ from megatron_policy.checkpoint.staging import Ready, Staging, written_from
 from megatron_policy.checkpoint.writing import merge, write_records, write_small_files
 from megatron_policy.converters.files.publishing import (
     clean_leftovers,
-    flush_directory,
     new_directories,
     write_file,
 )
@@ -50,8 +50,10 @@ class SavedModel:
 
     table: Table
     topology: Topology
-    side: Mapping[str, bytes]
-    """What rank 0 writes besides the tensors: `hf_files.side_contents`."""
+    kept: KeptFiles | None
+    """What rank 0 writes besides the tensors; None on other ranks."""
+    described: Mapping[str, bytes]
+    """Files that say what adapters are, by name, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -232,9 +234,11 @@ class Saver:
     def _complete(self, job: _Job, part: DirectoryContents, partial: Path) -> int:
         """Rank 0's final work: write everything besides the records. Returns the bytes of all."""
         merged = merge(partial, self._coordinator.size)
-        files = write_small_files(partial, merged, part.common)
+        contents = write_small_files(partial, merged, part.common)
+        files, of_model = {name: of_bytes(content) for name, content in contents.items()}, 0
         if manifest.WEIGHTS in part.contains:
-            files |= _write_side_files(partial, self._model.side)
+            files |= _write_side_files(partial, self._model)
+            of_model = _side_bytes(self._model)
         table, topology = self._model.table, self._model.topology
         stated = CheckpointManifest(
             id=job.id,
@@ -247,13 +251,13 @@ class Saver:
             config=fingerprint.digest_of(table.architecture),
             tensors=merged.tensors,
             records=merged.records,
-            files={name: of_bytes(content) for name, content in files.items()},
+            files=files,
             overrides=table.overrides,
         )
         content = stated.encoded()
         write_file(partial / manifest.NAME, content)
         records = sum(each.length for ranges in merged.records.values() for each in ranges)
-        return records + sum(map(len, files.values())) + len(content)
+        return records + sum(map(len, contents.values())) + of_model + len(content)
 
 
 def _reserve(pool: PinnedMemoryPool, nbytes: int) -> None:
@@ -269,22 +273,16 @@ def layout_of(topology: Topology) -> dict[str, int]:
     return sizes if topology.expert_tp == topology.tp else sizes | {"etp": topology.expert_tp}
 
 
-def _write_side_files(partial: Path, side: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Write config and tokenizer; return the files' contents by relative name."""
-    (partial / SIDE).mkdir()
-    for name, content in side.items():
+def _write_side_files(partial: Path, model: SavedModel) -> dict[str, str]:
+    """Write config, tokenizer and what describes adapters; return the digests by relative name."""
+    assert model.kept is not None, "rank 0 writes them"
+    digests = model.kept.write(partial / SIDE)
+    for name, content in model.described.items():
         write_file(partial / SIDE / name, content)
-    flush_directory(partial / SIDE)
-    return {f"{SIDE}/{name}": content for name, content in side.items()}
+        digests[name] = of_bytes(content)
+    return {f"{SIDE}/{name}": digest for name, digest in digests.items()}
 
 
-def write_tokenizer(side: Mapping[str, bytes], tokenizer: Any, path: Path) -> None:
-    """Write the tokenizer's files to their own directory, as the host requests: what it saves
-    itself, or the files in the model's directory.
-    """
-    path.mkdir(parents=True, exist_ok=True)
-    if hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(str(path))
-        return
-    for name, content in side.items():
-        (path / name).write_bytes(content)
+def _side_bytes(model: SavedModel) -> int:
+    assert model.kept is not None, "rank 0 writes them"
+    return model.kept.nbytes + sum(map(len, model.described.values()))

@@ -23,6 +23,7 @@ from megatron_policy.converters.formats.dist_records import framing
 from megatron_policy.converters.formats.dist_writing import DistLayout, Record, small_files
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.coordination.timeouts import start_thread
+from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import CheckpointError
 from megatron_policy.formats.digests import Digest
 
@@ -107,7 +108,7 @@ def merge(directory: Path, ranks: int) -> Merged:
         file = Path(f"__{rank}_0.distcp")
         done = _note_of(directory, rank)
         for each in done:
-            dtype = getattr(torch, each.dtype) if each.dtype else None
+            dtype = dtype_named(each.dtype) if each.dtype else None
             if dtype is not None:
                 tensors[each.key] = (dtype, each.shape)
             where = (file, each.offset, each.length)

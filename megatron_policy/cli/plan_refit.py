@@ -194,7 +194,7 @@ def _as_data(planned: Planned, tensors: bool) -> dict[str, Any]:
 def with_config(source: str) -> str:
     """The source, or the config.json of a directory that has no weights beside it."""
     from megatron_policy.converters.formats.hf_config import CONFIG
-    from megatron_policy.converters.formats.hf_files import holds_weights
+    from megatron_policy.converters.formats.hf_names import holds_weights
 
     root = Path(source).expanduser()
     if (root / CONFIG).is_file() and not any(holds_weights(f.name) for f in root.iterdir()):
@@ -205,11 +205,10 @@ def with_config(source: str) -> str:
 def _planned(
     source: str, sizes: dict[str, Any], bucket_bytes: int, dtype: Dtype | None, precision: Precision
 ) -> Planned:
-    import torch
-
     from megatron_policy.config.layout import check_layout, layer_split, topology_of
     from megatron_policy.convert.headers import read_headers
     from megatron_policy.converters.table import bind
+    from megatron_policy.dtypes import dtype_named
     from megatron_policy.refit.planning import RefitModel, plan_refit
 
     seen = read_headers(source)
@@ -219,7 +218,7 @@ def _planned(
     topology = topology_of(config, sizes["tp"] * sizes["pp"] * sizes["dp"] * sizes["cp"])
     check_layout(config, table.architecture, topology)
     split = layer_split(config, table.architecture, topology)
-    trained = getattr(torch, precision.value)
+    trained = dtype_named(precision.value)
     return Planned(
         table,
         topology,
@@ -227,7 +226,7 @@ def _planned(
         plan_refit(
             RefitModel(table, split, seen.dtypes, trained, topology),
             bucket_bytes=bucket_bytes,
-            dtype=None if dtype is None else getattr(torch, dtype.value),
+            dtype=None if dtype is None else dtype_named(dtype.value),
         ),
         seen.config_only,
     )

@@ -25,7 +25,7 @@ from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.formats.dist_files import DistReader
 from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.formats.hf_files import HfReader, has_weights, side_contents
+from megatron_policy.converters.formats.hf_files import HfReader, has_weights
 from megatron_policy.converters.formats.hf_location import locate
 from megatron_policy.converters.formats.peft_base import architecture_of, base_digest
 from megatron_policy.converters.formats.peft_files import (
@@ -35,6 +35,7 @@ from megatron_policy.converters.formats.peft_files import (
     described,
     peft_contents,
 )
+from megatron_policy.converters.formats.side_files import SideFiles, side_files
 from megatron_policy.converters.mismatch import either
 from megatron_policy.converters.scalar_head import FIELDS as OF_HEAD
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
@@ -58,8 +59,8 @@ class Bound:
 
     spec: AdapterSpec
     table: Table
-    contents: Mapping[str, bytes]
-    """The files beside the tensors, by their names in HF format."""
+    beside: SideFiles
+    """The files beside the tensors, those that say what the adapters are among them."""
     targets: tuple[str, ...]
     """Names of `target_modules` with which a policy has these adapters."""
 
@@ -169,8 +170,9 @@ def bound(found: PeftAdapters, base: Base, infos: Mapping[str, Info], tensors: T
     modules = list(found.modules(shapes, parameters))
     table = adapters_on(model, rank, modules, is_joined, parameters)
     _check_forms(found.root, base, table, infos)
-    contents = side_contents(base.root, spec.overrides) | peft_contents(spec, table)
-    return Bound(spec, table, contents, targets_of(table, model))
+    own = side_files(base.root, spec.overrides)
+    beside = replace(own, changed={**own.changed, **peft_contents(spec, table)})
+    return Bound(spec, table, beside, targets_of(table, model))
 
 
 def _check_forms(root: Path, base: Base, table: Table, infos: Mapping[str, Info]) -> None:

@@ -57,7 +57,8 @@ def with_base(
             checkpoint,
             spec=made.spec,
             table=made.table,
-            contents=made.contents,
+            side_files=made.beside.copied,
+            contents=made.beside.changed,
             targets=made.targets,
             overrides=made.spec.overrides,
         )

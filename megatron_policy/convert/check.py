@@ -11,7 +11,7 @@ from megatron_policy.convert.open_checkpoint import damaged_tensor, digest_of, o
 from megatron_policy.convert.plan import DEFAULT_MAX_MEMORY
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import find
-from megatron_policy.converters.formats.hf_files import MANIFEST
+from megatron_policy.converters.formats.hf_names import MANIFEST
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.manifest import DirectoryManifest, read_manifest
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +23,22 @@ from megatron_policy.convert.plan import (
 from megatron_policy.convert.planned import ConversionPlan
 from megatron_policy.convert.training_checkpoint import CHECKPOINT, check_bytes, encoded_manifest
 from megatron_policy.converters.files import strict_json
-from megatron_policy.converters.files.publishing import check_replaceable, new_directory
+from megatron_policy.converters.files.publishing import (
+    check_replaceable,
+    check_room,
+    new_directory,
+    not_written,
+)
 from megatron_policy.converters.formats.hf_config import (
     CONFIG,
     encoded_like,
     with_overrides,
     without_quantisation,
 )
-from megatron_policy.converters.formats.hf_files import MANIFEST, copy_differs
+from megatron_policy.converters.formats.hf_files import copy_differs
+from megatron_policy.converters.formats.hf_names import MANIFEST
 from megatron_policy.converters.table import Table
-from megatron_policy.errors import ConversionError, ExportError
+from megatron_policy.errors import ConversionError
 from megatron_policy.formats import digests
 from megatron_policy.formats.digests import Digest
 from megatron_policy.formats.manifest import DirectoryManifest
@@ -93,10 +98,7 @@ def convert(
                 manifest = _write(ready, progress or (lambda done, total: None))
                 ready.writer.close()
         except OSError as error:
-            raise ExportError(
-                f"{final} cannot be written: {error.strerror}"
-                + (f" ({error.filename})" if error.filename else "")
-            ) from error
+            raise not_written(final, error, ready.plan.bytes_written) from error
         return Report(ready.plan, content_digest(manifest))
 
 
@@ -104,11 +106,8 @@ def check_destination(plan: ConversionPlan, overwrite: bool) -> Path:
     """The absolute path that a conversion will make; ConfigError if something else is there that
     `overwrite` does not replace, ExportError if the disk is too full.
     """
-    final, needed = check_replaceable(plan.destination, overwrite), plan.bytes_written
-    there = next(parent for parent in final.parents if parent.exists())
-    free = shutil.disk_usage(there).free
-    if free < needed:
-        raise ExportError(f"{final} needs {needed:,} bytes, but {there} has {free:,} left")
+    final = check_replaceable(plan.destination, overwrite)
+    check_room(final, plan.bytes_written)
     return final
 
 
@@ -195,9 +194,12 @@ def _copy_side_files(ready: Prepared) -> dict[str, str]:
     files = {}
     for name, path in ready.source.side_files.items():
         inside = side_path(name, ready.plan.to)
-        if name == CONFIG and (config := _config(ready, path.read_bytes())) is not None:
-            files[inside] = _write_file(ready, inside, config)
-            continue
+        # A config.json beside adapters is their base's, and stays what it is.
+        if name == CONFIG and ready.source.adapters is None:
+            config = _config(ready, path.read_bytes())
+            if config is not None:
+                files[inside] = _write_file(ready, inside, config)
+                continue
         digest, size = Digest(), digests.size_of(path)
         _make_parent(ready, inside)
         for offset in range(0, max(size, 1), digests.STEP):
@@ -227,7 +229,7 @@ def _write_file(ready: Prepared, name: str, content: bytes) -> str:
 
 
 def _make_parent(ready: Prepared, name: str) -> None:
-    (ready.writer.root / name).parent.mkdir(exist_ok=True)
+    (ready.writer.root / name).parent.mkdir(parents=True, exist_ok=True)
 
 
 def _is_cast(ready: Prepared) -> bool:

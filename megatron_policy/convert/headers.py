@@ -27,7 +27,7 @@ from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.files.raw_files import RawFiles
-from megatron_policy.converters.formats import dist_files, hf_files
+from megatron_policy.converters.formats import dist_files, hf_files, hf_names
 from megatron_policy.converters.formats.hf_config import CONFIG, read_config, written_config
 from megatron_policy.converters.formats.peft_files import (
     ADAPTER_CONFIG,
@@ -41,6 +41,7 @@ from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
 from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind, draft
 from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.formats.manifest import read_manifest
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,12 @@ def read_headers(source: str | Path, config: str | Path | None = None) -> Header
         return _headers_of_config(path.parent)
     root = dist_files.find(source)
     if root is not None:
+        read_manifest(root)  # a damaged one is refused here as by every other command
         return _dist_headers(root, config)
     root = hf_files.locate(source)
+    read_manifest(root)
     fields, written = read_config(root), written_config(root)
-    if not any(hf_files.holds_weights(file.name) for file in root.iterdir()):
+    if not any(hf_names.holds_weights(file.name) for file in root.iterdir()):
         raise ConversionError(
             f"{root} has a config and no weights; give {root / CONFIG} for what its checkpoint "
             "would have, or fetch the weights as safetensors"
@@ -117,6 +120,7 @@ def read_adapter_headers(
     folder = expanded(source)
     if root is not None or not is_peft(folder):
         return None
+    read_manifest(folder)
     tensors = as_read(hf_files.inventory(folder, ADAPTER_MODEL), {})
     shapes = {name: shape for name, (_, shape) in tensors.items()}
     dtypes = {name: dtype for name, (dtype, _) in tensors.items()}

@@ -16,7 +16,7 @@ from megatron_policy.convert.training_checkpoint import is_saved, saved_state
 from megatron_policy.converters.adapters import AdapterSpec
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.files.raw_files import RawFiles
-from megatron_policy.converters.formats import dist_files, dist_metadata, hf_files
+from megatron_policy.converters.formats import dist_files, dist_metadata, hf_files, hf_names
 from megatron_policy.converters.formats.dequantising import QuantisedTensor
 from megatron_policy.converters.formats.dist_keys import readable
 from megatron_policy.converters.formats.hf_config import read_config
@@ -30,6 +30,7 @@ from megatron_policy.converters.formats.peft_files import (
     read_peft,
 )
 from megatron_policy.converters.formats.quantised import Inventory, as_read
+from megatron_policy.converters.formats.side_files import side_paths
 from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.table import Entry, Table, bind, bind_to
 from megatron_policy.errors import ConfigError, ConversionError
@@ -65,7 +66,7 @@ class OpenCheckpoint:
     tensors: Tensors
     table: Table | None
     side_files: Mapping[str, Path]
-    """Config, tokenizer and generation settings, by their names in HF format."""
+    """Config, tokenizer and generation settings, by their relative names in HF format."""
     manifest: DirectoryManifest | None
     extents: Extents
     """For each file with tensors, the bytes of these: (first, end) each."""
@@ -142,10 +143,10 @@ def _refuse_others(path: str | Path) -> None:
         )
 
 
-_READ = ("config.json", hf_files.INDEX, dist_metadata.METADATA, dist_files.FORMAT)
+_READ = ("config.json", hf_names.INDEX, dist_metadata.METADATA, dist_files.FORMAT)
 """Files without which a checkpoint cannot be read: if damaged, they are not parsed."""
 _WITH_TENSORS = (".safetensors", ".distcp")
-_HF_MARKS = ("config.json", hf_files.SINGLE, hf_files.INDEX)
+_HF_MARKS = ("config.json", hf_names.SINGLE, hf_names.INDEX)
 
 
 def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) -> OpenCheckpoint:
@@ -159,7 +160,7 @@ def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) ->
         infos,
         FileTensors(stored, files, quantised),
         _table_if_known(root, infos),
-        {path.name: path for path in hf_files.side_files(root)},
+        side_paths(root),
         manifest,
         extents,
         {},
@@ -221,6 +222,12 @@ def _open_mcore(
     if manifest is not None:
         infos = _as_stated(infos, manifest, root)
     elif saved is not None:
+        if unknown := sorted(infos.keys() - saved.dtypes.keys()):
+            raise ConversionError(
+                f"{root} does not say in which dtype {unknown[0]} was, nor {len(unknown) - 1} "
+                "others: its source_dtypes are not those of its model; restore it from a copy, or "
+                "convert another checkpoint"
+            )
         infos = {name: replace(info, dtype=saved.dtypes[name]) for name, info in infos.items()}
     for entry in sent[len(entries) :]:
         infos[entry.hf[0]] = infos[table.ignored[entry.hf[0]].equals]
@@ -279,7 +286,7 @@ def digest_of(checkpoint: OpenCheckpoint, name: str, buffer: BlockBuffer, max_me
 def damaged_tensor(root: Path, name: str) -> ConversionError:
     """The error for a tensor whose bytes are not those that were written."""
     return ConversionError(
-        f"{root}: {name} is damaged: its bytes contradict the digest in {hf_files.MANIFEST} "
+        f"{root}: {name} is damaged: its bytes contradict the digest in {hf_names.MANIFEST} "
         "(remove that file if you changed the checkpoint on purpose)"
     )
 
@@ -294,7 +301,7 @@ def _as_stated(
     for name in {*infos, *stated}:
         if name not in stated or name not in infos or stated[name].shape != infos[name].shape:
             raise ConversionError(
-                f"{root}: {name} of its {hf_files.MANIFEST} is not the {name} of its config.json"
+                f"{root}: {name} of its {hf_names.MANIFEST} is not the {name} of its config.json"
             )
     return {name: replace(info, dtype=stated[name].dtype) for name, info in infos.items()}
 
@@ -313,10 +320,10 @@ def _damaged(
             continue
         own = extents.get(path, ()) if extents else ()
         if not path.is_file():
-            problems[name] = f"{root} lacks {name}, which its {hf_files.MANIFEST} names"
+            problems[name] = f"{root} lacks {name}, which its {hf_names.MANIFEST} names"
         elif digests.of_file(files, path, digests.size_of(path), own) != stated:
             problems[name] = (
-                f"{path} is damaged: its bytes contradict the digest in {hf_files.MANIFEST} "
+                f"{path} is damaged: its bytes contradict the digest in {hf_names.MANIFEST} "
                 "(remove that file if you changed the checkpoint on purpose)"
             )
     return problems
@@ -333,7 +340,7 @@ def config_place(config: str | Path, files: Sequence[str] = SIDE_FILES) -> Path:
 def _side_files(root: Path, config: Path | None) -> dict[str, Path]:
     given = config or inside(root, SIDE)
     if given.is_dir():
-        return {path.name: path for path in hf_files.side_files(given)}
+        return side_paths(given)
     return {"config.json": given} if config else {}
 
 

@@ -23,7 +23,7 @@ from megatron_policy.converters.formats.dist_writing import (
     lay_out,
     small_files,
 )
-from megatron_policy.converters.formats.hf_files import INDEX
+from megatron_policy.converters.formats.hf_names import INDEX
 from megatron_policy.converters.formats.hf_writing import index_of
 from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL
 from megatron_policy.converters.formats.safetensors_format import encode

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_policy.dtypes import dtype_named
+
 GLOBALS = frozenset(
     {
         ("torch", "Size"),
@@ -96,8 +98,8 @@ def plain(arguments: Sequence[Any]) -> dict[str, Any]:
 def arguments(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     """The inverse of `plain`. ValueError, TypeError or LookupError for anything else."""
     made: dict[str, Any] = dict(fields) | _CLASSES
-    dtype = getattr(torch, made["dtype"], None)
-    if made.keys() != set(_FIELDS) or not isinstance(dtype, torch.dtype):
+    dtype = dtype_named(made["dtype"])
+    if made.keys() != set(_FIELDS):
         raise ValueError("these are not the arguments of a tensor on a GPU")
     made |= {"size": torch.Size(made["size"]), "stride": tuple(made["stride"]), "dtype": dtype}
     for name in _NUMBERS:

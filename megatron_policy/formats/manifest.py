@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_policy.converters.files import contained, strict_json
-from megatron_policy.converters.formats.hf_files import MANIFEST
+from megatron_policy.converters.formats.hf_names import MANIFEST
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.digests import UNSEALED, is_sealed, sealed
-from megatron_policy.formats.manifest_values import count, entries, form, inside, text
+from megatron_policy.formats.manifest_values import count, entries, form, inside, text, xxh3
 from megatron_policy.formats.tensors import Info
 
 FORMAT = 1
@@ -61,7 +61,7 @@ def read_manifest(root: Path) -> DirectoryManifest | None:
         content = _unsealed(contained.read(contained.inside(root, MANIFEST), MAX_BYTES))
         return DirectoryManifest(
             {name: _tensor(*entry) for name, entry in entries(content, "tensors")},
-            {inside(root, name): text(stated) for name, stated in entries(content, "files")},
+            {inside(root, name): xxh3(stated) for name, stated in entries(content, "files")},
             _origin(content),
             count(content["step"]) if "step" in content else None,
             dict(entries(content, OVERRIDES)) if OVERRIDES in content else {},
@@ -102,4 +102,4 @@ def _origin(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensor(dtype: str, shape: list[int], digest: str) -> tuple[Info, str]:
-    return Info(*form(dtype, shape)), text(digest)
+    return Info(*form(dtype, shape)), xxh3(digest)

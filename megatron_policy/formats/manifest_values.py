@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 
 from megatron_policy.converters.files import contained
+from megatron_policy.dtypes import dtype_named
+
+_DIGEST = re.compile(r"[0-9a-f]{16}", re.ASCII)
 
 
 def entries(content: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
@@ -21,10 +25,7 @@ def entries(content: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
 
 def form(dtype: str, shape: list[int]) -> tuple[torch.dtype, tuple[int, ...]]:
     """Dtype and shape of a tensor."""
-    found = getattr(torch, dtype)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{dtype!r} is not a dtype")
-    return found, tuple(map(count, shape))
+    return dtype_named(dtype), tuple(map(count, shape))
 
 
 def count(value: Any) -> int:
@@ -39,6 +40,13 @@ def text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"expected a text, found {value!r:.40}")
     return value
+
+
+def xxh3(value: Any) -> str:
+    """A digest as 16 hexadecimal digits."""
+    if _DIGEST.fullmatch(text(value)) is None:
+        raise ValueError(f"expected a digest, found {value!r:.40}")
+    return str(value)
 
 
 def inside(root: Path, name: str) -> str:

@@ -14,10 +14,12 @@ import torch
 from megatron_policy.converters.config_fields import quantisation
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.formats.hf_config import for_transformers, written_config
-from megatron_policy.converters.formats.hf_files import INDEX, inventory, locate
+from megatron_policy.converters.formats.hf_files import inventory, locate
+from megatron_policy.converters.formats.hf_names import INDEX
 from megatron_policy.converters.formats.safetensors_format import Extent
 from megatron_policy.converters.registry import family_of
 from megatron_policy.device import current_device
+from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError
 from megatron_policy.parity.result import Job, ModelOutputs
 
@@ -59,9 +61,7 @@ def _load(model: str, dtype: str) -> Any:
     with for_transformers(config) as folder:
         _link(files, folder)
         try:
-            hf = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, dtype), **plainly
-            )
+            hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_named(dtype), **plainly)
         except MemoryError:
             raise
         except Exception as error:  # loading a damaged checkpoint can raise anything

@@ -16,15 +16,21 @@ import torch.distributed as dist
 
 from megatron_policy.checkpoint import common_state, manifest, tracker
 from megatron_policy.checkpoint.contents import Contents, NonTensorState, saved_by
+from megatron_policy.checkpoint.kept_files import KeptFiles
 from megatron_policy.checkpoint.loading import FoundCheckpoint, Loader, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport, SaveReport, check_host_data
-from megatron_policy.checkpoint.saving import DirectoryContents, SavedModel, Saver, write_tokenizer
+from megatron_policy.checkpoint.saving import DirectoryContents, SavedModel, Saver
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.files.publishing import check_replaceable
 from megatron_policy.converters.files.raw_files import RawFiles
-from megatron_policy.converters.formats.hf_files import side_contents, side_files
 from megatron_policy.converters.formats.hf_location import locate
 from megatron_policy.converters.formats.peft_files import peft_contents
+from megatron_policy.converters.formats.side_files import (
+    SideFiles,
+    save_tokenizer,
+    side_files,
+    side_paths,
+)
 from megatron_policy.coordination.barrier import Coordinator
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import Adapters
@@ -54,18 +60,18 @@ class Checkpoints:
         store = dist.distributed_c10d._get_default_store()
         size = session.topology.world_size
         self._coordinator = Coordinator(store, session.rank, size, config.checkpoint_timeout_s)
-        side_files(locate(config.model_name))  # raises on every rank or on none
-        self._side = self._side_contents() if session.rank == 0 else {}
+        side_paths(locate(config.model_name))  # raises on every rank or on none
+        self._kept = KeptFiles(self._side_files(), tokenizer) if session.rank == 0 else None
         self._saved = saved_by(session.engine)
-        side = self._side | _described(session.engine.adapters)
-        model = SavedModel(self._saved.table, session.topology, side)
+        described = _described(session.engine.adapters)
+        model = SavedModel(self._saved.table, session.topology, self._kept, described)
         self._saver = Saver(model, self._coordinator)
         session.engine.pending_reads.add(self._saver.copied)
         if config.megatron_cfg.checkpoint.async_save:
             self._saver.reserve(self._contents.nbytes)
 
-    def _side_contents(self) -> dict[str, bytes]:
-        return side_contents(self._config.model_name, self._engine.table.overrides)
+    def _side_files(self) -> SideFiles:
+        return side_files(self._config.model_name, self._engine.table.overrides)
 
     def save(
         self,
@@ -108,9 +114,11 @@ class Checkpoints:
             if hf_export is not None:
                 check_export(hf_export, weights_path, optimizer_path)
                 if self._session.rank == 0:  # only rank 0 reads what it copies from there
-                    self._side_contents()
-            if tokenizer_path is not None and self._session.rank == 0:
-                write_tokenizer(self._side, self._tokenizer, Path(tokenizer_path))
+                    self._side_files()
+            if tokenizer_path is not None and self._kept is not None:
+                path = Path(tokenizer_path)
+                if not save_tokenizer(self._tokenizer, path):
+                    self._kept.write(path)
 
         def parts() -> list[DirectoryContents]:
             if onload:
@@ -173,6 +181,8 @@ class Checkpoints:
     def leave(self) -> None:
         """Finish for good: rank 0 waits for the others, see `Session.leave`."""
         self.finish()
+        if self._kept is not None:
+            self._kept.close()
         self._session.leave(self._coordinator.lost_a_rank)
 
     def _before_loading(self) -> None:

@@ -71,6 +71,8 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
         """Join the process group, build this rank's part of the model and load its weights.
 
         `tokenizer` is any object with `pad_token_id` and `eos_token_id`; only `generate` needs one.
+        If it can be saved (`save_pretrained`), exports and checkpoints have it in place of the
+        model's own.
         With `weights_path` the policy starts from a checkpoint, whose report is `loaded`; the
         reference is `config.model_name`, whose weights are not needed without a reference, or
         `config.reference_model_name`.
@@ -91,6 +93,7 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
                 timeout_s=self.config.collective_timeout_s if timeout_s is None else timeout_s,
                 source_dtypes=source_dtypes(self.config, weights_path, init_reference_model),
                 builder=engine or _default_engine(self.config),
+                tokenizer=tokenizer,
             )
         self.rank, self.topology = self._session.rank, self._session.topology
         self.coords, self._engine = self._session.coords, self._session.engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ class Session:
         init_reference_model: bool,
         source_dtypes: Mapping[str, torch.dtype] | None = None,
         builder: EngineBuilder,
+        tokenizer: Any = None,
     ) -> None:
         checked_timeout(timeout_s)
         self._table = model_table(config)
@@ -75,6 +77,7 @@ class Session:
                 timeout_s=config.refit_timeout_s,
                 bucket_bytes=config.refit_bucket_bytes,
                 dtype=None if config.refit_dtype is None else DTYPES[config.refit_dtype],
+                tokenizer=tokenizer,
             )
             self.memory = DeviceMemory(
                 self.engine,

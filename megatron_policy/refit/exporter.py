@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,9 +45,11 @@ class Exporter:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         dtype: torch.dtype | None = None,
+        tokenizer: Any = None,
     ) -> None:
         """No collective waits longer than `timeout_s` seconds, and none moves more than
-        `bucket_bytes` plus 2 %. Engines get `dtype`; None: the checkpoint's own.
+        `bucket_bytes` plus 2 %. Engines get `dtype`; None: the checkpoint's own. Directories get
+        the files of `tokenizer`; None: those of the model.
         """
         place = engine.place
         self.topology: Topology = place.topology
@@ -55,7 +57,7 @@ class Exporter:
         self.rank = place.topology.rank(place.coords)
         self.timeout_s, self.bucket_bytes, self.dtype = timeout_s, bucket_bytes, dtype
         self.source_dtypes = engine.source_dtypes
-        self.table = engine.table
+        self.table, self.tokenizer = engine.table, tokenizer
         self.adapters: Adapters | None = engine.adapters
         self._sources = Sources(engine.held, engine.table.architecture, self.adapters)
         self._model = RefitModel(

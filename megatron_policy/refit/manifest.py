@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import RefitError
 
 FORMAT = 1
@@ -206,7 +207,4 @@ def _form(sent: Sent) -> str:
 
 
 def _sent(dtype: str, shape: list[int], digest: str) -> Sent:
-    kind = getattr(torch, dtype)
-    if not isinstance(kind, torch.dtype):
-        raise ValueError(f"{dtype} is not a dtype")
-    return Sent(tuple(map(int, shape)), kind, int(digest, 16))
+    return Sent(tuple(map(int, shape)), dtype_named(dtype), int(digest, 16))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.checkpoint.verifying import verify as verify_save
+from megatron_policy.convert import check, convert
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.errors import ConfigError, ExportError
+from megatron_policy.refit.transports.disk import HfDirectory
 from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import LAYOUTS, LENGTH, VOCAB
 from tests.exact import Exact, assert_equal
+from tests.small_disk import small_disk
 
 EXPORTING = (
     "one process",
@@ -113,6 +119,65 @@ def test_an_existing_directory_is_refused_on_every_rank_and_left_alone(
     assert [p.name for p in target.iterdir()] == ["notes.txt"]
 
 
+def write_everywhere(config: dict[str, Any], folder: Path) -> None:
+    """Write the model in every way, after its own directory has lost its tokenizer."""
+    source = Path(config["model_name"])
+    given = AutoTokenizer.from_pretrained(source)
+    given.chat_template = TEMPLATE
+    given.pad_token = given.eos_token
+    with open_policy(config, tokenizer=given, init_reference_model=False) as policy:
+        policy.export_hf(folder / "export")
+        policy.refit(HfDirectory(folder / "refit", config["model_name"]))
+        if policy.rank == 0:
+            shutil.rmtree(source / "assets")
+        policy.save_checkpoint(folder / "weights", None, folder / "tokenizer")
+        policy.save_checkpoint(folder / "weights", None, hf_export=folder / "saved")
+
+
+TEMPLATE = "{{ messages }} given"
+
+
+@pytest.mark.parametrize("layout", ["one process", "TP2"])
+def test_every_directory_has_the_given_tokenizer_and_the_files_in_folders(
+    ranks, checkpoint, tmp_path: Path, layout: str
+) -> None:
+    source = Path(shutil.copytree(checkpoint("qwen2"), tmp_path / "source"))
+    (source / "assets").mkdir()
+    (source / "assets" / "notes.txt").write_text("notes")
+    case = LAYOUTS[layout]
+    ranks.run(case.world, write_everywhere, policy_config(source, case.megatron), tmp_path)
+    saved = tmp_path / "weights" / "iter_0000000" / "hf"
+    convert(tmp_path / "weights", tmp_path / "converted", "hf")
+    for place in ("export", "refit", saved, "converted", "saved", "tokenizer"):
+        found = AutoTokenizer.from_pretrained(tmp_path / place)
+        assert found.chat_template == TEMPLATE and found.pad_token_id == found.eos_token_id, place
+        notes, was_there = tmp_path / place / "assets" / "notes.txt", place != "saved"
+        assert notes.is_file() == (was_there and place != "tokenizer"), place
+    for place in ("export", "refit", "saved", "converted"):
+        assert check(tmp_path / place).problems == ()
+    verify_save(tmp_path / "weights" / "iter_0000000")
+
+
+def export_to_a_full_disk(config: dict[str, Any], path: Path) -> str:
+    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+        with pytest.raises(ExportError) as error:
+            policy.export_hf(path)
+        return str(error.value)
+
+
+def test_a_disk_without_room_for_an_export_is_named_with_the_bytes(
+    ranks, checkpoint, tmp_path: Path
+) -> None:
+    source = checkpoint("qwen2", hidden=256, ffn=512)
+    config = policy_config(source, LAYOUTS["TP2"].megatron)
+    with small_disk(tmp_path / "full") as full:
+        for message in ranks.run(2, export_to_a_full_disk, config, Path(full) / "exported"):
+            assert re.search(
+                rf"{full}/exported needs [\d,]+ bytes, but {full} has 1,048,576", message
+            )
+        assert list(Path(full).iterdir()) == []
+
+
 def fail_to_write(config: dict[str, Any], path: Path, rank: int) -> str:
     """The error every rank sees when one rank cannot write its file."""
     from megatron_policy.converters.formats import hf_writing
@@ -140,7 +205,8 @@ def test_a_rank_that_cannot_write_fails_all_and_publishes_nothing(
     target = tmp_path / "exported"
     config = policy_config(checkpoints[False], LAYOUTS["TP2"].megatron)
     for message in ranks.run(2, fail_to_write, config, target, 1):
-        assert "rank 1" in message and "No space left on device" in message
+        assert "rank 1" in message and f"{target} cannot be written: No space left" in message
+        assert re.search(rf"it takes [\d,]+ bytes, and {tmp_path} has [\d,]+ left", message)
     assert [p.name for p in tmp_path.iterdir()] == ["second"], "something was left behind"
     assert_same_tensors(target.with_name("second"), checkpoints[False])
 

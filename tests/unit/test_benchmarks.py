@@ -178,7 +178,8 @@ def test_the_floor_of_the_import_fills_every_parameter_with_the_bits_of_the_tabl
 ) -> None:
     from benchmarks.checkpoints import Size, write_checkpoint
     from benchmarks.floor import copy_weights
-    from megatron_policy.converters.formats.hf_files import SINGLE, HfReader, read_config
+    from megatron_policy.converters.formats.hf_files import HfReader, read_config
+    from megatron_policy.converters.formats.hf_names import SINGLE
     from megatron_policy.converters.rows import pack
     from megatron_policy.converters.table import bind
 
@@ -199,7 +200,8 @@ def test_the_views_that_an_export_is_compared_with_are_the_tensors_of_the_table(
 ) -> None:
     from benchmarks.checkpoints import Size, write_checkpoint
     from benchmarks.floor import copy_weights, hf_views
-    from megatron_policy.converters.formats.hf_files import SINGLE, HfReader, read_config
+    from megatron_policy.converters.formats.hf_files import HfReader, read_config
+    from megatron_policy.converters.formats.hf_names import SINGLE
     from megatron_policy.converters.table import bind
 
     size = Size(hidden=32, ffn=48, layers=3, heads=4, groups=2, vocab=128)

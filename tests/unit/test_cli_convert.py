@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -354,7 +355,8 @@ def test_the_config_of_a_checkpoint_without_one_can_be_that_of_a_model_on_the_hu
         fetched.append(allow_patterns)
         return str(source)
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, timeout: None)
+    asked = SimpleNamespace(siblings=[])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, timeout: asked)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     named = ("--config", "an-owner/a-model")
     assert run("convert", mcore, tmp_path / "back", "--to", "hf", *named)[0] == 0

@@ -14,8 +14,9 @@ from megatron_policy.checkpoint import manifest, tracker
 from megatron_policy.convert import convert, verify
 from megatron_policy.converters.files.contained import LINKS
 from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.formats.hf_files import INDEX, MANIFEST, HfReader, side_files
-from megatron_policy.converters.formats.hf_writing import copy_side_files
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.hf_names import INDEX, MANIFEST
+from megatron_policy.converters.formats.side_files import side_paths
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 from megatron_policy.formats.digests import UNSEALED, sealed
 from tests.unit.training_checkpoints import make_save
@@ -97,13 +98,14 @@ def test_a_link_out_of_the_directory_is_refused_with_where_it_leads(
 def test_a_secret_is_not_copied_through_a_link(model: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (model / "notes.txt").symlink_to(tmp_path / "secret")
-    (tmp_path / "copied").mkdir()
     with pytest.raises(ConversionError, match="is a link to"):
-        side_files(model)
-    with pytest.raises(ConversionError, match="is a link to"):
-        copy_side_files(model, tmp_path / "copied")
-    assert os.listdir(tmp_path / "copied") == []
+        side_paths(model)
     assert "notes.txt is a link to" in refusal(model)
+    (model / "notes.txt").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "secret").rename(tmp_path / "elsewhere" / "secret")
+    (model / "folder").symlink_to(tmp_path / "elsewhere")
+    assert "folder/secret is a link to" in refusal(model)
 
 
 def test_links_within_the_directory_and_to_it_are_followed(model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_policy.convert import convert, plan_conversion, verify
-from megatron_policy.converters.formats.hf_files import MANIFEST, HfReader
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.hf_names import MANIFEST
 from megatron_policy.errors import ConfigError, ConversionError
 from tests.checkpoints import ALL_FAMILIES, make_checkpoint
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_policy.convert import convert, verify
-from megatron_policy.converters.formats.hf_files import INDEX, MANIFEST
+from megatron_policy.converters.formats.hf_names import INDEX, MANIFEST
 from megatron_policy.errors import ConfigError, ConversionError
 
 SMALL = {"layers": 2, "vocab": 250, "hidden": 32, "heads": 2, "groups": 1, "ffn": 48}

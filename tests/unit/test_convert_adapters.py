@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -394,16 +395,37 @@ def test_a_checkpoint_that_does_not_say_its_modules_is_refused(
         convert(tmp_path / "saved", tmp_path / "out", "hf")
 
 
-def test_a_whole_model_beside_a_config_of_adapters_is_a_whole_model(
+def test_a_training_checkpoint_that_lacks_the_dtype_of_a_tensor_is_refused_by_its_name(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     base, peft = made(checkpoint, tmp_path / "peft")
-    shutil.copytree(base, tmp_path / "both")
-    shutil.copy(peft / ADAPTER_CONFIG, tmp_path / "both")
-    convert(tmp_path / "both", tmp_path / "mcore", "mcore")
-    convert(tmp_path / "mcore", tmp_path / "back", "hf")
-    assert verify(base, tmp_path / "back").equal
-    assert run("inspect", tmp_path / "both")[1].startswith("family qwen2\n")
+    convert(peft, tmp_path / "saved", "mcore", base=base)
+    file = tmp_path / "saved" / "common.pt"
+    state = torch.load(file, weights_only=True)
+    dtypes = state[common_state.OURS]["source_dtypes"]
+    del dtypes[name := min(dtypes)]
+    torch.save(state, file)
+    with pytest.raises(ConversionError, match=f"in which dtype {re.escape(name)} was"):
+        convert(tmp_path / "saved", tmp_path / "back", "hf")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_whole_model_beside_a_config_of_adapters_is_refused_by_every_command(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    base, peft = made(checkpoint, tmp_path / "peft")
+    both = Path(shutil.copytree(base, tmp_path / "both"))
+    shutil.copy(peft / ADAPTER_CONFIG, both)
+    for command in (
+        ("inspect", both),
+        ("convert", both, tmp_path / "mcore", "--to", "mcore"),
+        ("convert", peft, tmp_path / "merged", "--to", "hf", "--merge", "--base", both),
+        ("verify", both, base),
+        ("parity", both),
+        ("plan", "--refit", both),
+    ):
+        assert "both has adapter_config.json beside whole weights" in run(*command)[2], command
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["both", "peft"]
 
 
 def test_overrides_go_with_adapters(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_policy.converters.files.publishing import new_directory
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.hf_writing import copy_side_files, write_index, write_shard
+from megatron_policy.converters.formats.hf_writing import write_index, write_shard
+from megatron_policy.converters.formats.side_files import side_files, write_side_files
 from megatron_policy.converters.rows import Whole, fill_parts, fill_shard
 from megatron_policy.converters.table import Table, bind
 from tests.unit.published import COMMON, LLAMA3, PUBLISHED
@@ -134,7 +135,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_loads_in_transformers(
                 weight_map |= dict.fromkeys(entry.hf, file)
                 size += sum(part.nbytes for part in parts)
             write_index(partial, weight_map, size)
-            copy_side_files(checkpoint, partial)
+            write_side_files(side_files(checkpoint), partial)
         with HfReader(out) as written:
             assert written.dtypes == reader.dtypes
             for name in reader.shapes:

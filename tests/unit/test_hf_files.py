@@ -14,8 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_policy.converters.files.publishing import Staged
-from megatron_policy.converters.formats.hf_files import INDEX, SINGLE, HfReader, locate, read_config
-from megatron_policy.converters.formats.hf_writing import copy_side_files, write_index, write_shard
+from megatron_policy.converters.formats.hf_files import HfReader, locate, read_config
+from megatron_policy.converters.formats.hf_names import INDEX, SINGLE
+from megatron_policy.converters.formats.hf_writing import write_index, write_shard
 from megatron_policy.errors import ConfigError, ConversionError
 
 FORK = multiprocessing.get_context("fork")
@@ -147,7 +148,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
     [
         ({"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 24]}, "offsets of x contradict"),
         ({"dtype": "F32", "shape": [2, 3], "data_offsets": [-4, 20]}, "offsets of x contradict"),
-        ({"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}, "F99"),
+        ({"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}, "dtype of x is not a name"),
         ({"dtype": "F32", "shape": [1]}, "data_offsets"),
         ([1, 2], "unreadable"),
     ],
@@ -155,6 +156,52 @@ def test_a_truncated_file_is_named(tmp_path: Path, kept: int) -> None:
 def test_a_header_that_makes_no_sense_is_named(tmp_path: Path, entry: object, said: str) -> None:
     write_raw(tmp_path / SINGLE, {"x": entry}, bytes(24))
     assert str(tmp_path / SINGLE) in refusal(tmp_path) and said in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2", "F99"])
+def test_a_dtype_that_is_not_read_is_named_with_its_tensor(tmp_path: Path, dtype: str) -> None:
+    entry = {"dtype": dtype, "shape": [8], "data_offsets": [0, 4]}
+    write_raw(tmp_path / SINGLE, {"x": entry}, bytes(4))
+    said = refusal(tmp_path)
+    assert f"{tmp_path / SINGLE} cannot be read: x is in the dtype {dtype}" in said
+    assert "again" not in said and "truncated" not in said
+
+
+NARROW = {n: getattr(torch, f"float8_{n}") for n in ("e8m0fnu", "e4m3fnuz", "e5m2fnuz")}
+OTHERS = [*NARROW.values(), torch.uint16, torch.uint32, torch.uint64, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+def test_every_dtype_of_the_format_that_torch_has_is_read_as_safetensors_reads_it(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    save_file({"x": torch.arange(1, 9).float().to(dtype)}, tmp_path / SINGLE)
+    (found, wanted) = HfReader(tmp_path).tensor("x"), load_file(tmp_path / SINGLE)["x"]
+    assert found.dtype == dtype
+    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_an_index_that_names_a_tensor_that_no_file_has_is_refused_with_both_ways_out(
+    tmp_path: Path,
+) -> None:
+    index = json.loads((sharded(tmp_path) / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = "two.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    said = refusal(tmp_path)
+    assert f"{tmp_path / INDEX} names tensors that no file has: lm_head.weight." in said
+    assert "take their names out of the index" in said
+
+
+def test_a_whole_model_with_adapters_beside_it_is_refused_with_both_ways_out(
+    tmp_path: Path,
+) -> None:
+    (single(tmp_path) / "adapter_config.json").write_text("{}")
+    said = refusal(tmp_path)
+    assert f"{tmp_path} has adapter_config.json beside whole weights" in said
+    assert "Remove adapter_config.json" in said and "--merge" in said
+    save_file(TENSORS, tmp_path / "adapter_model.safetensors")
+    assert "beside whole weights" in refusal(tmp_path)
+    assert HfReader(tmp_path, "adapter_model.safetensors").shapes.keys() == TENSORS.keys()
 
 
 def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
@@ -170,11 +217,11 @@ def test_missing_files_of_an_index_are_all_named(tmp_path: Path) -> None:
 
 def test_an_index_that_lies_is_refused_with_both_lies(tmp_path: Path) -> None:
     index = json.loads((sharded(tmp_path) / INDEX).read_text())
-    index["weight_map"]["ghost"] = "one.safetensors"
-    index["weight_map"]["b.weight"] = "two.safetensors"
+    index["weight_map"] |= {"a.weight": "two.safetensors", "e.bias": "one.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps(index))
     said = refusal(tmp_path)
-    assert "one.safetensors lacks ghost" in said and "holds b.weight" in said
+    assert "two.safetensors lacks a.weight, which the index places there" in said
+    assert "holds e.bias, which the index does not" in said
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": [1]}'])
@@ -295,24 +342,6 @@ def test_only_a_checkpoint_of_several_files_has_an_index(tmp_path: Path) -> None
         "metadata": {"total_size": 8},
         "weight_map": {"a": "one", "b": "two"},
     }
-
-
-def test_side_files_are_copied_byte_for_byte_and_weights_are_not(tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
-    copied = {
-        "config.json": b'{"model_type":"llama",  "dtype": "bfloat16"}',
-        "generation_config.json": b'{"top_p": 0.9}',
-        "tokenizer.json": "{'ä': 1}".encode(),
-        "tokenizer.model": b"\0\1\2",
-        "chat_template.jinja": b"{{ x }}\r\n",
-    }
-    left = [SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", ".gitattributes"]
-    for directory in (source / "original", out):
-        directory.mkdir(parents=True)
-    for name, content in (copied | dict.fromkeys(left, b"x")).items():
-        (source / name).write_bytes(content)
-    copy_side_files(source, out)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == copied
 
 
 def export(destination: Path, text: str, overwrite: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -11,22 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from megatron_policy.checkpoint.common_state import OURS, source_dtypes
 from megatron_policy.cli import app
 from megatron_policy.config import PolicyConfig
 from megatron_policy.convert import convert
 from megatron_policy.converters.files import strict_json
+from megatron_policy.converters.formats.dist_writing import COMMON
 from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.formats.hf_files import INDEX, MANIFEST, SINGLE
 from megatron_policy.converters.formats.hf_location import locate
-from megatron_policy.errors import ConfigError
+from megatron_policy.converters.formats.hf_names import INDEX, MANIFEST, SINGLE
+from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 from megatron_policy.formats.digests import UNSEALED, sealed
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Job
+from tests.floors import package_modules
 from tests.unit.test_conversion_damage import write_raw
 from tests.unit.training_checkpoints import make_save
 
@@ -175,6 +180,10 @@ CONFIGS = {
     "a list of model types": '{"model_type": ["qwen2"]}',
     "a model type in a dict": '{"model_type": {"qwen2": 1}}',
     "layers without end": '{"model_type": "qwen2", "num_hidden_layers": 1000000000}',
+    "a hidden size without end": '{"model_type": "qwen2", "hidden_size": 1152921504606846976}',
+    "a vocabulary without end": '{"model_type": "qwen2", "vocab_size": 1000000000000000000000000}',
+    "heads without end": '{"model_type": "qwen2", "num_attention_heads": 4194304, "head_dim": 64}',
+    "wide experts": '{"model_type": "qwen3_moe", "moe_intermediate_size": 1152921504606846976}',
     "infinite layers": '{"model_type": "qwen2", "num_hidden_layers": Infinity}',
     "experts without end": '{"model_type": "qwen3_moe", "num_experts": 1000000000}',
     "a method's name": '{"model_type": "qwen2", "to_dict": 3, "__class__": "x"}',
@@ -235,10 +244,12 @@ def test_the_reference_computes_eagerly_and_runs_nothing_whatever_the_config_ask
     change(model / "config.json", **fields)
     (model / "config.4.0.0.json").write_text("{}")
     (model / "evil.py").write_text(f"open({str(model / 'was-run')!r}, 'w')")
-    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/repo"}')
     (model / "generation_config.json").write_text("[" * 50_000)
     found = read_reference(str(model), job(model), "float32", per_layer=False)
     assert (found.logits == plain.logits).all()
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/repo"}')
+    with pytest.raises(ConversionError, match=r"adapter_config\.json beside whole weights"):
+        read_reference(str(model), job(model), "float32", per_layer=False)
     assert not (model / "was-run").exists()
 
 
@@ -259,6 +270,9 @@ MANIFESTS: tuple[dict[str, Any], ...] = (
     {"tensors": None},
     {"tensors": {"x": ["float32", [1.5], "00"]}},
     {"tensors": {"x": ["load", [1], "00"]}},
+    {"tensors": {"x": ["float32", [1], "not a digest"]}},
+    {"files": {"../model/config.json": "0" * 16}},
+    {"files": {"/etc/passwd": "0" * 16}},
     {"tensors": {"x": 3}},
     {"step": float("inf")},
     {"step": "3"},
@@ -280,11 +294,75 @@ def test_a_manifest_of_another_form_is_one_line(
     content = json.loads(path.read_text()) | {"digest": UNSEALED} | fields
     path.write_bytes(sealed(json.dumps(content).encode()))
     for command in (
+        ("inspect", tmp_path / "mcore"),
         ("verify", tmp_path / "mcore"),
         ("convert", tmp_path / "mcore", tmp_path / "out", "--to", "hf"),
     ):
-        assert f"{path} is damaged: " in refused(*command)
+        assert (f"{path} is damaged: " in (said := refused(*command))) or "../" in said, command
     assert sorted(os.listdir(tmp_path)) == ["mcore", "model"]
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "{", '{"files": {"../x": "0"}}', "null"])
+def test_a_manifest_that_is_none_is_refused_by_every_command(
+    model: Path, tmp_path: Path, content: str
+) -> None:
+    (model / MANIFEST).write_text(content)
+    for command in (
+        ("inspect", model),
+        ("verify", model),
+        ("verify", model, model),
+        ("convert", model, tmp_path / "out", "--to", "mcore"),
+        ("plan", "--refit", model),
+    ):
+        assert f"{model / MANIFEST} is damaged: " in refused(*command), command
+
+
+@pytest.mark.parametrize(
+    "name", ["load", "Tensor", "__name__", "float32()", "", 3, None, ["float32"]]
+)
+def test_dtypes_in_a_training_checkpoint_come_from_a_list_of_names(
+    tmp_path: Path, name: object
+) -> None:
+    ours = {"host_data": {}, "source_dtypes": {"x": "bfloat16", "y": name}}
+    torch.save({OURS: ours}, tmp_path / COMMON)
+    with pytest.raises(CheckpointError, match=rf"{COMMON} is damaged: .* not the name of a dtype"):
+        source_dtypes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"source_dtypes": ["float32"]},
+        {"source_dtypes": {3: "float32"}},
+        {"source_dtypes": None},
+        {"host_data": 3},
+        {"adapters_of": []},
+        {"schedule": [1]},
+        {"optimizer_step": "3"},
+        {"optimizer_step": -1},
+    ],
+    ids=repr,
+)
+def test_the_common_state_of_another_form_is_damaged(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    torch.save({OURS: {"host_data": {}, "source_dtypes": {}} | fields}, tmp_path / COMMON)
+    with pytest.raises(CheckpointError, match=f"{COMMON} is damaged"):
+        source_dtypes(tmp_path)
+
+
+def test_no_name_is_looked_up_among_the_attributes_of_torch() -> None:
+    """What a file or a message names is found in `megatron_policy.dtypes` alone."""
+    found = {
+        module.name
+        for module in package_modules(Path(__file__).parents[2])
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "getattr"
+        and ast.unparse(node.args[0]) == "torch"
+        and not isinstance(node.args[1], ast.Constant)
+    }
+    assert found == {"engines.megatron.cpu_platform"}, "its names are its own"
 
 
 @pytest.mark.parametrize(
@@ -321,7 +399,7 @@ def test_nobody_waits_for_a_pipe_that_stands_where_a_file_belongs(model: Path, n
     harmless = name in ("tokenizer.json", "metadata.json", ".metadata")
     for command in (("inspect", model), ("verify", model, model)):
         result = CliRunner().invoke(app, [str(each) for each in command])
-        looks = (command[0] == "inspect") != (name == MANIFEST) or name in (SINGLE, INDEX)
+        looks = command[0] == "inspect" or name in (MANIFEST, SINGLE, INDEX)
         assert bool(result.exit_code) == (looks and not harmless), (command, result.output)
         assert result.exception is None or isinstance(result.exception, SystemExit)
 

@@ -19,8 +19,10 @@ from megatron_policy.convert import convert, plan_conversion, verify
 from megatron_policy.converters.config_fields.quantisation import Scheme
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats import dequantising, hf_files
+from megatron_policy.converters.formats import side_files as side_module
 from megatron_policy.converters.formats.dequantising import ByteMatrix, Fetch, QuantisedTensor
-from megatron_policy.converters.formats.hf_files import HfReader, side_contents
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.side_files import side_files
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.tensors import FileTensors
 from tests.quantised import (
@@ -223,6 +225,36 @@ def test_scales_can_be_any_plain_float(dtype: torch.dtype) -> None:
     assert same(tensor.take((20, 24), (), fetch), whole)
 
 
+def test_every_e8m0_scale_is_its_power_of_two_and_the_last_code_no_number() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(256, 1)
+    payload = torch.ones(256, 4).to(torch.float8_e4m3fn)
+    scales = codes.view(torch.float8_e8m0fnu)
+    tensor, fetch, _ = in_memory(payload, scales, Scheme("fp8", (1, 4)), (256, 4))
+    found = tensor.take((256, 4), (), fetch)
+    wanted = torch.tensor([2.0 ** (code - 127) for code in range(255)] + [torch.nan])
+    assert same(found, wanted.view(256, 1).expand(256, 4).bfloat16())
+    assert same(found[:, :1].float(), scales.float())
+
+
+def test_scales_of_a_checkpoint_can_be_e8m0(quantised: dict[str, Path], tmp_path: Path) -> None:
+    def to_powers(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            tensors[name] = tensors[name].to(torch.float8_e8m0fnu)
+
+    path = edited(quantised["qwen3"], tmp_path / "e8m0", to_powers)
+    wanted = edited(
+        path,
+        tmp_path / "float32",
+        lambda tensors: tensors.update(
+            {n: t.float() for n, t in tensors.items() if n.endswith("_scale_inv")}
+        ),
+    )
+    with HfReader(path) as found, HfReader(wanted) as expected:
+        for name in expected.shapes:
+            assert torch.equal(found.tensor(name), expected.tensor(name)), name
+    convert(path, tmp_path / "mcore", "mcore")
+
+
 def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dequantising, "CHUNK", 50)
     payload, scales = fp8_of(37, 24, (5, 7), seed=1)
@@ -332,13 +364,13 @@ def test_copies_of_the_config_lose_the_quantisation_and_that_is_said_once(
     quantised: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = quantised["gpt_oss"]
-    hf_files._tell.cache_clear()
+    side_module._tell.cache_clear()
     with caplog.at_level(logging.WARNING):
-        first, second = side_contents(path), side_contents(path)
+        first, second = side_files(path), side_files(path)
     assert first == second and len(caplog.records) == 1
     assert "leave quantization_config out" in caplog.text
     before = json.loads((path / "config.json").read_text())
-    assert before.pop("quantization_config") and json.loads(first["config.json"]) == before
+    assert before.pop("quantization_config") and json.loads(first.changed["config.json"]) == before
 
 
 def test_the_commands_say_what_was_dequantised(quantised: dict[str, Path], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.device.profiling import device_name
+from megatron_policy.dtypes import dtype_named
 from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
 from megatron_policy.hosts.nemo_rl.data_plane import DataPlane
 from megatron_policy.hosts.nemo_rl.generation import (
@@ -180,7 +181,7 @@ class NemoRLWorker(DataPlane, HostRefit, HostGeneration):
             parameter.zero_()
 
     def _about_model(self) -> dict[str, Any]:
-        precision = getattr(torch, self.policy.config.precision)
+        precision = dtype_named(self.policy.config.precision)
         return {"gpu_name": device_name(), "model_dtype": precision}
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_policy.converters.files.contained import expanded
-from megatron_policy.converters.formats.hf_files import MANIFEST, SINGLE, HfReader
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.hf_names import MANIFEST, SINGLE
 from megatron_policy.converters.formats.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from megatron_policy.converters.files import publishing
 from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats import hf_writing
-from megatron_policy.converters.formats.hf_files import MANIFEST, side_contents
+from megatron_policy.converters.formats.hf_names import MANIFEST
 from megatron_policy.converters.formats.safetensors_format import Shape, encode
+from megatron_policy.converters.formats.side_files import side_files, write_side_files
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ExportError, RefitError
-from megatron_policy.formats.digests import of_bytes
+from megatron_policy.formats.digests import of_bytes, of_file, size_of
 from megatron_policy.formats.manifest import DirectoryManifest
 from megatron_policy.formats.tensors import Info
 from megatron_policy.refit.buffers import Buffer, BufferSlice
@@ -51,10 +53,12 @@ class DirectorySession:
         plan: ExportPlan,
         partial: Path,
         carried: CarriedTensors | None,
+        nbytes: int,
     ) -> None:
         """`partial` is the directory that all ranks write to, `plan` has the files of the policy's
-        own tensors. Only rank 0 has tensors that are `carried`.
+        own tensors. Only rank 0 has tensors that are `carried`. All files have `nbytes`.
         """
+        self._nbytes = nbytes
         self._transport, self._exporter, self._plan, self._partial = (
             transport,
             exporter,
@@ -97,6 +101,8 @@ class DirectorySession:
         for index, name in enumerate(names):
             if name in self._digests:
                 totals[index] = _signed(self._digests[name])
+        if isinstance(self._failure, OSError):
+            self._failure = self._not_written(self._failure)
         totals[-1] = self._failure is not None
         totals = totals.to(self._exporter.device)
         self._exporter.sum(totals)
@@ -104,7 +110,10 @@ class DirectorySession:
         if self._failure is not None:
             raise self._failure
         if failed == 0 and self._exporter.rank == 0:
-            self._publish(dict(zip(names, digests, strict=True)) | copied, manifest.step)
+            try:
+                self._publish(dict(zip(names, digests, strict=True)) | copied, manifest.step)
+            except OSError as error:
+                raise self._not_written(error) from error
 
     def close(self) -> None:
         """See `delivery.TransportSession`; an incomplete directory is removed."""
@@ -123,6 +132,9 @@ class DirectorySession:
         if name == file.tensors[-1].name:
             self._written[file.name].complete()
             del self._written[file.name]
+
+    def _not_written(self, error: OSError) -> ExportError:
+        return publishing.not_written(self._transport.path, error, self._nbytes)
 
     def _copy_carried(self) -> dict[str, int]:
         """The digests of the carried tensors, once they are written; other ranks wait meanwhile."""
@@ -165,8 +177,16 @@ def directory_manifest(
         for tensor in file.tensors
     }
     files = {file.name: of_bytes(encode(_forms(file))[0]) for file in plan.files}
-    others = (path for path in sorted(root.iterdir()) if path.name not in files)
-    files |= {path.name: of_bytes(path.read_bytes()) for path in others}
+    others = [
+        path
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and path.relative_to(root).as_posix() not in files
+    ]
+    with RawFiles() as reader:
+        files |= {
+            path.relative_to(root).as_posix(): of_file(reader, path, size_of(path))
+            for path in others
+        }
     origin = {
         "package": f"megatron-policy {VERSION}",
         "direction": "policy -> hf",
@@ -229,6 +249,8 @@ class ExportDestination:
     """Whether the path or the model was refused."""
     carried_files: int = 0
     """How many files of carried tensors follow those of the policy's own."""
+    nbytes: int = 0
+    """How many bytes all files have."""
 
 
 class HfDirectory:
@@ -304,7 +326,8 @@ class HfDirectory:
         place, self._place = self._place or self.prepare(exporter), None
         if not place.refusal:
             files = self.files(exporter).numbered(place.carried_files)
-            return DirectorySession(self, exporter, files, Path(place.partial), self._carried)
+            partial = Path(place.partial)
+            return DirectorySession(self, exporter, files, partial, self._carried, place.nbytes)
         if exporter.rank == 0:
             raise RefitError(place.refusal)
         return None
@@ -321,27 +344,36 @@ class HfDirectory:
             staged.drop()
 
     def _make(self, exporter: Exporter) -> ExportDestination:
-        files = self.files(exporter)
+        files, nbytes = self.files(exporter), 0
         try:
-            # Read before anything is written.
-            side = side_contents(self.source, exporter.table.overrides)
+            # Looked up before anything is written.
+            side = side_files(self.source, exporter.table.overrides)
             carried = CarriedTensors.of(
                 self.source, exporter.table, exporter.source_dtypes, self._max_shard_bytes
             )
+            whole = carried.after(files)
+            nbytes = whole.total_bytes + side.nbytes
+            publishing.check_replaceable(self.path, self.overwrite)
+            publishing.check_room(self.path, nbytes)
             self._staged = publishing.Staged([self.path], self.overwrite)
             (partial,) = self._staged.partials
-            for name, content in side.items():
-                publishing.write_file(partial / name, content)
-            whole = carried.after(files)
+            write_side_files(side, partial, exporter.tokenizer)
             hf_writing.write_index(partial, whole.weight_map, whole.total_bytes)
         except ConfigError as error:
             self.drop()
             return ExportDestination(refusal=str(error), is_config=True)
+        except ExportError as error:
+            self.drop()
+            return ExportDestination(refusal=str(error))
+        except OSError as error:
+            self.drop()
+            return ExportDestination(refusal=str(publishing.not_written(self.path, error, nbytes)))
         except Exception as error:
             self.drop()
             return ExportDestination(refusal=f"{type(error).__name__}: {error}")
         self._carried = carried
-        return ExportDestination(str(partial), carried_files=len(carried.plan.files))
+        count = len(carried.plan.files)
+        return ExportDestination(str(partial), carried_files=count, nbytes=nbytes)
 
 
 def plan_files(exporter: Exporter, max_shard_bytes: int) -> ExportPlan:

@@ -64,6 +64,7 @@ class Policy(
         cluster: where the workers run; its world size and the config give the data-parallel size.
         config: a PolicyConfig or the host's mapping.
         tokenizer: anything with `pad_token_id` and `eos_token_id`; only `generate` needs one.
+            Exports and checkpoints have it if it can be saved (`save_pretrained`).
         name_prefix: prefix of the workers' names in Ray.
         workers_per_node: fewer workers than the cluster has bundles, per node.
         init_optimizer: whether `train` will be called without `eval_mode`.

@@ -55,6 +55,7 @@ class MegatronPolicyWorkerImpl(
     Args:
         config: as the host passes it, a mapping, or parsed.
         tokenizer: anything with `pad_token_id` and `eos_token_id`; only `generate` needs one.
+            Exports and checkpoints have it if it can be saved (`save_pretrained`).
         weights_path, optimizer_path: a checkpoint to resume from, see `MegatronPolicy`.
         worker_sharding_annotations: the caller's rank grid; a Topology must equal the config's.
         pre_init_communication_queue: accepted for the host; ranks meet in torch.distributed.

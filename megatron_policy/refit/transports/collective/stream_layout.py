@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import RefitError
 
 ALIGNMENT = 16  # bytes; a multiple of every dtype's size
@@ -101,16 +102,12 @@ class StreamLayout:
 
 def _stream(said: list[tuple[str, list[int], str]]) -> Stream:
     return Stream.of(
-        [StreamSlot(name, tuple(map(int, shape)), _dtype(dtype), 0) for name, shape, dtype in said]
+        [
+            StreamSlot(name, tuple(map(int, shape)), dtype_named(dtype), 0)
+            for name, shape, dtype in said
+        ]
     )
 
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _dtype(word: str) -> torch.dtype:
-    dtype = getattr(torch, word)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{word} is not a dtype")
-    return dtype

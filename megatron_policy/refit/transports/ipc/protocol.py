@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from megatron_policy.device import shared as on_gpu
+from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.manifest import Form, RefitInfo, RefitManifest, ServedModel
 from megatron_policy.refit.transports.ipc.shared_memory import Handle
@@ -138,10 +139,7 @@ def _handle(said: Any) -> object:
 
 
 def _form(word: str, shape: Sequence[int]) -> Form:
-    dtype = getattr(torch, word)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{word} is not a dtype")
-    return tuple(map(_count, shape)), dtype
+    return tuple(map(_count, shape)), dtype_named(word)
 
 
 def _word(dtype: torch.dtype) -> str:
