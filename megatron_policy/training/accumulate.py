@@ -249,7 +249,7 @@ class GradientAccumulator:
 def _without_rows(data: Mapping[str, Any]) -> bool:
     if not isinstance(data, Mapping):
         return False  # check_training_data refuses it
-    tokens = data.get("input_ids")
+    tokens = BatchedDataDict(data).get("input_ids")
     plain = tokens if isinstance(tokens, torch.Tensor) and not tokens.is_nested else None
     return not data or (plain is not None and plain.shape[:1] == (0,))
 
