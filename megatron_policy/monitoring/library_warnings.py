@@ -29,6 +29,12 @@ _OF_STEPS = (
     # fp32 parameters of its optimizer are views of the model's, whose `grad` it looks at.
     (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning),
 )
+_OF_BUILDING = (
+    "megatron.core.distributed.distributed_data_parallel",
+    "DistributedDataParallel: full_param_layout not provided",
+)
+"""A logger, and what it says of every policy: that it computes a layout which its caller could have
+had computed by the same function."""
 _WITHIN = r"(megatron(_policy)?|torch\.distributed)\."
 """Where these are raised; torch's wrappers of collectives stand between the two."""
 # Without a GPU this advice about CUDA's queues is for nobody.
@@ -47,6 +53,8 @@ def collected_warnings() -> Iterator[None]:
         yield
         return
     kept: list[warnings.WarningMessage] = []
+    logger = logging.getLogger(_OF_BUILDING[0])
+    logger.addFilter(_is_news)
     try:
         with warnings.catch_warnings(record=True) as caught:
             try:
@@ -54,11 +62,15 @@ def collected_warnings() -> Iterator[None]:
             finally:
                 kept = list(caught)
     finally:
+        logger.removeFilter(_is_news)
         roots = _roots()
         of_libraries = []
+        hidden = (*_OF_STEPS, *(() if is_accelerated() else (_OF_GPUS,)))
         for each in kept:
             if each.filename.startswith(roots):
-                of_libraries.append(each)
+                text = str(each.message)
+                if not any(re.match(pattern, text) for pattern, _ in hidden):
+                    of_libraries.append(each)
             else:
                 warnings.showwarning(
                     each.message, each.category, each.filename, each.lineno, each.file, each.line
@@ -66,9 +78,13 @@ def collected_warnings() -> Iterator[None]:
         if of_libraries:
             level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.INFO
             _log.log(level, "%s", one_line(of_libraries))
-        for message, category in (*_OF_STEPS, *(() if is_accelerated() else (_OF_GPUS,))):
+        for message, category in hidden:
             # Last: filters of the caller's own come first.
             warnings.filterwarnings("ignore", message, category, module=_WITHIN, append=True)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_OF_BUILDING[1])
 
 
 def one_line(found: Sequence[warnings.WarningMessage]) -> str:
