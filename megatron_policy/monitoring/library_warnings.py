@@ -29,12 +29,6 @@ _OF_STEPS = (
     # fp32 parameters of its optimizer are views of the model's, whose `grad` it looks at.
     (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning),
 )
-_OF_BUILDING = (
-    "megatron.core.distributed.distributed_data_parallel",
-    "DistributedDataParallel: full_param_layout not provided",
-)
-"""A logger, and what it says of every policy: that it computes a layout which its caller could have
-had computed by the same function."""
 _WITHIN = r"(megatron(_policy)?|torch\.distributed)\."
 """Where these are raised; torch's wrappers of collectives stand between the two."""
 # Without a GPU this advice about CUDA's queues is for nobody.
@@ -53,8 +47,6 @@ def collected_warnings() -> Iterator[None]:
         yield
         return
     kept: list[warnings.WarningMessage] = []
-    logger = logging.getLogger(_OF_BUILDING[0])
-    logger.addFilter(_is_news)
     try:
         with warnings.catch_warnings(record=True) as caught:
             try:
@@ -62,7 +54,6 @@ def collected_warnings() -> Iterator[None]:
             finally:
                 kept = list(caught)
     finally:
-        logger.removeFilter(_is_news)
         roots = _roots()
         of_libraries = []
         hidden = (*_OF_STEPS, *(() if is_accelerated() else (_OF_GPUS,)))
@@ -81,10 +72,6 @@ def collected_warnings() -> Iterator[None]:
         for message, category in hidden:
             # Last: filters of the caller's own come first.
             warnings.filterwarnings("ignore", message, category, module=_WITHIN, append=True)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_OF_BUILDING[1])
 
 
 def one_line(found: Sequence[warnings.WarningMessage]) -> str:

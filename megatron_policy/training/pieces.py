@@ -118,7 +118,7 @@ class StepPieces:
             check_size("micro_batch_size", micro_batch_size)
             return self.batcher.for_part(checked, micro_batch_size).microbatches
 
-        return self._cut(data, temperature, cut)
+        return _cut(self.engine, self.batcher, data, temperature, cut)
 
     def take(
         self,
@@ -136,26 +136,7 @@ class StepPieces:
         `routed_experts` where the policy replays them. Otherwise as `cut`.
         """
         of_rows = partial(self.batcher.of_rows, rows=rows)
-        return self._cut(data, temperature, of_rows, replay)
-
-    def _cut(
-        self,
-        data: BatchedDataDict,
-        temperature: float | torch.Tensor | None,
-        cut: Callable[[BatchedDataDict], list[Microbatch]],
-        replay: Replay = Replay.REQUIRED,
-    ) -> list[Microbatch]:
-        def checked() -> tuple[BatchedDataDict, list[Microbatch]]:
-            given = with_temperature(data, temperature)
-            own = check_training_data(given, self.engine.vocab_size)
-            self.batcher.longest.check(own)
-            own = self.batcher.replay.prepared(own, replay)
-            return own, cut(own)
-
-        (own, parts), most = prepared_together(
-            checked, lambda made: len(made[1]), self.engine.groups.dp
-        )
-        return self.batcher.filled_up(parts, most, own)
+        return _cut(self.engine, self.batcher, data, temperature, of_rows, replay)
 
     def zero_gradients(self) -> None:
         """Drop all gradients, also those of a step that failed. ConfigError without an optimizer,
@@ -339,6 +320,24 @@ class StepPieces:
         if self.engine.trainable is None:
             raise ConfigError(f"{operation}: this policy was made with init_optimizer=False")
         return self.engine.trainable
+
+
+def _cut(
+    engine: TrainingEngine,
+    batcher: Batcher,
+    data: BatchedDataDict,
+    temperature: float | torch.Tensor | None,
+    cut: Callable[[BatchedDataDict], list[Microbatch]],
+    replay: Replay = Replay.REQUIRED,
+) -> list[Microbatch]:
+    def checked() -> tuple[BatchedDataDict, list[Microbatch]]:
+        own = check_training_data(with_temperature(data, temperature), engine.vocab_size)
+        batcher.longest.check(own)
+        own = batcher.replay.prepared(own, replay)
+        return own, cut(own)
+
+    (own, parts), most = prepared_together(checked, lambda made: len(made[1]), engine.groups.dp)
+    return batcher.filled_up(parts, most, own)
 
 
 def _read(

@@ -145,10 +145,9 @@ def train(
     for which nothing counts is skipped (see `EmptySteps`). In `eval_mode` losses and metrics are
     computed and nothing changes.
 
-    Returns a `TrainResult`. BatchError, before anything is computed, for data that
-    cannot be cut, on all data-parallel ranks if it is so on one. LossError, on all ranks, for a
-    global batch whose loss or gradient cannot be trained on: neither it nor those after it change
-    anything.
+    Returns a `TrainResult`. BatchError, before anything is computed, for data that cannot be cut,
+    on all data-parallel ranks if it is so on one. LossError, on all ranks, for a global batch whose
+    loss or gradient cannot be trained on: neither it nor those after it change anything.
     """
     engine, batcher = pieces.engine, pieces.batcher
     meter = SpeedMeter(batcher.estimator, None if eval_mode else engine.trainable)
