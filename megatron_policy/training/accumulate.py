@@ -181,9 +181,7 @@ class GradientAccumulator:
                 trainable.reduce_gradients(1.0 / divisor)
             with step.meter.stopwatch.timing(STEP), self._engine.recorder.span(STEP):
                 stats = take_step(trainable, self._engine.groups, undo, (), nothing_counts=nothing)
-            if stats.skipped:
-                step.undo.restore_buffers()  # what routers have counted in the parts
-            else:
+            if not stats.skipped:
                 trainable.advance_schedule(step.gbs)
         self._close()
         if not stats.skipped:

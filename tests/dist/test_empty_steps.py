@@ -78,7 +78,9 @@ def in_parts(policy: MegatronPolicy, data: BatchedDataDict, loss: str) -> dict[s
     policy.accumulator.begin(LOSSES[loss](), gbs=GLOBAL_BATCH, mbs=1)
     policy.accumulator.microbatch(own_share(policy, data))
     policy.accumulator.microbatch({})
-    return policy.accumulator.finish()
+    result = policy.accumulator.finish()
+    policy.pieces.zero_gradients()  # as the next step does: routers forget what they have counted
+    return result
 
 
 def nll(scores: TokenScores) -> tuple[torch.Tensor, None]:
@@ -97,7 +99,7 @@ def take_no_step(config: dict[str, Any]) -> None:
     """Each way to take a step on nothing, after a step that leaves moments behind."""
     with open_policy(config, init_reference_model=False) as policy:
         train(policy, batch())
-        policy.pieces.zero_gradients()  # routers forget what they have counted in that step
+        policy.pieces.zero_gradients()
         for data, loss, why in (
             (WITHOUT_TOKENS, "token", NO_TOKENS),
             (WITHOUT_TOKENS, "sequence", NO_TOKENS),
