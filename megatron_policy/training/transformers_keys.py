@@ -49,10 +49,9 @@ def take_model_inputs(batch: BatchedDataDict) -> None:
     """
     if "attention_mask" in batch:
         lengths_B = _lengths_of_mask(batch)
-        given_B = batch.get("input_lengths")
-        odd = [] if given_B is None else (lengths_B != given_B.to(lengths_B.device)).nonzero()
-        if len(odd):
-            row = int(odd[0])
+        given_B: torch.Tensor = batch.get("input_lengths", lengths_B)
+        if (found := _first(lengths_B != given_B.to(lengths_B.device))) is not None:
+            (row,) = found
             raise BatchError(
                 f"attention_mask has {lengths_B[row]} tokens in row {row}, whose input_lengths is "
                 f"{given_B[row]}: make both agree, or leave one of them out"
