@@ -10,6 +10,7 @@ from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 _PLAN = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
@@ -17,6 +18,7 @@ _PLAN = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
 
 class BatchedDataDict(UserDict[str, Any]):
     """A dict of tensors (dimension 0 is the row) and lists (one item per row), all of equal length.
+    NumPy arrays are taken: those of numbers become tensors, others lists.
 
     Methods that cut or select rows return a new batch; slices share memory with this one.
     ValueError names the key and both sizes when something does not fit.
@@ -39,6 +41,9 @@ class BatchedDataDict(UserDict[str, Any]):
         super().__init__(data, **kwargs)
         for name in (*_PLAN, "caller_rows"):
             setattr(self, name, getattr(data, name, None))
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        super().__setitem__(key, _of_array(item) if isinstance(item, np.ndarray) else item)
 
     @property
     def size(self) -> int:
@@ -228,6 +233,16 @@ def _spans(batch: BatchedDataDict) -> list[tuple[int, int, int]]:
             "the batch has no plan for a single global batch; select one with get_batch()"
         )
     return [(s, e, length) for (s, e), length in zip(indices[0], lengths[0], strict=True)]
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> Any:
+    """Numbers as a tensor, which shares the array's memory where torch can; else a list."""
+    if array.dtype.kind not in "biufc":
+        return array.tolist()
+    writable = array if array.flags.writeable else array.copy()
+    # Torch takes neither negative strides nor another machine's order of bytes.
+    native = np.ascontiguousarray(writable, dtype=writable.dtype.newbyteorder("="))
+    return torch.from_numpy(native)
 
 
 def _pick(value: Any, chosen: torch.Tensor, rows: Sequence[int]) -> Any:

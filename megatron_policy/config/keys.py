@@ -50,7 +50,7 @@ _POLICY: Rules = {
     **each(
         Applied("of this project"),
         """refit_bucket_bytes refit_dtype refit_timeout_s checkpoint_timeout_s
-        collective_timeout_s""",
+        collective_timeout_s skip_empty_steps""",
     ),
     "worker_timeout_s": Applied("of this project, in its own driver"),
     "ignore_unknown_keys": Applied("of this project: see above"),

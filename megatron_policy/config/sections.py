@@ -344,6 +344,10 @@ class PolicySection(Section):
     """Used if `megatron_cfg.optimizer.clip_grad` is not given."""
     learning_rate: Rate | None = None
     """Used if `megatron_cfg.optimizer.lr` is not given."""
+    skip_empty_steps: bool = True
+    """A step for which no token counts, or with a loss of sequences no sequence, is not taken:
+    weights, optimizer and schedule stay. False takes it, by weight decay and earlier gradients.
+    """
     seed: Seed = 1234
     """For sampling and dropout."""
     megatron_cfg: MegatronConfig = MegatronConfig()

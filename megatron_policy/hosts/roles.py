@@ -36,6 +36,7 @@ MAY_DIFFER: Mapping[str, tuple[str, ...]] = {
         "megatron_cfg.optimizer",
         "megatron_cfg.scheduler",
         "megatron_cfg.train_iters",
+        "skip_empty_steps",
         "megatron_cfg.empty_unused_memory_level",
         "megatron_cfg.freeze_moe_router",
         "megatron_cfg.moe_router_bias_update_rate",

@@ -27,6 +27,7 @@ class PolicyState:
         self._loading = ""
         self._gather_pending = False
         self._awaits_weights = awaits_weights
+        self._closed = False
 
     @property
     def memory(self) -> MemoryState:
@@ -59,6 +60,11 @@ class PolicyState:
         CheckpointError if a load has left the weights half changed, unless the operation
         `repairs` them.
         """
+        if self._closed:
+            raise ConfigError(
+                f"{operation}: this policy was shut down, and its process groups are gone: make a "
+                "new one"
+            )
         if self._loading and not repairs:
             raise CheckpointError(
                 f"{operation} would use weights that are partly old and partly new: "
@@ -74,6 +80,10 @@ class PolicyState:
         """ConfigError while something uses the weights, or if this would lose the gradients of an
         open step.
         """
+        if self._closed:
+            raise ConfigError(
+                f"the policy cannot go to the {target.name} state: it was shut down, make a new one"
+            )
         if self._users:
             raise ConfigError(
                 f"the policy cannot go to the {target.name} state while {self.user} is running; it "
@@ -125,6 +135,10 @@ class PolicyState:
     def begin_load(self, what: str) -> None:
         """The weights are being replaced: until `end_load` they are unusable."""
         self._loading = f"the load of {what} was not finished"
+
+    def close(self) -> None:
+        """The policy has been shut down: everything is refused from now on."""
+        self._closed = True
 
     def fill(self) -> None:
         """The load has read all weights."""

@@ -56,9 +56,12 @@ def collected_warnings() -> Iterator[None]:
     finally:
         roots = _roots()
         of_libraries = []
+        hidden = (*_OF_STEPS, *(() if is_accelerated() else (_OF_GPUS,)))
         for each in kept:
             if each.filename.startswith(roots):
-                of_libraries.append(each)
+                text = str(each.message)
+                if not any(re.match(pattern, text) for pattern, _ in hidden):
+                    of_libraries.append(each)
             else:
                 warnings.showwarning(
                     each.message, each.category, each.filename, each.lineno, each.file, each.line
@@ -66,7 +69,7 @@ def collected_warnings() -> Iterator[None]:
         if of_libraries:
             level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.INFO
             _log.log(level, "%s", one_line(of_libraries))
-        for message, category in (*_OF_STEPS, *(() if is_accelerated() else (_OF_GPUS,))):
+        for message, category in hidden:
             # Last: filters of the caller's own come first.
             warnings.filterwarnings("ignore", message, category, module=_WITHIN, append=True)
 

@@ -5,8 +5,9 @@ Shapes: B rows of this data-parallel rank, S positions, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +25,13 @@ from megatron_policy.memory.states import (
     CHANGE_WEIGHTS,
     EXCHANGE_WEIGHTS,
     FORWARD,
+    IDLE,
+    LOGPROB,
+    REFIT,
+    TRAIN,
     TRAIN_STEP,
+    Kind,
+    MemoryState,
 )
 from megatron_policy.monitoring.library_warnings import collected_warnings
 from megatron_policy.monitoring.writers import configured_writers
@@ -41,9 +48,33 @@ from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.batching import batcher_of
 from megatron_policy.training.checks import check_head
 from megatron_policy.training.dry_run import DryRun, dry_run
+from megatron_policy.training.empty_steps import EmptySteps
 from megatron_policy.training.pieces import StepPieces
 from megatron_policy.training.scoring import Scorer
 from megatron_policy.training.temperature import with_temperature
+
+
+def _of_part(path: str, *first: Any) -> Callable[..., Any]:
+    """A method of a policy that calls what is at `path` below it, with `first` as arguments before
+    the caller's.
+    """
+    reach = attrgetter(path)
+
+    def call(self: object, *args: Any, **kwargs: Any) -> Any:
+        return reach(self)(*first, *args, **kwargs)
+
+    call.__doc__ = f"The driver's name of `{path}({', '.join(map(str, first))})`."
+    return call
+
+
+def _enters(state: MemoryState) -> Callable[..., None]:
+    """A method of a policy that has its memory go to `state`, whatever a host passes."""
+
+    def enter(self: MegatronPolicy, *args: Any, **kwargs: Any) -> None:
+        self.memory.enter(state)
+
+    enter.__doc__ = f"The driver's name of `memory.enter({state.name.upper()})`."
+    return enter
 
 
 class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
@@ -101,7 +132,9 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
         rows, filtered = self.config.logprob_batch_size, lambda: not self._session.uses_reference
         self._scorer = Scorer(self._engine, self._batcher, rows, filtered)
         self.exporter, self.memory = self._session.exporter, self._session.memory
-        parts = (self._engine, self._batcher, self.memory, self._session.state, self._step_taken)
+        empty_steps = EmptySteps.of(self.config, self._engine.table.architecture)
+        parts = (self._engine, self._batcher, self.memory, self._session.state)
+        parts += (empty_steps, self._step_taken)
         self.pieces = StepPieces(*parts)
         self.accumulator = GradientAccumulator(self.config, *parts, self._trained)
         self._continue = TextGenerator(
@@ -200,6 +233,36 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
         self.memory.ready("reference_logprobs()", EXCHANGE_WEIGHTS)
         with reference.active(), self.memory.in_use("the reference policy"):
             yield
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`reference_logprobs` as the driver returns them."""
+        scores = self.reference_logprobs(data, micro_batch_size=micro_batch_size)
+        return BatchedDataDict({"reference_logprobs": scores})
+
+    use_reference_model = reference
+
+    # A rank answers to the driver's names of what its parts do as well.
+    begin_train_step = _of_part("accumulator.begin")
+    train_microbatch = _of_part("accumulator.microbatch")
+    finish_train_step = _of_part("accumulator.finish")
+    abort_train_step = _of_part("accumulator.abort")
+    prepare_for_training = _enters(TRAIN)
+    finish_training = _enters(LOGPROB)
+    offload_before_refit = _enters(REFIT)
+    offload_after_refit = _enters(IDLE)
+    prepare_for_generation = _of_part("memory.onload", Kind.PARAMETERS)
+    finish_inference = _of_part("memory.offload", Kind.PARAMETERS)
+
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
+        """Only parameters on the device; with `keep_train_buffers` training state on the device
+        stays, gradients included.
+        """
+        if keep_train_buffers:
+            self.memory.onload(Kind.PARAMETERS)
+        else:
+            self.memory.enter(LOGPROB)
 
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> Continuations:
         """Continue right-padded prompts (`input_ids` `[B, S]`, `input_lengths` `[B]`)."""

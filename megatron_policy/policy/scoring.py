@@ -12,6 +12,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.memory.device_memory import DeviceMemory
+from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.policy.session import Session
 from megatron_policy.training.replay import Replay
 from megatron_policy.training.scoring import Scorer
@@ -66,6 +67,21 @@ class PolicyScoring:
             return self._scorer.logprobs_and_experts(data, micro_batch_size, replay)
         return self._scorer.logprobs(data, micro_batch_size, self._replay(Replay.REQUIRED))
 
+    def get_logprobs(
+        self,
+        data: BatchedDataDict,
+        micro_batch_size: int | None = None,
+        return_routed_experts: bool = False,
+    ) -> BatchedDataDict:
+        """`logprobs` as the driver returns it: a batch, on request also with `routed_experts`."""
+        if not return_routed_experts:
+            scores = self.logprobs(data, micro_batch_size=micro_batch_size)
+            return BatchedDataDict({"logprobs": scores})
+        scores, taken = self.logprobs(
+            data, micro_batch_size=micro_batch_size, return_routed_experts=True
+        )
+        return BatchedDataDict({"logprobs": scores, ROUTED_EXPERTS: taken})
+
     def entropy(
         self,
         data: BatchedDataDict,
@@ -80,6 +96,12 @@ class PolicyScoring:
         data = with_temperature(data, temperature)
         return self._scorer.entropy(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
 
+    def get_entropy(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`entropy` as the driver returns it."""
+        return BatchedDataDict({"entropy": self.entropy(data, micro_batch_size=micro_batch_size)})
+
     def topk_logits(
         self, data: BatchedDataDict, k: int, *, micro_batch_size: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,12 +110,25 @@ class PolicyScoring:
         replay = self._replay(Replay.IF_GIVEN)
         return self._scorer.topk_logits(data, k, micro_batch_size, replay)
 
+    def get_topk_logits(
+        self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`topk_logits` as the driver returns them: with their tokens, `topk_indices`."""
+        values, indices = self.topk_logits(data, k, micro_batch_size=micro_batch_size)
+        return BatchedDataDict({"topk_logits": values, "topk_indices": indices})
+
     def values(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> torch.Tensor:
         """fp32 `[B, S]`: what the scalar head of `reward_model_cfg` makes of the tokens up to each
         position; 0 beyond `input_lengths`.
         """
         self.memory.ready("values()")
         return self._scorer.values(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
+
+    def get_values(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """`values` as the driver returns them."""
+        return BatchedDataDict({"values": self.values(data, micro_batch_size=micro_batch_size)})
 
     def score(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> torch.Tensor:
         """fp32 `[B]`: `values` at the last token of each row."""

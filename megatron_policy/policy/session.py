@@ -143,6 +143,7 @@ class Session:
         if not self._open:
             return
         self._open = False
+        self.state.close()
         if hasattr(self, "exporter"):  # missing after a failed start
             self.exporter.close()
         if hasattr(self, "engine"):

@@ -23,6 +23,7 @@ from megatron_policy.memory.policy_state import PolicyState
 from megatron_policy.memory.states import CONTINUE_STEP, TRAIN_STEP
 from megatron_policy.training.batching import Batcher, GlobalBatch
 from megatron_policy.training.checks import check_loss_inputs, check_sizes, check_training_data
+from megatron_policy.training.empty_steps import EmptySteps
 from megatron_policy.training.faults import any_fault, raise_everywhere
 from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.training.losses import (
@@ -87,6 +88,7 @@ class GradientAccumulator:
         batcher: Batcher,
         memory: DeviceMemory,
         state: PolicyState,
+        empty_steps: EmptySteps,
         stepped: Callable[[], object],
         recorded: Callable[[TrainResult], TrainResult] = lambda result: result,
     ) -> None:
@@ -94,7 +96,7 @@ class GradientAccumulator:
         self._config, self._batcher = config, batcher
         self._memory, self._state = memory, state
         self._engine, self._trainable = engine, engine.trainable
-        self._stepped, self._recorded = stepped, recorded
+        self._empty, self._stepped, self._recorded = empty_steps, stepped, recorded
         self._step: OpenStep | None = None
 
     def begin(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
@@ -158,7 +160,7 @@ class GradientAccumulator:
 
     def finish(self) -> dict[str, Any]:
         """Divide by the counts of all parts on all ranks, reduce, clip and step. Return what
-        `train` returns for one global batch.
+        `train` returns for one global batch. The step is skipped if nothing counts in any part.
 
         ConfigError if no step is open or no part was added, and on every rank if a part has failed
         on any; the step stays open. LossError, on every rank, for a gradient that is not finite:
@@ -174,11 +176,11 @@ class GradientAccumulator:
         counts = self._total(step)
         with _marking(step, "its end failed"):
             divisor = step.normalization.gradient(counts)
-            undo = Rollback.here(self._engine)
+            undo, nothing = Rollback.here(self._engine), self._empty.reason(step.loss_fn, counts)
             with step.meter.stopwatch.timing(FORWARD_BACKWARD):  # where `train` reduces
                 trainable.reduce_gradients(1.0 / divisor)
             with step.meter.stopwatch.timing(STEP), self._engine.recorder.span(STEP):
-                stats = take_step(trainable, self._engine.groups, undo, ())
+                stats = take_step(trainable, self._engine.groups, undo, (), nothing_counts=nothing)
             if not stats.skipped:
                 trainable.advance_schedule(step.gbs)
         self._close()
@@ -249,7 +251,7 @@ class GradientAccumulator:
 def _without_rows(data: Mapping[str, Any]) -> bool:
     if not isinstance(data, Mapping):
         return False  # check_training_data refuses it
-    tokens = data.get("input_ids")
+    tokens = BatchedDataDict(data).get("input_ids")
     plain = tokens if isinstance(tokens, torch.Tensor) and not tokens.is_nested else None
     return not data or (plain is not None and plain.shape[:1] == (0,))
 

@@ -19,6 +19,11 @@ from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import inside
 from megatron_policy.training.temperature import check_temperature
+from megatron_policy.training.transformers_keys import (
+    check_labels,
+    refuse_unread_inputs,
+    take_model_inputs,
+)
 from megatron_policy.training.value_checks import check_kind, check_mask, holds_integers, shape_of
 
 PADDED = Batching("padded")
@@ -26,7 +31,7 @@ PADDED = Batching("padded")
 
 def checked_batch(data: Any, vocab_size: int) -> BatchedDataDict:
     """`data` copied into a new batch, with the plan it came with, its tokens and lengths int64;
-    BatchError naming the key that does not fit.
+    BatchError naming the key that does not fit. Lengths are also taken from `attention_mask`.
     """
     if not isinstance(data, Mapping):
         raise BatchError(f"data is a {type(data).__name__}; pass a BatchedDataDict")
@@ -34,7 +39,8 @@ def checked_batch(data: Any, vocab_size: int) -> BatchedDataDict:
     odd = [key for key in batch if not isinstance(key, str)]
     if odd:
         raise BatchError(f"the data have the key {odd[0]!r}; keys must be strings")
-    batch["input_ids"] = checked_tokens(batch, vocab_size)
+    refuse_unread_inputs(batch)
+    batch["input_ids"] = _token_ids(batch)
     rows = batch["input_ids"].size(0)
     if batch.get("input_lengths") is not None:
         batch["input_lengths"] = _lengths(batch, "which tell where rows end")
@@ -47,12 +53,34 @@ def checked_batch(data: Any, vocab_size: int) -> BatchedDataDict:
                 f"{key!r} has shape {shape}, but input_ids have {rows} rows, so that row "
                 f"{min(shape[0], rows)} is in one of them only: dimension 0 must be the batch"
             )
+    take_model_inputs(batch)
+    batch["input_ids"] = checked_tokens(batch, vocab_size)
     check_temperature(batch)
     return batch
 
 
 def checked_tokens(data: BatchedDataDict, vocab_size: int) -> torch.Tensor:
-    """`input_ids` int64 `[B, S]`; BatchError unless they are present and within the vocabulary.
+    """`input_ids` int64 `[B, S]`; BatchError unless they are present and, before the rows' ends,
+    within the vocabulary. What is not in it behind a row's end is replaced by 0: tokenizers pad
+    with ids of their own.
+    """
+    tokens_BS = _token_ids(data)
+    outside = (tokens_BS < 0) | (tokens_BS >= vocab_size)
+    if not outside.any():
+        return tokens_BS
+    wrong = outside & inside(data) if "input_lengths" in data else outside
+    if wrong.any():
+        row, position = wrong.nonzero()[0].tolist()
+        raise BatchError(
+            f"input_ids has token {tokens_BS[row, position]} in row {row} at position {position}, "
+            f"but the model's vocabulary has {vocab_size} entries: is it this model's tokenizer? "
+            "If it is padding, pass input_lengths, behind which any id may stand"
+        )
+    return tokens_BS.masked_fill(outside, 0)
+
+
+def _token_ids(data: BatchedDataDict) -> torch.Tensor:
+    """`input_ids` int64 `[B, S]`; BatchError unless they are present.
 
     Only data that carry a microbatch plan can have no rows: their rank has no share.
     """
@@ -68,16 +96,8 @@ def checked_tokens(data: BatchedDataDict, vocab_size: int) -> torch.Tensor:
             f"input_ids are {tokens_BS.dtype} of shape {tuple(tokens_BS.shape)}; they must be "
             "integers [B, S] with at least one row and one position"
         )
-    # Convert to int64 before comparing: a small dtype cannot represent the vocabulary size.
-    tokens_BS = tokens_BS.long()
-    outside = (tokens_BS < 0) | (tokens_BS >= vocab_size)
-    if outside.any():
-        row, position = outside.nonzero()[0].tolist()
-        raise BatchError(
-            f"input_ids has token {tokens_BS[row, position]} in row {row} at position {position}, "
-            f"but the model's vocabulary has {vocab_size} entries: is it this model's tokenizer?"
-        )
-    return tokens_BS
+    # A small dtype cannot represent the vocabulary size.
+    return tokens_BS.long()
 
 
 def checked_prompts(
@@ -258,8 +278,10 @@ def for_loss(batching: Batching, loss_fn: LossFunction) -> Batching:
 
 def check_loss_inputs(loss_fn: LossFunction, data: BatchedDataDict, vocab_size: int) -> None:
     """BatchError naming key and row unless `data`, which have passed `check_training_data`, also
-    hold what this loss needs; NotImplementedError for an unsupported `input_type`.
+    hold what this loss needs, and no labels that contradict it; NotImplementedError for an
+    unsupported `input_type`.
     """
+    check_labels(data, reads_logprobs=loss_kind(loss_fn) == LossInputType.LOGPROB.value)
     key = candidates_key(loss_fn)
     if key is None:
         return

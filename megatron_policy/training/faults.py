@@ -57,7 +57,7 @@ def raise_everywhere(faults: Sequence[Fault], groups: Groups, consequence: str) 
         found = gathered(found, group)
     several = sorted(set(found))
     first = several[0]
-    error = LossError(f"{first.what} {first.where()}.{_others(several[1:])} {consequence}")
+    error = LossError(f"{_said(several)} {consequence}")
     if first.trace:
         error.add_note(first.trace)
     raise error
@@ -68,9 +68,15 @@ def _groups(groups: Groups) -> list[dist.ProcessGroup]:
     return [group for group in (groups.tp, groups.dp_cp) if group.size() > 1]
 
 
-def _others(faults: Sequence[Fault]) -> str:
-    if not faults:
-        return ""
-    named = "; ".join(f"{fault.what} {fault.where()}" for fault in faults[:_NAMED])
-    more = f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
-    return f" Also: {named}{more}."
+def _said(faults: Sequence[Fault]) -> str:
+    """Each thing that is wrong once, with the first place, and how many others have it too."""
+    places: dict[str, list[Fault]] = {}
+    for fault in faults:
+        places.setdefault(fault.what, []).append(fault)
+    named = []
+    for what, alike in list(places.items())[: _NAMED + 1]:
+        more = f", and so in {len(alike) - 1} more" if alike[1:] else ""
+        named.append(f"{what} {alike[0].where()}{more}")
+    others = f" Also: {'; '.join(named[1:])}" if named[1:] else ""
+    left = len(places) - len(named)
+    return f"{named[0]}.{others}{f'; and {left} more' if left else ''}{'.' if others else ''}"

@@ -6,6 +6,7 @@ Shapes: B rows, S positions.
 from __future__ import annotations
 
 import math
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.graph import get_gradient_edge as gradient_edge
 
@@ -23,9 +25,16 @@ from megatron_policy.training.checks import wrong_metric
 
 _CONTRACT = "a loss returns (scalar tensor, dict of metrics)"
 _FRAMES = 20
-_TORCH = str(Path(torch.__file__).parent)
 _OURS = ("dry_run.py", "loss_calls.py", "losses.py", "pieces.py")
 _CALLERS = {str(Path(__file__).with_name(name)) for name in _OURS}
+_INSTALLED = ("site-packages", "dist-packages")
+_LIBRARIES = (
+    Path(torch.__file__).parent,
+    Path(np.__file__).parent,
+    Path(__file__).parents[1],
+    Path(sysconfig.get_path("stdlib")),
+)
+"""Where no caller's code is: torch, numpy, this package and the standard library."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +76,8 @@ class Call:
         except Exception as error:
             cause: Exception | None = error
             wrong = raised(name, error)
-            if isinstance(error, KeyError):
-                has = ", ".join(sorted(map(str, self.data)))
-                wrong = replace(wrong, what=f"{wrong.what}; the data have {has},")
+            if isinstance(error, KeyError) and error.args and error.args[0] not in self.data:
+                wrong = replace(wrong, what=f"{wrong.what}; {self._lacks(error.args[0])},")
         else:
             cause, what = None, self._broken(found, before | _nodes(self.given))
             if not what:
@@ -81,8 +89,18 @@ class Call:
         nothing = torch.full((), math.nan, device=self.given[0].device)
         return carried(nothing, self.given), {}
 
+    def _lacks(self, key: object) -> str:
+        """Say that the data have no such key, and what to pass. The error can also be of another
+        mapping, of which nothing is known.
+        """
+        has = ", ".join(sorted(map(str, self.data)))
+        return (
+            f"the data have no {key!r}: pass it with them, a tensor or list with one entry for "
+            f"each row of input_ids, if the loss reads it there. They have {has}"
+        )
+
     def _usable(self, value: torch.Tensor, metrics: Any) -> tuple[torch.Tensor, Any]:
-        value = value.to(self.given[0].device).reshape(())
+        value = value.to(self.given[0].device)
         if not value.requires_grad:
             value = carried(value, self.given)
         return value, metrics if self.keeps else dict(metrics)
@@ -95,10 +113,11 @@ class Call:
             size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
             return f"returned a {type(found).__name__}{size}: {_CONTRACT}"
         value, metrics = found
-        if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
+        if not isinstance(value, torch.Tensor) or value.dim() or value.is_complex():
             is_tensor = isinstance(value, torch.Tensor)
             has = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else type(value)
-            return f"returned as its value {has}, which is not a scalar: {_CONTRACT}"
+            how = ": add its entries up, with sum()" if is_tensor and value.dim() else ""
+            return f"returned as its value {has}, which is not a scalar{how}; {_CONTRACT}"
         if torch.is_grad_enabled() and not (_leads_to(value, given) or self._is_nothing(value)):
             return (
                 f"returned a {value.dtype} that is detached from the model and has no gradient: "
@@ -190,6 +209,16 @@ def _frames_of_loss(trace: TracebackType | None) -> Iterator[traceback.FrameSumm
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line that is not in torch."""
-    own = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
+    """The innermost line that is the caller's own."""
+    own = [frame for frame in frames if not _in_library(frame.filename)] or frames
     return f"{Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name}"
+
+
+def _in_library(file: str) -> bool:
+    if file.startswith("<frozen"):
+        return True
+    for root in _LIBRARIES:
+        if Path(file).is_relative_to(root):
+            # Packages are installed in a folder of the standard library's.
+            return not set(_INSTALLED) & set(Path(file).relative_to(root).parts)
+    return False

@@ -22,6 +22,12 @@ _OF_SCALARS = {
 }
 """The argument of each kind that takes what a scalar head gives."""
 
+_TAKEN = {
+    LossInputType.LOGPROB: "next_token_logprobs",
+    **{LossInputType(kind): name for kind, name in _OF_SCALARS.items()},
+}
+"""The argument by which a loss of each kind is known."""
+
 
 def check_loss(loss_fn: Any, head: ScalarHead | None) -> None:
     """LossError unless it is an object that can be called with the arguments of its kind, which a
@@ -48,8 +54,22 @@ def check_loss(loss_fn: Any, head: ScalarHead | None) -> None:
         call = ", ".join([*args, *[f"{name}=" for name in named]])
         raise LossError(
             f"{name_of(loss_fn)}({', '.join(signature.parameters)}) cannot be called as a loss of "
-            f"its kind is, with ({call}): {error}. See docs/losses.md"
+            f"its kind is, with ({call}): {error}. {_remedy(loss_fn, signature)}. See "
+            "docs/losses.md"
         ) from error
+
+
+def _remedy(loss_fn: Any, signature: inspect.Signature) -> str:
+    """What to change of a loss whose signature does not fit its kind."""
+    kind = loss_kind(loss_fn)
+    if kind is not None:
+        return f"Its input_type is {kind!r}: give it these arguments, or another input_type"
+    fits = next((m for m, name in _TAKEN.items() if name in signature.parameters), None)
+    member = "LOGPROB, LOGIT, VALUE or SCORE, by what it takes" if fits is None else fits.name
+    return (
+        "It has no attribute input_type, without which a loss is called in this older form: set "
+        f"input_type = LossInputType.{member}"
+    )
 
 
 def _check_fits(loss_fn: Any, head: ScalarHead | None) -> None:

@@ -288,15 +288,19 @@ class LossNormalization:
         return lambda name: numbers[self.metrics.get(name, self.loss)]
 
 
+def is_by_sequence(loss_fn: Callable[..., object]) -> bool:
+    """Whether a loss says that it is divided by valid sequences; others count by tokens."""
+    return bool(_value(getattr(loss_fn, "loss_type", None)) == LossType.SEQUENCE_LEVEL.value)
+
+
 def row_shares(
     loss_fn: Callable[..., object], batch: BatchedDataDict, counts: ValidCounts
 ) -> torch.Tensor:
     """What each row of `batch` weighs in a mean over the global batch, fp32 `[B]`: as much as in
     the loss. That is a sequence in a loss that says it is at sequence level, otherwise its tokens.
     """
-    by_sequence = _value(getattr(loss_fn, "loss_type", None)) == LossType.SEQUENCE_LEVEL.value
     number_B2 = counts_of_rows(batch)
-    if by_sequence:
+    if is_by_sequence(loss_fn):
         return number_B2[:, 0] / counts.sequences.clamp(min=1)
     return number_B2[:, 1] / counts.tokens.clamp(min=1)
 

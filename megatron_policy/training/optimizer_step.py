@@ -19,6 +19,9 @@ UNCHANGED = (
     "usable."
 )
 
+OVERFLOW = "gradients overflow float16"
+"""Why a step is skipped that a lower factor on losses can help."""
+
 
 def take_step(
     trainable: Trainable,
@@ -26,14 +29,23 @@ def take_step(
     undo: Rollback,
     faults: Sequence[Fault],
     consequence: str = UNCHANGED,
+    nothing_counts: str = "",
 ) -> OptimStats:
     """Clip, update the parameters, and report; every rank gets the whole model's gradient norm.
 
-    If the gradient is not finite, gradients are dropped and the step's other changes are undone.
+    If `nothing_counts`, which then says why and is the same on every rank, the step is skipped. If
+    the gradient is not finite, gradients are dropped and the step's other changes are undone.
     Where that can be an overflow of float16, which a lower factor on losses prevents, the step is
     skipped. Otherwise LossError, on every rank, and always for a fault on any rank.
     """
     lr, wd = trainable.lr, trainable.weight_decay
+    if nothing_counts:
+        trainable.zero_gradients()
+        undo()
+        if any_fault(faults, groups):
+            raise_everywhere(faults, groups, consequence)
+        _log.warning("a step was skipped: %s in its global batch", nothing_counts)
+        return OptimStats(0.0, lr, wd, loss_scale=trainable.loss_scale, skipped=(nothing_counts,))
     try:
         grad_norm = trainable.step()
     except NotFiniteError as error:
@@ -53,7 +65,7 @@ def take_step(
             factor,
             trainable.loss_scale,
         )
-        return OptimStats(norm, lr, wd, loss_scale=trainable.loss_scale, skipped=1)
+        return OptimStats(norm, lr, wd, loss_scale=trainable.loss_scale, skipped=(OVERFLOW,))
     overflow = ""
     if factor is not None:
         overflow = (

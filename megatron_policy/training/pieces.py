@@ -34,6 +34,7 @@ from megatron_policy.training.callbacks import (
     reader,
 )
 from megatron_policy.training.checks import check_size, check_training_data
+from megatron_policy.training.empty_steps import EmptySteps
 from megatron_policy.training.faults import Fault
 from megatron_policy.training.loss_calls import Call, Wrong, carried
 from megatron_policy.training.losses import ValidCounts, further_losses, own_counts, row_shares
@@ -67,6 +68,8 @@ class _Open:
     whole: bool = False
     own: bool = False
     failed: str = ""
+    nothing_counts: str = ""
+    """Why nothing counts in any of its calls so far; empty if something does."""
 
 
 class StepPieces:
@@ -83,10 +86,12 @@ class StepPieces:
         batcher: Batcher,
         memory: DeviceMemory,
         state: PolicyState,
+        empty_steps: EmptySteps,
         stepped: Callable[[], object],
     ) -> None:
         """`stepped` is called after each optimizer step."""
         self._memory, self._state, self._stepped = memory, state, stepped
+        self.empty_steps = empty_steps
         self.engine, self.batcher = engine, batcher
         self._open: _Open | None = None
 
@@ -113,7 +118,7 @@ class StepPieces:
             check_size("micro_batch_size", micro_batch_size)
             return self.batcher.for_part(checked, micro_batch_size).microbatches
 
-        return self._cut(data, temperature, cut)
+        return _cut(self.engine, self.batcher, data, temperature, cut)
 
     def take(
         self,
@@ -131,26 +136,7 @@ class StepPieces:
         `routed_experts` where the policy replays them. Otherwise as `cut`.
         """
         of_rows = partial(self.batcher.of_rows, rows=rows)
-        return self._cut(data, temperature, of_rows, replay)
-
-    def _cut(
-        self,
-        data: BatchedDataDict,
-        temperature: float | torch.Tensor | None,
-        cut: Callable[[BatchedDataDict], list[Microbatch]],
-        replay: Replay = Replay.REQUIRED,
-    ) -> list[Microbatch]:
-        def checked() -> tuple[BatchedDataDict, list[Microbatch]]:
-            given = with_temperature(data, temperature)
-            own = check_training_data(given, self.engine.vocab_size)
-            self.batcher.longest.check(own)
-            own = self.batcher.replay.prepared(own, replay)
-            return own, cut(own)
-
-        (own, parts), most = prepared_together(
-            checked, lambda made: len(made[1]), self.engine.groups.dp
-        )
-        return self.batcher.filled_up(parts, most, own)
+        return _cut(self.engine, self.batcher, data, temperature, of_rows, replay)
 
     def zero_gradients(self) -> None:
         """Drop all gradients, also those of a step that failed. ConfigError without an optimizer,
@@ -188,7 +174,7 @@ class StepPieces:
         ConfigError without an optimizer, outside the train state, or for a second call with
         `reduce`.
         """
-        trainable = self._trainable(FORWARD_BACKWARD)
+        trainable, first = self._trainable(FORWARD_BACKWARD), self._open is None
         step, wanted = self._begin(reduce), Wanted(entropy, everywhere, candidates)
 
         def finish(
@@ -208,6 +194,8 @@ class StepPieces:
                 kept = run_weighted(self.engine, microbatches, finish, loss, counts)
             wrong = [found or not_finite(loss, float(value)) for _, value, found in kept]
             raise_callbacks_errors(self.engine, microbatches, wrong, _INCOMPLETE)
+            if first or step.nothing_counts:
+                step.nothing_counts = self.empty_steps.reason(loss, counts)
         except BaseException as error:
             step.failed = type(error).__name__
             raise
@@ -247,14 +235,23 @@ class StepPieces:
         kept, experts = self.engine.forward_with_experts(microbatches, finish)
         return _read(self.engine, microbatches, kept), experts
 
-    def step(self, faults: Sequence[Fault] = (), consequence: str = UNCHANGED) -> OptimStats:
+    def step(
+        self,
+        faults: Sequence[Fault] = (),
+        consequence: str = UNCHANGED,
+        *,
+        nothing_counts: str | None = None,
+    ) -> OptimStats:
         """Clip the gradients and update the parameters. Returns the gradient's norm before
         clipping, the same on every rank, and the rates used.
 
         LossError, on every rank, if that norm is not finite: nothing has changed but the gradients,
         which are gone. With precision float16 the step is skipped instead where a lower factor on
-        losses can help (`skipped`). ConfigError if there are no gradients, or incomplete ones.
-        `faults` are those of a loss that left no finite gradient; errors end with `consequence`.
+        losses can help, and it is skipped if nothing counts: by the masks of its microbatches or,
+        where given, by `nothing_counts`, which then says why and is empty if something does.
+        `OptimStats.skipped` has the reason. ConfigError if there are no gradients, or incomplete
+        ones. `faults` are those of a loss that left no finite gradient; errors end with
+        `consequence`.
         """
         trainable, step = self._trainable(STEP), self._open
         self._memory.check(STEP, CONTINUE_STEP)
@@ -267,9 +264,11 @@ class StepPieces:
             )
         if step.own:
             trainable.reduce_gradients(1.0)
+        nothing = step.nothing_counts if nothing_counts is None else nothing_counts
+        of_step = (trainable, self.engine.groups, step.undo, faults, consequence, nothing)
         try:
             with self.engine.recorder.span(speed.STEP):
-                stats = take_step(trainable, self.engine.groups, step.undo, faults, consequence)
+                stats = take_step(*of_step)
         finally:
             self._close()
         if not stats.skipped:
@@ -277,9 +276,12 @@ class StepPieces:
         return stats
 
     def advance_schedule(self, samples: int) -> float:
-        """Advance the schedule of learning rate and weight decay; returns the next step's rate."""
+        """Advance the schedule of learning rate and weight decay, by 0 samples not at all; returns
+        the next step's rate.
+        """
         trainable = self._trainable("advance_schedule()")
-        trainable.advance_schedule(samples)
+        if samples:
+            trainable.advance_schedule(samples)
         return trainable.lr
 
     @contextmanager
@@ -318,6 +320,24 @@ class StepPieces:
         if self.engine.trainable is None:
             raise ConfigError(f"{operation}: this policy was made with init_optimizer=False")
         return self.engine.trainable
+
+
+def _cut(
+    engine: TrainingEngine,
+    batcher: Batcher,
+    data: BatchedDataDict,
+    temperature: float | torch.Tensor | None,
+    cut: Callable[[BatchedDataDict], list[Microbatch]],
+    replay: Replay = Replay.REQUIRED,
+) -> list[Microbatch]:
+    def checked() -> tuple[BatchedDataDict, list[Microbatch]]:
+        own = check_training_data(with_temperature(data, temperature), engine.vocab_size)
+        batcher.longest.check(own)
+        own = batcher.replay.prepared(own, replay)
+        return own, cut(own)
+
+    (own, parts), most = prepared_together(checked, lambda made: len(made[1]), engine.groups.dp)
+    return batcher.filled_up(parts, most, own)
 
 
 def _read(

@@ -25,8 +25,8 @@ class OptimStats:
     wd: float
     routing: Mapping[str, float] = field(default_factory=dict)
     loss_scale: float | None = None
-    skipped: int = 0
-    """Steps not taken, of those that these statistics stand for."""
+    skipped: tuple[str, ...] = ()
+    """Why a step was not taken, for each such step of those that these statistics stand for."""
 
 
 def completed(
@@ -51,8 +51,8 @@ class TrainResult(dict[str, Any]):
     """What training reports, on every rank:
 
     - `loss`: fp32 `[global batches]`, summed over data-parallel ranks,
-    - `grad_norm`: fp32 `[1]`, the L2 norm before clipping, of the last step; not finite if that
-      step was skipped,
+    - `grad_norm`: fp32 `[1]`, the L2 norm before clipping, of the last step. If that step was
+      skipped: 0 where nothing counted, not finite where gradients overflowed,
     - `lr`, `weight_decay`: of the last step,
     - `valid_sequences`, `valid_tokens`: how many counted, of each global batch,
     - `microbatch_metrics`: the loss's metrics, a list per name, of this data-parallel rank's
@@ -60,9 +60,11 @@ class TrainResult(dict[str, Any]):
       Layers for multi-token prediction add theirs: `mtp_1_loss` for the first, before the factor,
     - `moe_metrics`: what the routers of experts did in the last step (docs/experts.md names them),
       the same on every rank; absent without experts, in `eval_mode` and for a skipped step,
-    - `loss_scale`, `skipped_steps`: with precision float16 only, and not in `eval_mode`: the factor
-      on the losses of the next step, and how many steps of this call changed nothing, since their
-      gradients overflowed,
+    - `skipped_steps`: how many steps of this call changed nothing, since no token or sequence
+      counted, or since gradients overflowed float16; `skipped`: the reasons, such as "no valid
+      tokens", absent if all steps were taken. Neither in `eval_mode`,
+    - `loss_scale`: with precision float16 only, and not in `eval_mode`: the factor on the losses of
+      the next step,
     - `step`: how many optimizer steps the policy has taken, also before it was resumed,
     - `speed`: how fast the call was and where time was lost, by name (docs/interface.md).
 
@@ -121,6 +123,8 @@ def result_of(
     counts: Sequence[ValidCounts],
     metrics: Sequence[Metrics],
     group: dist.ProcessGroup,
+    *,
+    eval_mode: bool = False,
 ) -> TrainResult:
     """The result of a call from this rank's `losses`, which are summed over the data-parallel
     `group`, and the metrics of its microbatches.
@@ -130,7 +134,11 @@ def result_of(
     names = dict.fromkeys(name for each in metrics for name in each)
     further: dict[str, Any] = {"moe_metrics": dict(stats.routing)} if stats.routing else {}
     if stats.loss_scale is not None:
-        further |= {"loss_scale": stats.loss_scale, "skipped_steps": stats.skipped}
+        further["loss_scale"] = stats.loss_scale
+    if not eval_mode:
+        further["skipped_steps"] = len(stats.skipped)
+    if stats.skipped:
+        further["skipped"] = "; ".join(dict.fromkeys(stats.skipped))
     return TrainResult(
         loss=total.cpu(),
         grad_norm=torch.tensor([stats.grad_norm]),

@@ -141,13 +141,13 @@ def train(
     """Train on every global batch in `data` (this data-parallel rank's shard of them, in order).
 
     Each global batch is one optimizer step, and the schedule advances by `global_batch_size`
-    samples once, at the end, as the host's does; it stays where it is if no step is taken. In
-    `eval_mode` losses and metrics are computed and nothing changes.
+    samples once, at the end, as the host's does; it stays where it is if no step is taken. A step
+    for which nothing counts is skipped (see `EmptySteps`). In `eval_mode` losses and metrics are
+    computed and nothing changes.
 
-    Returns a `TrainResult`. BatchError, before anything is computed, for data that
-    cannot be cut, on all data-parallel ranks if it is so on one. LossError, on all ranks, for a
-    global batch whose loss or gradient cannot be trained on: neither it nor those after it change
-    anything.
+    Returns a `TrainResult`. BatchError, before anything is computed, for data that cannot be cut,
+    on all data-parallel ranks if it is so on one. LossError, on all ranks, for a global batch whose
+    loss or gradient cannot be trained on: neither it nor those after it change anything.
     """
     engine, batcher = pieces.engine, pieces.batcher
     meter = SpeedMeter(batcher.estimator, None if eval_mode else engine.trainable)
@@ -160,7 +160,7 @@ def train(
     counts: list[ValidCounts] = []
     mb_metrics: list[Metrics] = []
     faults: list[Fault] = []
-    stats, skipped = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0), 0
+    stats, skipped = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0), ()
     undo = Rollback.here(engine)
     for number, batch in enumerate(batches):
         run_batch = partial(forward_backward, engine, batch, loss_fn, number, meter.stopwatch)
@@ -169,8 +169,9 @@ def train(
         else:
             with pieces.whole_step():
                 result = run_batch(forward_only=False)
+            nothing = pieces.empty_steps.reason(loss_fn, result.counts)
             with meter.stopwatch.timing(STEP):
-                stats = pieces.step(result.faults, left_by(number))
+                stats = pieces.step(result.faults, left_by(number), nothing_counts=nothing)
             skipped += stats.skipped
         faults += result.faults
         losses.append(result.loss)
@@ -183,10 +184,11 @@ def train(
         if any_fault(faults, engine.groups):
             undo()
             raise_everywhere(faults, engine.groups, UNCHANGED)
-    elif skipped < len(batches):
+    elif len(skipped) < len(batches):
         pieces.advance_schedule(global_batch_size)
     stats = replace(stats, skipped=skipped)
-    return meter.added_to(result_of(losses, stats, counts, mb_metrics, engine.groups.dp))
+    result = result_of(losses, stats, counts, mb_metrics, engine.groups.dp, eval_mode=eval_mode)
+    return meter.added_to(result)
 
 
 def _cut(

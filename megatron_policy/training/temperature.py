@@ -6,6 +6,7 @@ Shapes: B rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 
 import torch
 
@@ -23,11 +24,11 @@ def with_temperature(
     """
     if temperature is None or not isinstance(data, Mapping):
         return data  # what is no batch is refused where it is checked
-    tokens = data.get("input_ids")
-    if not isinstance(tokens, torch.Tensor):
-        return data
     given = BatchedDataDict(data)
-    if not isinstance(temperature, torch.Tensor):
+    tokens = given.get("input_ids")
+    if not isinstance(tokens, torch.Tensor) or not tokens.ndim:
+        return data
+    if isinstance(temperature, Real):
         # In double precision the number is the one that a configuration would have.
         temperature = torch.full((tokens.size(0),), float(temperature), dtype=torch.float64)
     given[TEMPERATURE] = temperature

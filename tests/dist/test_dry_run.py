@@ -94,7 +94,10 @@ WARNED = {
     "nothing": (OfLogprobs(lambda data, x, seqs, toks: (x * 0).sum()), "nothing is learnt"),
 }
 REFUSED = {
-    "missing key": (OfLogprobs(advantages), "KeyError: 'advantages' .* the data have input_ids"),
+    "missing key": (
+        OfLogprobs(advantages),
+        "KeyError: 'advantages' .* the data have no 'advantages': pass it .* have input_ids",
+    ),
     "infinite slope": (
         OfLogprobs(lambda data, x, seqs, toks: (x - x.detach()).sum().abs().sqrt() / toks),
         "gradient of next_token_logprobs that is not finite",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.engines.megatron.platform import prepare_platform
-from megatron_policy.errors import BatchError, ConversionError
+from megatron_policy.errors import BatchError, ConfigError, ConversionError
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.checkpoints import make_checkpoint
@@ -204,6 +204,9 @@ def fail_then_open(bad: dict[str, Any], config: dict[str, Any]) -> str:
     MegatronPolicy(config, timeout_s=120.0).shutdown()  # a process can have several
     policy.train(good(), LOSSES["token"](), mbs=1)
     policy.shutdown()
+    for call in (policy.logprobs, lambda data: policy.train(data, LOSSES["token"](), mbs=1)):
+        with pytest.raises(ConfigError, match="shut down"):
+            call(good())
     return str(error.value)
 
 

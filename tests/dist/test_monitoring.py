@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -146,3 +147,37 @@ def test_the_blocks_of_the_page_run_and_its_configuration_is_legal(
     metrics = yaml.safe_load(written)["policy"]["metrics"]
     config = PolicyConfig.parse(policy_config("x", {}, metrics=metrics))
     assert config.metrics.wandb is not None and config.metrics.wandb.mode == "offline"
+
+
+class Kept(logging.Handler):
+    """What is logged from level WARNING up."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def listen_to_a_policy(config: dict[str, Any]) -> list[str]:
+    kept = Kept()
+    logging.getLogger().addHandler(kept)
+    try:
+        with warnings.catch_warnings():
+            # Else Python shows a warning of the same line once in a process.
+            warnings.simplefilter("always", UserWarning)
+            with open_policy(config, init_reference_model=False):
+                return kept.said
+    finally:
+        logging.getLogger().removeHandler(kept)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_policy_that_is_built_once_more_warns_of_nothing(
+    ranks, checkpoints, distributed: bool
+) -> None:
+    optimizer = {"optimizer": {"use_distributed_optimizer": distributed}}
+    config = policy_config(checkpoints[True], optimizer)
+    ranks.run(1, listen_to_a_policy, config)
+    assert ranks.run(1, listen_to_a_policy, config) == [[]]

@@ -99,7 +99,7 @@ def step(policy: MegatronPolicy, calls: Sequence[list[Microbatch]], rows: int) -
     assert sorted(seen) == (list(range(rows)) if pieces.last_stage else [])
     stats = pieces.step()
     pieces.advance_schedule(GLOBAL_BATCH)
-    assert policy.steps == steps + 1 and stats.skipped == 0
+    assert policy.steps == steps + 1 and stats.skipped == ()
     return torch.tensor(stats.grad_norm).item()  # in fp32, as `train` reports it
 
 

@@ -61,7 +61,7 @@ def test_a_dry_run_names_the_callers_rows_and_a_key_that_is_missing(untrained: P
     found = untrained.dry_run(data, TokenNLL())
     assert found.rows == (4, 6) and not found.warnings and found.loss > 0
     del data["token_mask"]
-    with pytest.raises(LossError, match=r"KeyError: 'token_mask' .* the data have input_ids"):
+    with pytest.raises(LossError, match=r"KeyError: 'token_mask' .* the data have no 'token_mask'"):
         untrained.dry_run(data, TokenNLL())
 
 

@@ -36,7 +36,7 @@ def cells() -> list[tuple[list[str], list[str]]]:
     return [(re.findall(r"`([^`]+)`", ours), re.findall(r"`([^`]+)`", s)) for ours, s, _ in split]
 
 
-PAIRS = [(ours[0], theirs) for ours, names in cells() if len(ours) == 1 for theirs in names]
+PAIRS = [(ours, theirs) for ours, names in cells() for theirs in names if ours]
 
 
 def public(owner: type) -> set[str]:
@@ -64,11 +64,20 @@ def test_every_method_of_the_driver_is_in_the_table_once() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-def test_a_worker_carries_out_the_drivers_method_by_the_ranks(ours: str, theirs: str) -> None:
+def test_a_worker_carries_out_the_drivers_method_by_the_ranks(ours: list[str], theirs: str) -> None:
     source = inspect.getsource(getattr(MegatronPolicyWorkerImpl, SAME_AS.get(theirs, theirs)))
     if theirs in SEEN_AS:
         assert SEEN_AS[theirs] in source
     else:
-        begins = ours.partition("...")[0]
-        end = "" if begins.endswith("(") else r"(?!\w)"
-        assert re.search(rf"self\.policy\.{re.escape(begins)}{end}", source)
+        begins = [name.partition("...")[0] for name in ours]
+        ends = ["" if name.endswith("(") else r"(?!\w)" for name in begins]
+        names = "|".join(re.escape(name) + end for name, end in zip(begins, ends, strict=True))
+        assert re.search(rf"self\.policy\.({names})", source)
+
+
+def test_a_rank_answers_to_the_names_of_the_driver() -> None:
+    """What keeps engines, workers or a cluster is not a rank's."""
+    without = {name for ours, theirs in cells() for name in theirs if not ours}
+    of_engines = {"offload_to_cpu", "get_load_report", *SEEN_AS, "stream_weights_via_ipc_zmq"}
+    of_engines |= {"prepare_refit_info", "prepare_info_for_collective", "prepare_weights_for_ipc"}
+    assert public(Policy) - public(MegatronPolicy) == without | of_engines

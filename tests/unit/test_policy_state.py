@@ -101,3 +101,14 @@ def test_a_step_leaves_a_gather_until_it_is_settled() -> None:
     assert state.gather_pending
     state.settle()
     assert not state.gather_pending
+
+
+def test_a_policy_that_was_shut_down_says_so_of_every_operation() -> None:
+    state = PolicyState()
+    state.begin_step("begin_train_step()")
+    state.close()
+    for operation, need in (("train()", TRAIN_STEP), ("finish_train_step()", CONTINUE_STEP)):
+        with pytest.raises(ConfigError, match=rf"{operation[:-2]}\(\): .* shut down.* new one"):
+            state.check(operation, need)
+    with pytest.raises(ConfigError, match=r"the idle state: it was shut down, make a new one"):
+        state.check_can_enter(IDLE)

@@ -22,6 +22,13 @@ from megatron_policy.parallel.topology import Topology
 
 _log = logging.getLogger(__name__)
 
+_GRAPHS = next(
+    name
+    for name in ("cuda_graph_modules", "cuda_graph_scope")
+    if name in TransformerConfig.__dataclass_fields__
+)
+"""What releases name the parts of a layer that are captured in CUDA graphs."""
+
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 
 
@@ -185,5 +192,7 @@ def _kernels(
         # Otherwise the first microbatch of a run of the schedule overwrites such gradients.
         "disable_parameter_transpose_cache": with_te,
         "masked_softmax_fusion": False,
+        # No CUDA graphs: their default is a name that Megatron-Core itself warns of.
+        _GRAPHS: [],
         "persist_layer_norm": with_te,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -205,12 +206,22 @@ def _wrap(
         check_for_nan_in_grad=False,
         bucket_size=bucket if ddp.overlap_grad_reduce else None,
     )
-    return tuple(
-        # Later chunks finish their backward pass first: the other chunks' compute hides one large
-        # message as well as many.
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    )
+    # It says of every model that it computes a layout which callers could pass, by one function.
+    logger = logging.getLogger(DistributedDataParallel.__module__)
+    logger.addFilter(_is_news)
+    try:
+        return tuple(
+            # Later chunks finish their backward pass first: the other chunks' compute hides one
+            # large message as well as many.
+            DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        )
+    finally:
+        logger.removeFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "full_param_layout not provided" not in record.getMessage()
 
 
 def fuse_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:

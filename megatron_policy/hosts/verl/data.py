@@ -135,7 +135,17 @@ def has_losses(data: TensorDict) -> bool:
 
 def count_tokens(data: TensorDict) -> torch.Tensor:
     """How many tokens `loss_mask` counts here, a 0-d fp32 tensor."""
-    mask: Any = data["loss_mask"]
+    return _total(data["loss_mask"])
+
+
+def count_valid(data: TensorDict) -> torch.Tensor:
+    """How many tokens verl's losses read here, a 0-d fp32 tensor: those of `response_mask` where
+    there is one, of which verl can have rejected some that `loss_mask` still counts.
+    """
+    return _total(data["response_mask" if "response_mask" in _keys(data) else "loss_mask"])
+
+
+def _total(mask: Any) -> torch.Tensor:
     counted: torch.Tensor = mask.values() if mask.is_nested else mask
     return counted.sum().float()
 

@@ -29,6 +29,7 @@ from megatron_policy.hosts.verl.data import (
     add_candidates,
     check_supported,
     count_tokens,
+    count_valid,
     distilled,
     has_losses,
     model_output,
@@ -80,6 +81,10 @@ class MegatronPolicyEngine(KeepsState):
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
         self._policy: MegatronPolicy | None = None
+        self._valid_tokens: float | None = None
+        """Those that verl's losses read of the batch that is trained on; None if unknown."""
+        self._skipped: list[bool] = []
+        """Of each step since the schedule was last asked to advance, whether it was skipped."""
         self._folders = VerlFolders()
         rank, world = dist.get_rank(), dist.get_world_size()
         with with_verl_names():
@@ -174,7 +179,7 @@ class MegatronPolicyEngine(KeepsState):
         """
         check_supported(data)
         group = self.get_data_parallel_group()
-        self._prepare(data, group)
+        valid_tokens = self._prepare(data, group)
         parts, indices = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
         batches = MicroBatches.of(parts, indices)
         keep = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
@@ -191,20 +196,27 @@ class MegatronPolicyEngine(KeepsState):
         if forward_only:
             found = self._read(data, batches, lambda scores: run(scores)[1], entropy)
         else:
+            self._valid_tokens = valid_tokens
             found = self._train(data, batches, run, entropy)
         return postprocess_batch_func(output_lst=found, indices=indices, data=data)
 
-    def _prepare(self, data: TensorDict, group: dist.ProcessGroup) -> None:
-        """What verl's losses and microbatches find in the data."""
-        tokens = to_device(count_tokens(data)) if has_losses(data) else None
-        if tokens is not None:
-            dist.all_reduce(tokens, group=group)
+    def _prepare(self, data: TensorDict, group: dist.ProcessGroup) -> float | None:
+        """What verl's losses and microbatches find in the data. Returns how many tokens of all
+        replicas these losses read; None if the data do not say.
+        """
+        tokens = valid = None
+        if has_losses(data):
+            counts = to_device(torch.stack([count_tokens(data).cpu(), count_valid(data).cpu()]))
+            dist.all_reduce(counts, group=group)
+            tokens, valid = counts.tolist()
         tu.assign_non_tensor(
             data,
             sp_size=self._topology.cp,
             dp_size=self._topology.dp,
-            batch_num_tokens=None if tokens is None else tokens.item(),
+            # verl's losses divide by it.
+            batch_num_tokens=None if tokens is None else max(tokens, 1.0),
         )
+        return valid
 
     def _read(
         self, data: TensorDict, batches: MicroBatches, read: Callable[..., Any], entropy: bool
@@ -265,14 +277,22 @@ class MegatronPolicyEngine(KeepsState):
 
     @lost_ranks_named()
     def optimizer_step(self) -> float:
-        """Clip and update; returns the gradient's norm before clipping. LossError, on every rank,
-        if it is not finite.
+        """Clip and update; returns the gradient's norm before clipping, or 0 where verl's mask
+        counts no token: then the step is skipped. LossError, on every rank, if it is not finite.
         """
-        return self.policy.pieces.step().grad_norm
+        pieces, tokens = self.policy.pieces, self._valid_tokens
+        nothing = None if tokens is None else pieces.empty_steps.reason_of_tokens(tokens)
+        stats = pieces.step(nothing_counts=nothing)
+        self._skipped.append(bool(stats.skipped))
+        return stats.grad_norm
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one of verl's steps; returns the next learning rate."""
-        return self.policy.pieces.advance_schedule(self._topology.dp)
+        """Advance the schedule by one of verl's steps, unless all steps since the last advance were
+        skipped; returns the next learning rate.
+        """
+        idle = bool(self._skipped) and all(self._skipped)
+        self._skipped.clear()
+        return self.policy.pieces.advance_schedule(0 if idle else self._topology.dp)
 
 
 class MegatronPolicyValueEngine(MegatronPolicyEngine):

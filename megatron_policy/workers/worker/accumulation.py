@@ -24,18 +24,19 @@ class WorkerAccumulation:
         """Open a step that advances the schedule by `gbs` samples; padded data are split into
         microbatches of `mbs` rows. ConfigError while one is open.
         """
-        self.policy.accumulator.begin(loss_fn, gbs, mbs)
+        self.policy.begin_train_step(loss_fn, gbs, mbs)
 
     def train_microbatch(self, data: Mapping[str, Any]) -> None:
         """Add the gradients of any number of this data-parallel rank's rows. A BatchError leaves
         the step as it was; after any other error it can only be aborted.
         """
-        self.policy.accumulator.microbatch(data)
+        self.policy.train_microbatch(data)
 
     def finish_train_step(self) -> dict[str, Any]:
         """Take the step; return what `train` does for one global batch."""
-        return self.policy.accumulator.finish()
+        result: dict[str, Any] = self.policy.finish_train_step()
+        return result
 
     def abort_train_step(self) -> None:
         """Drop the open step, if any, and its gradients."""
-        self.policy.accumulator.abort()
+        self.policy.abort_train_step()

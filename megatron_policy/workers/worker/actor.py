@@ -18,7 +18,6 @@ from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
-from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers.checks import refuse_unknown
 from megatron_policy.workers.cluster.assigned_gpu import own_gpu
@@ -146,43 +145,31 @@ class MegatronPolicyWorkerImpl(
         return_routed_experts: bool = False,
     ) -> BatchedDataDict:
         """`logprobs`, fp32 [B, S]; on request `routed_experts`, see `MegatronPolicy.logprobs`."""
-        batch = _batch(data)
-        if not return_routed_experts:
-            scores = self.policy.logprobs(batch, micro_batch_size=micro_batch_size)
-            return BatchedDataDict({"logprobs": scores})
-        scores, taken = self.policy.logprobs(
-            batch, micro_batch_size=micro_batch_size, return_routed_experts=True
-        )
-        return BatchedDataDict({"logprobs": scores, ROUTED_EXPERTS: taken})
+        return self.policy.get_logprobs(_batch(data), micro_batch_size, return_routed_experts)
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """`reference_logprobs`, fp32 [B, S], under the weights the policy started from."""
-        scores = self.policy.reference_logprobs(_batch(data), micro_batch_size=micro_batch_size)
-        return BatchedDataDict({"reference_logprobs": scores})
+        return self.policy.get_reference_policy_logprobs(_batch(data), micro_batch_size)
 
     def get_topk_logits(
         self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """`topk_logits`, fp32, and `topk_indices`, int64, both [B, S, k]."""
-        batch = _batch(data)
-        values, indices = self.policy.topk_logits(batch, k, micro_batch_size=micro_batch_size)
-        return BatchedDataDict({"topk_logits": values, "topk_indices": indices})
+        return self.policy.get_topk_logits(_batch(data), k, micro_batch_size)
 
     def get_entropy(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """`entropy`, fp32 [B, S], of the distributions that `get_logprobs` uses."""
-        scores = self.policy.entropy(_batch(data), micro_batch_size=micro_batch_size)
-        return BatchedDataDict({"entropy": scores})
+        return self.policy.get_entropy(_batch(data), micro_batch_size)
 
     def get_values(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """`values`, fp32 [B, S]: what a scalar head makes of the tokens up to each position."""
-        values = self.policy.values(_batch(data), micro_batch_size=micro_batch_size)
-        return BatchedDataDict({"values": values})
+        return self.policy.get_values(_batch(data), micro_batch_size)
 
     def score(self, data: Mapping[str, Any]) -> BatchedDataDict:
         """`scores`, fp32 [B]: what a scalar head makes of each row."""
@@ -203,7 +190,7 @@ class MegatronPolicyWorkerImpl(
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
         """Compute with the weights the policy started from within this context."""
-        with self.policy.reference():
+        with self.policy.use_reference_model():
             yield
 
     def return_state_dict(self) -> dict[str, torch.Tensor]:

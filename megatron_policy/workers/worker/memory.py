@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_policy import device
-from megatron_policy.memory.states import IDLE, LOGPROB, REFIT, TRAIN, Kind
 
 if TYPE_CHECKING:
     import torch
@@ -27,36 +26,33 @@ class WorkerMemory:
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Everything on the device: parameters, gradient buffers, optimizer state."""
-        self.policy.memory.enter(TRAIN)
+        self.policy.prepare_for_training()
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Only parameters on the device; with `keep_train_buffers` training state on the device
         stays, gradients included.
         """
-        if keep_train_buffers:
-            self.policy.memory.onload(Kind.PARAMETERS)
-        else:
-            self.policy.memory.enter(LOGPROB)
+        self.policy.prepare_for_lp_inference(keep_train_buffers)
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Free gradient buffers and optimizer state; parameters stay for inference."""
-        self.policy.memory.enter(LOGPROB)
+        self.policy.finish_training()
 
     def finish_inference(self) -> None:
         """Parameters leave the device; training state stays where it is."""
-        self.policy.memory.offload(Kind.PARAMETERS)
+        self.policy.finish_inference()
 
     def prepare_for_generation(self) -> None:
         """Parameters on the device, for a policy that itself generates."""
-        self.policy.memory.onload(Kind.PARAMETERS)
+        self.policy.prepare_for_generation()
 
     def offload_before_refit(self) -> None:
         """Only parameters on the device: memory for transfers to the engine."""
-        self.policy.memory.enter(REFIT)
+        self.policy.offload_before_refit()
 
     def offload_after_refit(self) -> None:
         """Nothing on the device: it is free for the engine."""
-        self.policy.memory.enter(IDLE)
+        self.policy.offload_after_refit()
         self._release_handles()
 
     def get_free_memory_bytes(self) -> int:

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import sft_loss
@@ -18,6 +20,7 @@ from tests.hosts.real.verl.worker import (
     exported,
     in_its_own_job,
     made_worker,
+    metrics_of,
     mine,
     trained_steps,
 )
@@ -57,6 +60,26 @@ def fail_and_go_on(case: Case, model: Path, kind: str, on: int) -> tuple[list[st
     dist.all_gather_object(said, _raised(worker.train_batch, data))
     worker.set_loss_fn(partial(sft_loss, config=None))
     return said, trained_steps(worker, range(3)) | exported(worker.engine)
+
+
+@in_its_own_job
+def train_around_nothing(case: Case, model: Path) -> tuple[Record, Record]:
+    """Steps of SFT, after the first of them one on rows without a token that counts: what that
+    reports, and the record of the others.
+    """
+    worker = made_worker(case, model)
+    record = trained_steps(worker, range(1))
+    rows = sft_rows(0)
+    lengths = rows["input_ids"].offsets().diff().tolist()
+    zeros = [torch.zeros(length, dtype=torch.long) for length in lengths]
+    rows["loss_mask"] = torch.nested.as_nested_tensor(zeros, layout=torch.jagged)
+    data = mine(worker, rows)
+    tu.assign_non_tensor(data, update_lr_scheduler=True)
+    metrics = metrics_of(worker.engine, worker.train_batch(data))
+    nothing = {name: np.array(float(metrics[name])) for name in record}
+    after = trained_steps(worker, range(1, 3))
+    record = {name: np.concatenate([first, after[name]]) for name, first in record.items()}
+    return nothing, record | exported(worker.engine)
 
 
 @in_its_own_job

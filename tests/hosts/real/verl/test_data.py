@@ -14,6 +14,7 @@ from megatron_policy.hosts.verl.data import (
     MicroBatches,
     check_supported,
     count_tokens,
+    count_valid,
     model_output,
     policy_batch,
     temperature_of,
@@ -51,7 +52,14 @@ def test_rows_of_supervised_training_are_read_where_they_count() -> None:
 
 @pytest.mark.parametrize("layout", ["v0", "v1"])
 def test_tokens_of_tools_do_not_count_in_losses(layout: str) -> None:
-    assert count_tokens(rollouts(0, layout)) == sum(response for _, response in LENGTHS) - 3
+    rows = rollouts(0, layout)
+    counts = sum(response for _, response in LENGTHS) - 3
+    assert count_tokens(rows) == count_valid(rows) == counts
+    # verl rejects tokens of a rollout in this mask alone.
+    rows["response_mask"] = rows["response_mask"] * 0
+    assert (count_tokens(rows), count_valid(rows)) == (counts, 0)
+    del rows["response_mask"]
+    assert count_valid(rows) == counts
 
 
 def test_temperatures_are_a_number_or_one_for_each_row() -> None:

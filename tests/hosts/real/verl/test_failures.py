@@ -14,6 +14,7 @@ from tests.hosts.real.verl.failures import (
     fail_and_go_on,
     refuse,
     refuse_data,
+    train_around_nothing,
 )
 from tests.hosts.real.verl.worker import train_plain
 
@@ -51,6 +52,19 @@ def test_a_loss_that_fails_on_one_rank_fails_on_every_rank_and_leaves_no_trace(
     assert set(record) == set(expected)
     for name, array in expected.items():
         assert np.array_equal(record[name], array), name
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2", "dp2"])
+def test_a_step_whose_mask_counts_nothing_leaves_no_trace(
+    layout: str, run: Callable[..., Any]
+) -> None:
+    case = Case(layout=layout)
+    nothing, record = run(train_around_nothing, case)
+    expected = run(train_plain, case)
+    for name, array in expected.items():
+        assert np.array_equal(record[name], array), name
+    assert nothing["loss"] == nothing["grad_norm"] == 0.0
+    assert nothing["lr"] == expected["lr"][0]
 
 
 @pytest.mark.parametrize("key", REFUSED)
