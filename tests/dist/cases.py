@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
@@ -106,7 +106,7 @@ def open_policy(config: dict[str, Any], **kwargs: Any):
     outlives it.
     """
     prepare_platform()
-    device.join_process_group(60.0)
+    join_process_group(60.0)
     policy = MegatronPolicy(config, timeout_s=300.0, **kwargs)
     try:
         yield policy

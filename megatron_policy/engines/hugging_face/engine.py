@@ -12,6 +12,7 @@ import torch
 from megatron_policy.attention.causal import sequences_in
 from megatron_policy.converters.table import Table
 from megatron_policy.device import current_device
+from megatron_policy.device.process_groups import forget_groups
 from megatron_policy.device.timing import BACKWARD, FORWARD, SCORING, TRAINING, Recorder
 from megatron_policy.engines.hugging_face.attention import attending
 from megatron_policy.engines.hugging_face.decoder import Decoder
@@ -233,3 +234,4 @@ class FsdpEngine:
     def close(self) -> None:
         """Leave the process groups."""
         self.fsdp.close()
+        forget_groups(self)
