@@ -65,6 +65,7 @@ def policy_config(
         "train_micro_batch_size": 1,
         "logprob_batch_size": 3,
         "max_total_sequence_length": 32,
+        "rope_length": "batch",  # the oracle goes by it
         "max_grad_norm": oracle.CLIP,
         "precision": "float32",
         "megatron_cfg": section,
@@ -93,6 +94,7 @@ def fsdp_config(
         "train_micro_batch_size": 1,
         "logprob_batch_size": 3,
         "max_total_sequence_length": 32,
+        "rope_length": "batch",  # the oracle goes by it
         "max_grad_norm": oracle.CLIP,
         "precision": "float32",
         section: {"enabled": True, **keys},

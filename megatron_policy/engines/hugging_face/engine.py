@@ -22,6 +22,7 @@ from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import local_part
+from megatron_policy.engines.hugging_face.text_length import TextLength
 from megatron_policy.interfaces.engine import Loss
 from megatron_policy.lm_head.output import Output
 from megatron_policy.lm_head.sampling import Continuations, Sampling
@@ -56,6 +57,7 @@ class FsdpEngine:
     trainable: FsdpTrainable | None
     pending_reads: PendingReads
     recorder: Recorder
+    text: TextLength
     adapters: None = None
     is_last_stage: bool = True
 
@@ -131,7 +133,10 @@ class FsdpEngine:
             return finish(Output(hidden_TRD, microbatch, self.head, self.groups.cp))
 
         try:
-            with nullcontext() if gradients else torch.no_grad():
+            with (
+                nullcontext() if gradients else torch.no_grad(),
+                self.text.of_batch(microbatch.text_length),
+            ):
                 value: torch.Tensor = self.sharding.root(tokens_RT, positions_RT, made)
         except BaseException:
             self.sharding.reshard()
