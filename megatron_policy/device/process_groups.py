@@ -122,7 +122,7 @@ def sharing_gloo_devices() -> Iterator[None]:
         make(group, store, rank, size, options, *rest)
 
     # Torch has no argument for them: new_group ignores the options of gloo.
-    dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]
+    dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -77,7 +77,8 @@ def _one_group_of_each_rank_alone() -> Iterator[None]:
     """Within this context Megatron-Core gets the same gloo group for every group that has a rank
     alone: up to seventeen, each with two threads, and with nobody to exchange anything with.
     """
-    create, alone = parallel_state.create_group, {}  # type: ignore[var-annotated]
+    create = parallel_state.create_group
+    alone: dict[int, Any] = {}
 
     def create_group(ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         if len(ranks) > 1 or is_accelerated():

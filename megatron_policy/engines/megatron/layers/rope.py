@@ -157,9 +157,8 @@ class Rotary(torch.nn.Module):
         `[T, R, 1, 2 R of each]` where rows have lengths of their own.
         """
         if self.lengths_TR is not None:
-            whole = isinstance(wanted, int)
-            positions = torch.arange(wanted) if whole else wanted.positions.cpu()
-            return self._compute_rows(positions, self.lengths_TR)
+            counted = torch.arange(wanted) if isinstance(wanted, int) else wanted.positions.cpu()
+            return self._compute_rows(counted, self.lengths_TR)
         if not isinstance(wanted, int):
             return self._compute(wanted.positions, self.text_length or wanted.longest)
         key = (wanted, self.text_length or wanted)
