@@ -20,13 +20,13 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - neither is part 
 from safetensors import safe_open
 
 from benchmarks.export_once import beside_memcpy
-from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
 from megatron_policy.converters.formats.hf_files import read_config
 from megatron_policy.converters.formats.hf_names import SINGLE
 from megatron_policy.converters.table import bind
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.hugging_face.assemble import build
 from megatron_policy.policy import MegatronPolicy
 
@@ -56,7 +56,7 @@ def ours(path: Path) -> dict[str, float]:
     """The model is built, sharded and filled, without optimizer or reference."""
     config = PolicyConfig.parse({"model_name": str(path)} | CONFIG)
     table = bind(read_config(path))
-    device.join_process_group(DEFAULT_TIMEOUT_S)
+    join_process_group(DEFAULT_TIMEOUT_S)
     topology = topology_of(config, 1)
     started = time.process_time()
     engine = build(config, table, topology, init_optimizer=False, timeout_s=DEFAULT_TIMEOUT_S)

@@ -19,7 +19,6 @@ from safetensors import safe_open
 
 from benchmarks.checkpoints import BLOCK
 from benchmarks.floor import copy_weights
-from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
 from megatron_policy.converters.formats.hf_files import read_config
@@ -27,6 +26,7 @@ from megatron_policy.converters.formats.hf_names import SINGLE
 from megatron_policy.converters.rows import unpack
 from megatron_policy.converters.table import bind
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.assemble import build
 from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.engines.megatron.platform import prepare_platform
@@ -84,7 +84,7 @@ def _prepared(path: Path) -> Callable[[], MegatronEngine]:
     )
     table = bind(read_config(path))
     prepare_platform()
-    device.join_process_group(DEFAULT_TIMEOUT_S)
+    join_process_group(DEFAULT_TIMEOUT_S)
     return lambda: build(
         config,
         table,

@@ -105,6 +105,7 @@ NAMES_MEGATRON = {
     ("hosts.verl.plugin", "megatron"): "a value of MEGATRON_POLICY_VERL, and verl's name",
     ("hosts.verl.check", "megatron"): "verl's name of an engine, and of its section",
     ("converters.formats.dist_metadata", "megatron"): "a package that older files pickled",
+    ("device.process_groups", "megatron"): "a package whose objects are parts of an engine",
     ("device.random_states", "megatron."): "a prefix fixed by existing files",
 }
 

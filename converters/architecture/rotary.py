@@ -87,6 +87,15 @@ class Rope:
                 return max(max_position, int(original * factor))
         return max_position
 
+    def longest(self, configured: int) -> int:
+        """The length of text that engines assume which choose frequencies once, for texts of up to
+        `configured` tokens. Dynamic scaling then has its base for the longest text it stretches to.
+        """
+        match self.scaling:
+            case DynamicScaling(factor, max_position):
+                return int(factor * max_position)
+        return configured
+
     def check(self, head_dim: int) -> None:
         """Raise ConversionError unless heads of that size can be rotated like this."""
         size, pairs = self.size(head_dim), (self.size(head_dim) + 1) // 2

@@ -49,7 +49,7 @@ _POLICY: Rules = {
     "refit_buffer_size_gb": Applied(),
     **each(
         Applied("of this project"),
-        """refit_bucket_bytes refit_dtype refit_timeout_s checkpoint_timeout_s
+        """rope_length refit_bucket_bytes refit_dtype refit_timeout_s checkpoint_timeout_s
         collective_timeout_s skip_empty_steps""",
     ),
     "worker_timeout_s": Applied("of this project, in its own driver"),

@@ -195,6 +195,11 @@ def _transformers(config: PolicySection) -> Iterator[str]:
         )
     if config.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg needs Megatron-Core's head: use megatron_cfg.enabled"
+    if config.rope_length == "row":
+        yield (
+            "policy.rope_length='row' needs Megatron-Core's modules, since transformers' turn all "
+            "rows of a microbatch alike: use 'maximum' or 'batch', or megatron_cfg.enabled"
+        )
     if config.router_replay.enabled:
         yield "policy.router_replay needs Megatron-Core's routers: use megatron_cfg.enabled"
     packs = config.sequence_packing.enabled or sizes.cp > 1

@@ -42,6 +42,7 @@ from megatron_policy.coordination.timeouts import (
     WORKER_TIMEOUT_S,
 )
 
+RopeLength = Literal["maximum", "row", "batch"]
 RecomputedModule = Literal["core_attn", "layernorm", "mlp"]
 
 ENGINES = ("megatron_cfg", "dtensor_cfg", "fsdp_cfg")
@@ -337,6 +338,12 @@ class PolicySection(Section):
     max_total_sequence_length: Count = 4096
     """The most tokens of a row, and of a prompt with its continuation: longer rows are refused, and
     `generate` stops here at the latest. The model's positions are a limit as well.
+    """
+    rope_length: RopeLength = "maximum"
+    """Which length of text decides on rotary frequencies that depend on it (`rope_scaling` of the
+    types `longrope` and `dynamic`): the longest possible one, as engines have it that choose once
+    (`max_total_sequence_length`, which an engine calls `max_model_len`; for `dynamic` what its
+    factor stretches to), that of each row, or the width of the batch.
     """
     make_sequence_length_divisible_by: Count = 1
     """The width of a padded batch is rounded up to a multiple of this."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_policy import device
+from megatron_policy.device.process_groups import private_group
 from megatron_policy.errors import RefitError
 
 _IN_TIME = 0.9  # of the timeout: an earlier failure is not a timeout
@@ -37,7 +37,7 @@ class BoundedProcessGroup:
         self._group: Any = None
         if size > 1:
             self._group = self._bounded(
-                lambda: device.private_group(dist.PrefixStore(name, store), rank, size, timeout_s)
+                lambda: private_group(dist.PrefixStore(name, store), rank, size, timeout_s)
             )
 
     def broadcast(self, memory: Tensor, source: int) -> PendingCollective:

@@ -1,5 +1,6 @@
-"""The machine: the only place that names a device type or a communication backend. Read `shared.py`
-for memory that two processes share, `exchange.py` for swaps with host memory.
+"""The machine: the only place that names a device type or a communication backend. Read
+`process_groups.py` for the groups of its ranks, `shared.py` for memory that two processes share,
+`exchange.py` for swaps with host memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
 from inspect import signature
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_policy.renamed import renamed_name
 
@@ -34,15 +33,12 @@ __all__ = [
     "device_id",
     "host_buffer",
     "is_accelerated",
-    "join_process_group",
-    "leave_process_group",
     "load_torchs_cudnn",
     "memory_info",
     "on_side_stream",
     "place_process",
     "prefer_flash_attention",
     "prepare_for_other_engines",
-    "private_group",
     "queued",
     "random_state",
     "reset_peak_memory",
@@ -58,10 +54,6 @@ __all__ = [
 
 
 _chosen: int | None = None
-
-_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_MARGIN = 1.5
-"""How much longer than its waits a private group's own timeout is."""
 
 
 @dataclass(frozen=True)
@@ -227,81 +219,6 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
 
 DEVICE_TYPES = ("cuda", "cpu")
 """torch's names of the devices that policies run on."""
-
-_joined = 0
-"""Groups that this process has made in the store of torchrun."""
-_holders = 0
-"""Callers of `join_process_group` that use a group made there."""
-
-
-def join_process_group(timeout_s: float = 600.0) -> bool:
-    """Join the default process group, NCCL on GPUs and gloo elsewhere; return whether it was made
-    by this function: then `leave_process_group` is to follow.
-
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read as torchrun and our Ray workers set them;
-    without RANK the process becomes a world of one. An existing group is used as it is; in one made
-    here, a collective fails after `timeout_s` seconds instead of hanging.
-    """
-    global _joined, _holders
-    if dist.is_initialized():
-        _holders += 1 if _holders else 0
-        return _holders > 0
-    _holders = 0
-    timeout = timedelta(seconds=timeout_s)
-    backend = "nccl" if is_accelerated() else "gloo"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun keeps one store for all groups of its processes: a second one must not find the
-        # addresses of the first.
-        _joined += 1
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
-        own = dist.PrefixStore(f"megatron_policy/{_joined}", store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
-    _holders = 1
-    return True
-
-
-def private_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
-    """A private group of `size` processes that meet in `store`: NCCL between GPUs, gloo elsewhere.
-    It ends with the last reference to it.
-
-    A collective that fails raises where it is waited for, with a timeout of at most `timeout_s`.
-    NCCL's watchdog would see the same failure, and by default ends the process.
-    """
-    if not is_accelerated():
-        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=_MARGIN * timeout_s)
-    with _variable(_WATCHDOG, "0"):  # read once, by the constructor
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable within this context."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def leave_process_group() -> None:
-    """Destroy the default process group, if there is one, once all who joined it have left."""
-    global _holders
-    _holders = max(_holders - 1, 0)
-    if dist.is_initialized() and not _holders:
-        dist.destroy_process_group()
 
 
 def device_id() -> str:

@@ -63,6 +63,7 @@ def policy_section(job: Job) -> dict[str, Any]:
         "train_global_batch_size": job.rows,
         "train_micro_batch_size": job.rows,
         "max_total_sequence_length": job.tokens,
+        "rope_length": "batch",  # as transformers has it
         "megatron_cfg": {
             "enabled": True,
             "tensor_model_parallel_size": job.tp,

@@ -18,6 +18,7 @@ from megatron_policy.config.parallel_sizes import parallel_sizes
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.adapters import joined
 from megatron_policy.coordination.timeouts import checked_timeout
+from megatron_policy.device.process_groups import join_process_group, leave_process_group
 from megatron_policy.interfaces.engine import EngineBuilder, Trainable, TrainingEngine
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.policy_state import PolicyState
@@ -52,7 +53,7 @@ class Session:
         # them, which must not start first (megatron/core/tensor_parallel/layers.py).
         device.place_process(in_launch_order=parallel_sizes(config).tp > 1)
         builder.prepare()
-        self._owns_process_group = device.join_process_group(timeout_s)
+        self._owns_process_group = join_process_group(timeout_s)
         self._open = True
         self.state = PolicyState(awaits_weights=source_dtypes is not None)
         self._reference: Reference | None = None
@@ -149,4 +150,4 @@ class Session:
         if hasattr(self, "engine"):
             self.engine.close()
         if self._owns_process_group:
-            device.leave_process_group()
+            leave_process_group()

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
@@ -65,6 +65,7 @@ def policy_config(
         "train_micro_batch_size": 1,
         "logprob_batch_size": 3,
         "max_total_sequence_length": 32,
+        "rope_length": "batch",  # the oracle goes by it
         "max_grad_norm": oracle.CLIP,
         "precision": "float32",
         "megatron_cfg": section,
@@ -93,6 +94,7 @@ def fsdp_config(
         "train_micro_batch_size": 1,
         "logprob_batch_size": 3,
         "max_total_sequence_length": 32,
+        "rope_length": "batch",  # the oracle goes by it
         "max_grad_norm": oracle.CLIP,
         "precision": "float32",
         section: {"enabled": True, **keys},
@@ -106,7 +108,7 @@ def open_policy(config: dict[str, Any], **kwargs: Any):
     outlives it.
     """
     prepare_platform()
-    device.join_process_group(60.0)
+    join_process_group(60.0)
     policy = MegatronPolicy(config, timeout_s=300.0, **kwargs)
     try:
         yield policy

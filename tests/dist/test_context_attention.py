@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_policy import device
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.sequences import sequence_params
 from megatron_policy.engines.megatron.platform import prepare_platform
@@ -161,7 +161,7 @@ def attend(kind: str, kernel: str) -> dict[str, list[torch.Tensor]]:
     in one call.
     """
     prepare_platform()
-    device.join_process_group(60.0)
+    join_process_group(60.0)
     if kernel == "one call":
         return {name: _attend_in_one_call(kind, variant) for name, variant in VARIANTS.items()}
     return {name: _attend(kind, variant) for name, variant in VARIANTS.items()}
@@ -220,7 +220,7 @@ def test_attention_of_many_sequences_equals_that_of_each_alone(attended, name: s
 
 def attend_without_params() -> list[torch.Tensor]:
     prepare_platform()
-    device.join_process_group(60.0)
+    join_process_group(60.0)
     query, key, value, _ = (x.transpose(0, 1) for x in states_of(Variant()))
     attention = attention_of(Variant())
     attention.config.context_parallel_size = 2

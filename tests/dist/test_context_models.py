@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 
-from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split
 from megatron_policy.converters.formats.hf_files import HfReader, read_config
 from megatron_policy.converters.table import bind
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.build import build_chunks
 from megatron_policy.engines.megatron.layers.rope import set_text_length
 from megatron_policy.engines.megatron.layers.sequences import sequence_params
@@ -120,7 +120,7 @@ def model_of(config: PolicyConfig, topology: Topology) -> tuple[Any, Groups]:
 def states(config: dict[str, Any], kind: str, tp: int, cp: int) -> tuple[torch.Tensor, ...]:
     """As `hf_states`, by all ranks of the world together."""
     prepare_platform()
-    device.join_process_group(60.0)
+    join_process_group(60.0)
     model, groups = model_of(PolicyConfig.parse(config), Topology(tp=tp, cp=cp))
     try:
         tokens_BS, weights_BS = batch()
@@ -218,7 +218,7 @@ def read_with_cache(config: dict[str, Any], prompt: int) -> torch.Tensor:
     by token.
     """
     prepare_platform()
-    device.join_process_group(60.0)
+    join_process_group(60.0)
     model, _ = model_of(PolicyConfig.parse(config), Topology(cp=dist.get_world_size()))
     try:
         tokens_BS, _ = batch()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from megatron_policy.device import join_process_group
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.memory.move_model import get_cpu_state_dict, unshard_fsdp2_model
 from megatron_policy.memory.states import Kind
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_policy.device import join_process_group
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.lm_head import logprobs
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk

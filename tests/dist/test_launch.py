@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.device import join_process_group
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.platform import prepare_platform
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from megatron_policy import device
 from megatron_policy.cli import app
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.errors import ConfigError, WorkerError
 from megatron_policy.parity import LIMITS, Deviation, Parity
@@ -64,7 +64,7 @@ def job_for(path: Path, layout: str = "one rank", **changes: Any) -> Job:
 
 def read(job: Job) -> ModelOutputs:
     prepare_platform()
-    device.join_process_group(60.0)
+    join_process_group(60.0)
     return read_policy(job)
 
 

@@ -23,6 +23,7 @@ from examples.refit.trainer import TOLERANCE, TRANSPORTS, Report, session, train
 from examples.refit.vllm_extension import RefitExtension, plain
 from megatron_policy import MegatronPolicy, device
 from megatron_policy.coordination.rendezvous import reserved_port
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.transports.collective.transport import Collective
@@ -40,7 +41,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def follow(path: Path, tp: int, pp: int) -> dict[str, Any]:
     """Rank 0's view of a session with an engine."""
     prepare_platform()
-    device.join_process_group(TIMEOUT_S)
+    join_process_group(TIMEOUT_S)
     policy = MegatronPolicy(policy_section(path, tp, pp), init_reference_model=False)
     engine = RemoteEngine(str(path), TIMEOUT_S) if policy.rank == 0 else None
     seen: dict[str, Any] = {}
@@ -120,7 +121,7 @@ def hand_over_to_worker(path: Path, staged: bool) -> list[tuple[bool, Any]]:
     and what it says of its state.
     """
     prepare_platform()
-    device.join_process_group(TIMEOUT_S)
+    join_process_group(TIMEOUT_S)
     policy = MegatronPolicy(policy_section(path), init_reference_model=False)
     worker, seen = Worker(), []
     worker.refit_prepare(plain(policy.exporter.plan().info()), TIMEOUT_S, staged)

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
 from megatron_policy.converters.formats.hf_files import read_config
 from megatron_policy.converters.table import bind
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.hugging_face import assemble as fsdp
 from megatron_policy.engines.megatron import assemble as megatron
 from megatron_policy.engines.megatron.platform import prepare_platform
@@ -43,7 +43,7 @@ def assembled(
 def unread(config: dict[str, Any], bare: Path) -> None:
     """Asserts, on a rank, that a model built from `bare` is refused until all of it is filled."""
     prepare_platform()
-    device.join_process_group(60.0)
+    join_process_group(60.0)
     read = assembled(config)
     drop_groups()
     config |= {"model_name": str(bare)}

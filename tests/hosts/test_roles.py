@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.section import Section
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.roles import MAY_DIFFER, Stage, check_alike
 from megatron_policy.memory.states import Kind
@@ -322,7 +322,7 @@ def alone_and_together(
     """The second policy's numbers alone, and beside the first; the first's after both; what a
     third layout is refused with; and a save and exports of both.
     """
-    device.join_process_group(60.0)  # as hosts do
+    join_process_group(60.0)  # as hosts do
     with_reference = {"init_reference_model": True}
     policy = MegatronPolicy(second, **with_reference)
     alone = one_step(policy)

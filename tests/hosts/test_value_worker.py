@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl.value_worker import NemoRLValueWorker, ValueLoss
@@ -44,7 +44,7 @@ def batch() -> BatchedDataDict:
 
 def work(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
     prepare_platform()
-    device.join_process_group(60.0)
+    join_process_group(60.0)
     worker = NemoRLValueWorker(config, None)
     try:
         worker.prepare_for_inference()

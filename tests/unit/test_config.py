@@ -388,6 +388,10 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
             "attn_implementation='sdpa' makes masks of whole sequences: use 'auto', or leave",
         ),
         (
+            {MEGATRON + "enabled": False, "dtensor_cfg": FSDP, "rope_length": "row"},
+            "rope_length='row' needs Megatron-Core's modules.*: use 'maximum' or 'batch'",
+        ),
+        (
             {MEGATRON + "enabled": False, "dtensor_cfg": FSDP, "precision": "float16"},
             "precision=float16 needs a factor on losses, which FSDP2 lacks: use bfloat16",
         ),

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from megatron_policy import device, policy
 from megatron_policy.attention import tile_attention
 from megatron_policy.attention.tiles import mask
-from megatron_policy.device import shared
+from megatron_policy.device import process_groups, shared
 from megatron_policy.engines import megatron
 from megatron_policy.engines.megatron import cpu_platform
 from megatron_policy.engines.megatron.layers import grouped_experts
@@ -56,9 +56,9 @@ def test_no_watchdog_ends_the_process_before_a_wait_of_a_private_group_raises(
     monkeypatch.delenv(WATCHDOG, raising=False)
     if before is not None:
         monkeypatch.setenv(WATCHDOG, before)
-    monkeypatch.setattr(device, "is_accelerated", lambda: True)
+    monkeypatch.setattr(process_groups, "is_accelerated", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    device.private_group(dist.HashStore(), 0, 2, 10.0)
+    process_groups.private_group(dist.HashStore(), 0, 2, 10.0)
     assert seen["watchdog"] == "0" and seen["timeout"] > timedelta(seconds=10)
     assert os.environ.get(WATCHDOG) == before
 

@@ -38,6 +38,7 @@ from megatron_policy.engines.hugging_face.table import Cut, Shares, sharded_tabl
 from megatron_policy.engines.hugging_face.tensor_plan import plan_of
 from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion
 from megatron_policy.engines.hugging_face.tensor_split import split
+from megatron_policy.engines.hugging_face.text_length import TextLength, untold
 from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape
@@ -101,6 +102,7 @@ def _build(
     source_dtypes: Mapping[str, torch.dtype] | None,
 ) -> FsdpEngine:
     decoder, ranks = Decoder(module), groups.shards.size()
+    text = TextLength.of(module, config.rope_length, config.max_total_sequence_length)
     region, shares = _tensor_parallel(config, table, groups, decoder, sources)
     sharding = _shared_out(config, decoder, groups, sources)
     own = sharded_table(decoder, table, sources, sharding, shares)
@@ -124,6 +126,7 @@ def _build(
         trainable,
         PendingReads(),
         Recorder() if trainable is None else trainable.stopwatch.recorder,
+        text,
     )
 
 
@@ -226,23 +229,22 @@ def _head(
 
 def _refuse_mixing(config: PolicyConfig, module: Any) -> None:
     """ConfigError where sequences that share a row, or are split over ranks, would mix or lose what
-    they need: other layers than attention, and frequencies that depend on the length of the text.
+    they need: other layers than attention, and rotary embeddings that know the text's length.
     """
     keys = {
         "dtensor_cfg.context_parallel_size": parallel_sizes(config).cp > 1,
         "sequence_packing": config.sequence_packing.enabled,
         "dynamic_batching": config.dynamic_batching.enabled,
     }
-    key = next((key for key, asked in keys.items() if asked), None)
-    if key is None:
-        return
-    name = type(module).__name__
-    if found := sorted(_rope_kinds(module.config) & {"dynamic", "longrope"}):
+    key, name = next((key for key, asked in keys.items() if asked), None), type(module).__name__
+    if (key or config.rope_length == "maximum") and (kind := untold(module)):
+        what = f"policy.{key}" if key else "policy.rope_length='maximum'"
         raise ConfigError(
-            f"policy.{key} needs rotary frequencies that do not depend on the length of the text, "
-            f"and those of {name} are {found[0]}: use padded batches without it"
+            f"{what} needs a rotary embedding that can be told the length of the text, and the one "
+            f"of {name}, of type {kind}, is not transformers' own: use rope_length='batch' and "
+            "padded batches without context parallelism"
         )
-    if key == "dynamic_batching":
+    if key in (None, "dynamic_batching"):
         return
     kinds = set(getattr(module.config, "layer_types", None) or _WHOLE_SEQUENCES)
     others = sorted(kinds - _WHOLE_SEQUENCES)
@@ -253,15 +255,3 @@ def _refuse_mixing(config: PolicyConfig, module: Any) -> None:
             f"policy.{key} needs layers that mix tokens in transformers' attention alone, and "
             f"{name} has {has}: use padded or dynamic batches without it"
         )
-
-
-def _rope_kinds(settings: Any) -> set[str]:
-    """The kinds of rotary frequencies in a config of transformers, of all releases."""
-    found = set()
-    for name in ("rope_parameters", "rope_scaling"):
-        section = getattr(settings, name, None)
-        sections = [section, *section.values()] if isinstance(section, Mapping) else []
-        for each in sections:
-            if isinstance(each, Mapping):
-                found.add(str(each.get("rope_type", each.get("type"))))
-    return found

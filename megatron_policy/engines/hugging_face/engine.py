@@ -12,6 +12,7 @@ import torch
 from megatron_policy.attention.causal import sequences_in
 from megatron_policy.converters.table import Table
 from megatron_policy.device import current_device
+from megatron_policy.device.process_groups import forget_groups
 from megatron_policy.device.timing import BACKWARD, FORWARD, SCORING, TRAINING, Recorder
 from megatron_policy.engines.hugging_face.attention import attending
 from megatron_policy.engines.hugging_face.decoder import Decoder
@@ -21,6 +22,7 @@ from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import local_part
+from megatron_policy.engines.hugging_face.text_length import TextLength
 from megatron_policy.interfaces.engine import Loss
 from megatron_policy.lm_head.output import Output
 from megatron_policy.lm_head.sampling import Continuations, Sampling
@@ -55,6 +57,7 @@ class FsdpEngine:
     trainable: FsdpTrainable | None
     pending_reads: PendingReads
     recorder: Recorder
+    text: TextLength
     adapters: None = None
     is_last_stage: bool = True
 
@@ -130,7 +133,10 @@ class FsdpEngine:
             return finish(Output(hidden_TRD, microbatch, self.head, self.groups.cp))
 
         try:
-            with nullcontext() if gradients else torch.no_grad():
+            with (
+                nullcontext() if gradients else torch.no_grad(),
+                self.text.of_batch(microbatch.text_length),
+            ):
                 value: torch.Tensor = self.sharding.root(tokens_RT, positions_RT, made)
         except BaseException:
             self.sharding.reshard()
@@ -233,3 +239,4 @@ class FsdpEngine:
     def close(self) -> None:
         """Leave the process groups."""
         self.fsdp.close()
+        forget_groups(self)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
-from torch.distributed.fsdp.wrap import CustomPolicy
 
 from megatron_policy.device import current_device
 from megatron_policy.engines.hugging_face.decoder import Decoder
@@ -60,16 +60,22 @@ class Fsdp1:
         layers = {id(layer) for layer in decoder.layers if _owns_its_weights(layer, decoder)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # docs/fsdp.md says what to use instead
-            root = FullyShardedDataParallel(
-                decoder,
+            wrap = partial(
+                FullyShardedDataParallel,
                 process_group=group,
                 sharding_strategy=ShardingStrategy[strategy.upper() if sharded else "NO_SHARD"],
-                auto_wrap_policy=CustomPolicy(lambda module: id(module) in layers),
                 mixed_precision=precision,
                 device_id=current_device(),
                 use_orig_params=True,
                 param_init_fn=_Memory(),
             )
+            # With a policy torch would do the same in a closure that calls itself, and keeps the
+            # group until Python's collector finds it.
+            for name, module in list(decoder.named_modules()):
+                if id(module) in layers:
+                    parent, _, child = name.rpartition(".")
+                    setattr(decoder.get_submodule(parent), child, wrap(module))
+            root = wrap(decoder)
         own = cls(root, decoder, group, sharded, {})
         for unit in own.units():
             unit._gradient_predivide_factor = unit._gradient_postdivide_factor = 1.0

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_policy.device import current_device
+from megatron_policy.device.process_groups import new_group
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.parallel.topology import Topology
 
@@ -55,9 +55,8 @@ def make_groups(topology: Topology, copies: int, timeout_s: float) -> FsdpGroups
         groups that only members make come back with a second policy, and with them the addresses
         that the first one left in the store.
         """
-        timeout = timedelta(seconds=timeout_s)
         for ranks in groups:
-            group = dist.new_group(ranks, timeout=timeout)
+            group = new_group(ranks, timeout_s)
             if rank in ranks:
                 made.append(group)
         return made[-1]

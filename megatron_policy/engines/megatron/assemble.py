@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig, PolicyConfig
 from megatron_policy.config.adapters import adapter_spec, adapters_of
@@ -33,6 +34,7 @@ from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.layer_spec import resolve_implementation
 from megatron_policy.engines.megatron.layers.replay import RouterChannel
+from megatron_policy.engines.megatron.layers.rope import choose_text_length
 from megatron_policy.engines.megatron.model_config import transformer_config
 from megatron_policy.engines.megatron.mtp import MegatronMtp
 from megatron_policy.engines.megatron.pipeline import Pipeline
@@ -110,7 +112,7 @@ def _build(
         implementation,
         variable_lengths=config.dynamic_batching.enabled or config.sequence_packing.enabled,
     )
-    built: Any = build_chunks(arch, model_config, place, implementation, config.seed)
+    built = _chunks(config, arch, model_config, place, implementation)
     of_adapters = adapters_of(config, table)
     installed = install_adapters(built, table, of_adapters, place, model_config, settings.peft)
     everything = held_entries(built, joined(table, of_adapters), place)
@@ -149,6 +151,21 @@ def _build(
     )
     parts = (pipeline, trainable, pending_reads, adapters)
     return MegatronEngine(place, groups, table, held, source_dtypes, precision, *parts)
+
+
+def _chunks(
+    config: PolicyConfig,
+    architecture: Architecture,
+    model_config: TransformerConfig,
+    place: Placement,
+    implementation: str,
+) -> Any:
+    """Megatron-Core's chunks, whose rotary embeddings know which length of text counts."""
+    # The fused kernel turns all rows alike.
+    model_config.apply_rope_fusion &= config.rope_length != "row"
+    built = build_chunks(architecture, model_config, place, implementation, config.seed)
+    choose_text_length(built, config.rope_length, config.max_total_sequence_length)
+    return built
 
 
 def _channel(

@@ -10,6 +10,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_policy.converters.table import Table
+from megatron_policy.device.process_groups import forget_groups
 from megatron_policy.device.timing import Recorder
 from megatron_policy.engines.megatron import storages
 from megatron_policy.engines.megatron.adapters import MegatronAdapters
@@ -149,3 +150,4 @@ class MegatronEngine:
         if self.trainable is not None:
             self.trainable.detach()
         drop_groups()
+        forget_groups(self)

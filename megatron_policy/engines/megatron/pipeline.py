@@ -22,7 +22,7 @@ from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.hidden_shapes import DerivedShapes, hidden_shape
 from megatron_policy.engines.megatron.layers.balancing import RoutedRows, routing
 from megatron_policy.engines.megatron.layers.replay import Recorded, RouterChannel
-from megatron_policy.engines.megatron.layers.rope import set_text_length
+from megatron_policy.engines.megatron.layers.rope import set_row_lengths, set_text_length
 from megatron_policy.engines.megatron.layers.sequences import (
     MicrobatchParams,
     SequenceParams,
@@ -184,6 +184,7 @@ class Pipeline:
         positions_RT = layout.positions_CT[rank].expand_as(tokens_RT)
         params = self._params(microbatch, held, recorded)
         model = _model(chunk)
+        set_row_lengths(model, microbatch, rank)
         with hidden_states_of(model), before_final_norm(model) as taken:
             output = chunk(
                 tokens_RT, positions_RT, None, packed_seq_params=params, padding_mask=numbers_RT

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_policy.device import is_accelerated
+from megatron_policy.device.process_groups import sharing_gloo_devices
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.parallel.topology import Topology
@@ -38,23 +43,24 @@ def make_groups(topology: Topology, timeout_s: float) -> Groups:
     if (shared := _current()) is not None:
         check_same_layout(shared.topology, topology)
         shared.policies += 1
-        return shared.groups
+        return replace(shared.groups)  # which a policy forgets when it ends
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
             "this process has process groups of Megatron-Core that are not of a policy, and there "
             "can be one set of them: make the policy in another process, or destroy them first"
         )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=topology.tp,
-        pipeline_model_parallel_size=topology.pp,
-        virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
-        context_parallel_size=topology.cp,
-        expert_model_parallel_size=topology.ep,
-        expert_tensor_parallel_size=topology.expert_tp,
-        distributed_timeout_minutes=timedelta(seconds=timeout_s).total_seconds() / 60,
-        order=MEGATRON_ORDER,
-        create_gloo_process_groups=False,
-    )
+    with sharing_gloo_devices(), _one_group_of_each_rank_alone():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=topology.tp,
+            pipeline_model_parallel_size=topology.pp,
+            virtual_pipeline_model_parallel_size=topology.vpp if topology.vpp > 1 else None,
+            context_parallel_size=topology.cp,
+            expert_model_parallel_size=topology.ep,
+            expert_tensor_parallel_size=topology.expert_tp,
+            distributed_timeout_minutes=timedelta(seconds=timeout_s).total_seconds() / 60,
+            order=MEGATRON_ORDER,
+            create_gloo_process_groups=False,
+        )
     groups = Groups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
@@ -63,7 +69,29 @@ def make_groups(topology: Topology, timeout_s: float) -> Groups:
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
     _open = _Open(topology, groups)
-    return groups
+    return replace(groups)
+
+
+@contextmanager
+def _one_group_of_each_rank_alone() -> Iterator[None]:
+    """Within this context Megatron-Core gets the same gloo group for every group that has a rank
+    alone: up to seventeen, each with two threads, and with nobody to exchange anything with.
+    """
+    create = parallel_state.create_group
+    alone: dict[int, Any] = {}
+
+    def create_group(ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        if len(ranks) > 1 or is_accelerated():
+            return create(ranks, *args, **kwargs)
+        if (rank := ranks[0]) not in alone:
+            alone[rank] = create(ranks, *args, **kwargs)
+        return alone[rank]
+
+    parallel_state.create_group = create_group
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
 
 
 def _current() -> _Open | None:
@@ -130,9 +158,13 @@ def drop_groups() -> None:
     if shared.policies:
         return
     _open = None
-    # Megatron-Core only forgets them; each would keep its threads and sockets for good. (`None`
-    # stands for the default group, which is not ours to destroy.)
-    made = [group for group in parallel_state._global_process_group_list or () if group is not None]
+    # Megatron-Core forgets most of them, and destroys none: each would keep its threads and sockets
+    # for good. (`None` stands for the default group, which is not ours to destroy.)
+    made = dict.fromkeys(parallel_state._global_process_group_list or ())
+    made.pop(None, None)
     parallel_state.destroy_model_parallel()
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
     for group in made:
         dist.destroy_process_group(group)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from megatron_policy.device.process_groups import new_group
 from megatron_policy.hosts.nemo_rl.host_imports import part
 from megatron_policy.parallel.topology import Coords, Topology
 
@@ -119,6 +119,6 @@ def _replica_group(topology: Topology, own: Coords, timeout_s: float) -> dist.Pr
     for dp in range(topology.dp):
         ranks = [rank for rank in range(topology.world_size) if topology.coords(rank).dp == dp]
         # Torch's default timeout would be three times that of all other groups.
-        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+        group = new_group(ranks, timeout_s)
         found = group if dp == own.dp else found
     return found

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.engines.megatron.process_groups import make_groups
@@ -211,7 +211,7 @@ def plain(metrics: dict[str, Any]) -> dict[str, float]:
 
 def compared(name: str, packed: int, filters: Filters | None = None) -> None:
     prepare_platform()
-    device.join_process_group(60.0)
+    join_process_group(60.0)
     groups = make_groups(Topology(), 60.0)
     data = rows()
     own = ours(losses()[name], data, packed, groups, filters)

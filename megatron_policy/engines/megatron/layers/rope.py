@@ -26,6 +26,7 @@ from megatron_policy.converters.architecture.rotary import (
 )
 from megatron_policy.device import current_device, to_device
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequences_of
+from megatron_policy.packing.microbatch import Microbatch
 
 _BY_LENGTH = (DynamicScaling, LongScaling)
 
@@ -122,16 +123,28 @@ class Rotary(torch.nn.Module):
         """The text length to assume, independent of padding and of shorter microbatches; None for
         the computed length.
         """
+        self.longest: int | None = None
+        """The most tokens of a text, if all texts are turned like the longest possible one."""
+        self.by_row = False
+        """Whether each row of a batch is turned by its own length."""
+        self.lengths_TR: torch.Tensor | None = None
+        """The length of each token's row, on the host, for the next microbatch; None where all
+        tokens have the text length.
+        """
         self._angles: dict[tuple[int, int], torch.Tensor] = {}
         self._frequencies: dict[int, list[torch.Tensor]] = {}
 
     @property
     def depends_on_length(self) -> bool:
         """Whether the angles of a text's first positions depend on its length."""
-        return any(isinstance(rope.scaling, _BY_LENGTH) for rope in self.ropes)
+        return self.longest is None and any(
+            isinstance(rope.scaling, _BY_LENGTH) for rope in self.ropes
+        )
 
     def differs(self, before: int, after: int) -> bool:
         """Whether the angles of a text's first positions change between these two lengths."""
+        if not self.depends_on_length:
+            return False
         pairs = (
             (inverse_frequencies(rope, self.head_dim, n) for n in (before, after))
             for rope in self.ropes
@@ -140,7 +153,12 @@ class Rotary(torch.nn.Module):
         return not all(torch.equal(*pair) for pair in pairs)
 
     def forward(self, wanted: int | SequenceParams, **_: Any) -> torch.Tensor:
-        """The angles of positions 0 to `wanted` - 1, or of the positions of sequences `wanted`."""
+        """The angles of positions 0 to `wanted` - 1, or of the positions of sequences `wanted`;
+        `[T, R, 1, 2 R of each]` where rows have lengths of their own.
+        """
+        if self.lengths_TR is not None:
+            counted = torch.arange(wanted) if isinstance(wanted, int) else wanted.positions.cpu()
+            return self._compute_rows(counted, self.lengths_TR)
         if not isinstance(wanted, int):
             return self._compute(wanted.positions, self.text_length or wanted.longest)
         key = (wanted, self.text_length or wanted)
@@ -158,12 +176,29 @@ class Rotary(torch.nn.Module):
             angles.append(twice)
         return torch.cat(angles, -1)[:, None, None, :]
 
+    def _compute_rows(self, positions: torch.Tensor, lengths_TR: torch.Tensor) -> torch.Tensor:
+        """Made on the host, which knows the lengths."""
+        lengths, which_TR = lengths_TR.unique(return_inverse=True)
+        angles = []
+        for rope in self.ropes:
+            table = torch.stack(
+                [inverse_frequencies(rope, self.head_dim, n) for n in lengths.tolist()]
+            )
+            once = positions.float()[:, None, None] * table[which_TR]
+            twice = once.repeat_interleave(2, -1) if rope.interleaved else once.repeat(1, 1, 2)
+            angles.append(twice)
+        return to_device(torch.cat(angles, -1)[:, :, None, :])
+
     def _frequencies_of(self, text_length: int) -> list[torch.Tensor]:
         if text_length not in self._frequencies:
+            lengths = (
+                text_length if self.longest is None else rope.longest(self.longest)
+                for rope in self.ropes
+            )
             self._frequencies = {
                 text_length: [
-                    to_device(inverse_frequencies(rope, self.head_dim, text_length))
-                    for rope in self.ropes
+                    to_device(inverse_frequencies(rope, self.head_dim, length))
+                    for rope, length in zip(self.ropes, lengths, strict=True)
                 ]
             }
         return self._frequencies[text_length]
@@ -191,7 +226,7 @@ class Rotary(torch.nn.Module):
         if inference_context is None:
             parts: int = transformer_config.tensor_model_parallel_size
             return given * parts if transformer_config.sequence_parallel else given
-        self.text_length = None
+        self.text_length = self.lengths_TR = None
         if self.depends_on_length:
             before: int = inference_context.sequence_len_offset
             return before + given
@@ -226,6 +261,33 @@ def outgrown(models: Iterable[torch.nn.Module], before: int, after: int) -> bool
     """Whether what was computed for a text of one length is invalid for the other length."""
     rotaries = (getattr(model, "rotary_pos_emb", None) for model in models)
     return any(r.differs(before, after) for r in rotaries if isinstance(r, Rotary))
+
+
+def choose_text_length(models: Iterable[torch.nn.Module], choice: str, longest: int) -> None:
+    """Let the models' rotary embeddings follow `policy.rope_length`, which is `choice`; no text has
+    more than `longest` tokens.
+    """
+    for model in models:
+        rotary = getattr(model, "rotary_pos_emb", None)
+        if isinstance(rotary, Rotary):
+            rotary.longest = longest if choice == "maximum" else None
+            rotary.by_row = choice == "row"
+
+
+def set_row_lengths(model: torch.nn.Module, microbatch: Microbatch, rank: int) -> None:
+    """Set the lengths of the rows that the model's next forward pass computes on context-parallel
+    rank `rank`, if it turns each by its own. Rows without `input_lengths` are as long as the batch
+    is wide.
+    """
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if not isinstance(rotary, Rotary) or not rotary.by_row or not rotary.depends_on_length:
+        return
+    data, layout = microbatch.host.data, microbatch.host.layout
+    rows, width = data["input_ids"].shape
+    lengths_B = data.get("input_lengths")
+    if lengths_B is None:
+        lengths_B = torch.full((rows,), microbatch.text_length)
+    rotary.lengths_TR = layout.take(lengths_B.cpu()[:, None].expand(rows, width), rank)
 
 
 def set_text_length(models: Iterable[torch.nn.Module], length: int) -> None:
