@@ -66,8 +66,8 @@ IGNORED: Mapping[str, str] = {
 # Explains a field that no family takes, given its value.
 _HINTS: Mapping[str, Callable[[Any], str]] = {quantisation.SECTION: quantisation.refusal}
 _UNKNOWN = (
-    "unknown field; if it does not affect the model, {what} leaves it out and the file as it is (in "
-    "a family of yours: take, expect or ignore it)"
+    "unknown field; if it does not affect the model, {what} leaves it out and the file as it is "
+    "(in a family of yours: take, expect or ignore it)"
 )
 SHOWN_CHARACTERS = 120
 """Of a value in a message: lists in configs can name every layer and expert."""

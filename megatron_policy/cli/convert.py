@@ -46,6 +46,7 @@ Merge = Annotated[
     bool, typer.Option("--merge", help="Add adapters to their base: DST is a whole model.")
 ]
 
+
 def _parse_field(text: str) -> tuple[str, Any]:
     """NAME=VALUE, whose value is YAML."""
     import yaml

@@ -80,7 +80,8 @@ def convert(
     is the config.json for a Megatron-Core checkpoint that does not have its own, its directory, or
     the model's name on the hub. `base` is the model that adapters were trained on, a directory or a
     name on the hub; None: the directory that they name. `hf_config_overrides` gives fields of an HF
-    source's config.json other values, null to leave one out. `progress` gets bytes done and in total.
+    source's config.json other values, null to leave one out. `progress` gets bytes done and in
+    total.
     ConfigError for a request that cannot be met, ConversionError for a source that is damaged or
     not a model as its config says, ExportError when the destination cannot be written.
     """

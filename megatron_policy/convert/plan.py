@@ -88,8 +88,8 @@ def prepared(
             raise ConfigError(f"{checkpoint.root} has adapters: give base= instead")
         if overrides and checkpoint.kind != HF:
             raise ConfigError(
-                f"{checkpoint.root} is no Hugging Face model, whose config.json hf_config_overrides "
-                "changes: leave them out"
+                f"{checkpoint.root} is no Hugging Face model, whose config.json "
+                "hf_config_overrides changes: leave them out"
             )
         if overrides:
             written = written_config(checkpoint.root)
