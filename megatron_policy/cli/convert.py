@@ -61,7 +61,7 @@ def _parse_field(text: str) -> tuple[str, Any]:
 
 
 ConfigFields = Annotated[
-    list[Any] | None,
+    list[Any],
     typer.Option(
         "--hf-config-overrides",
         parser=_parse_field,
@@ -116,7 +116,7 @@ def convert(
     config: Config = None,
     base: Base = None,
     merge: Merge = False,
-    hf_config_overrides: ConfigFields = None,
+    hf_config_overrides: ConfigFields = (),  # type: ignore[assignment]
     as_json: AsJson = False,
 ) -> None:
     """Convert a checkpoint, block by block; needs no GPU and holds no model in memory.
@@ -138,13 +138,11 @@ def convert(
             "config": config,
             "base": base,
             "merge": merge,
-            "hf_config_overrides": dict(hf_config_overrides or ()),
+            "hf_config_overrides": dict(hf_config_overrides),
         }
         if dry_run:
-            _tell_plan(
-                plan_conversion(source, destination, **settings), overwrite, tensors, as_json
-            )
-            return
+            planned = plan_conversion(source, destination, **settings)
+            return _tell_plan(planned, overwrite, tensors, as_json)
         with transfer("converted") as tell:
             report = convert(source, destination, overwrite=overwrite, progress=tell, **settings)
         if as_json:

@@ -86,15 +86,7 @@ def prepared(
             raise ConfigError(f"{checkpoint.root} has a config.json of its own: leave --config out")
         if config and checkpoint.adapters is not None:
             raise ConfigError(f"{checkpoint.root} has adapters: give base= instead")
-        if overrides and checkpoint.kind != HF:
-            raise ConfigError(
-                f"{checkpoint.root} is no Hugging Face model, whose config.json "
-                "hf_config_overrides changes: leave them out"
-            )
-        if overrides:
-            written = written_config(checkpoint.root)
-            changed = {**checkpoint.overrides, **in_kind(overrides, written, written)}
-            checkpoint = replace(checkpoint, overrides=changed)
+        checkpoint = _overridden(checkpoint, overrides or {})
         checkpoint.check()
         checkpoint = with_base(checkpoint, base, merge, cast_to, reader)
         _check_apart(checkpoint.root, Path(destination))
@@ -142,6 +134,22 @@ def plan_conversion(
     given = config, base, merge, hf_config_overrides
     with prepared(source, destination, to, dtype, *sizes, *given) as ready:
         return ready.plan
+
+
+def _overridden(checkpoint: OpenCheckpoint, overrides: Mapping[str, Any]) -> OpenCheckpoint:
+    """The checkpoint with other values for fields of its config.json; ConfigError if it is not a
+    Hugging Face model.
+    """
+    if not overrides:
+        return checkpoint
+    if checkpoint.kind != HF:
+        raise ConfigError(
+            f"{checkpoint.root} is no Hugging Face model, whose config.json hf_config_overrides "
+            "changes: leave them out"
+        )
+    written = written_config(checkpoint.root)
+    changed = in_kind(overrides, written, written)
+    return replace(checkpoint, overrides={**checkpoint.overrides, **changed})
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
