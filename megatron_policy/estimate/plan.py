@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.layout import check_layout, layer_split, topology_of
+from megatron_policy.config.layout import checked_topology, layer_split
 from megatron_policy.config.parallel_sizes import Engine, engine_of, parallel_sizes
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.formats.peft_files import is_peft
@@ -150,8 +150,8 @@ def plan_of(
             f"plans are of Megatron-Core, but {parallel_sizes(config).section} is enabled: set "
             "megatron_cfg.enabled to true and the other to false"
         )
-    topology, arch = topology_of(config, world_size), rows.architecture
-    check_layout(config, arch, topology)
+    arch = rows.architecture
+    topology = checked_topology(config, arch, world_size)
     if length is None:
         length = longest_row(config, arch)
     _check_positions(arch, length)

@@ -51,7 +51,7 @@ def test_a_layout_is_shown_with_the_layers_and_ranks_of_each_stage(checkpoint, t
     assert "0 │ 0-3 │ 0-0" in said and "1 │ 4-7 │ 1-3" in said
 
 
-def test_microbatches_of_tokens_are_shown_as_such_and_fit_any_number_of_replicas(
+def test_microbatches_of_tokens_are_shown_as_such_and_fit_replicas_that_share_rows_equally(
     checkpoint, tmp_path
 ) -> None:
     file = Path(write(tmp_path, checkpoint("qwen2"), tensor_model_parallel_size=2))
@@ -59,9 +59,11 @@ def test_microbatches_of_tokens_are_shown_as_such_and_fit_any_number_of_replicas
     document["policy"]["sequence_packing"] = {"enabled": True, "train_mb_tokens": 4096}
     file.write_text(yaml.safe_dump(document))
     code, said = run("inspect-config", str(file), "--world-size", "6")
+    assert code == 2 and "is not a multiple of 3 data-parallel ranks" in said
+    code, said = run("inspect-config", str(file), "--world-size", "8")
     assert code == 0, said
-    assert "8 samples on 3 data-parallel ranks in packed microbatches of 4096 tokens" in said
-    assert "ranks that fit 2, 4, 6, 8" in said
+    assert "8 samples on 4 data-parallel ranks in packed microbatches of 4096 tokens" in said
+    assert "ranks that fit 2, 4, 8, 16" in said
 
 
 def test_what_is_trained_and_the_reference_are_shown(checkpoint, tmp_path) -> None:

@@ -12,17 +12,8 @@ from typing import Any
 
 import ray
 
+from megatron_policy.config.parallel_sizes import check_env_vars
 from megatron_policy.converters.files import contained
-from megatron_policy.errors import ConfigError
-
-OWN_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 @dataclass(frozen=True)
@@ -108,12 +99,7 @@ def worker_env(
 
     `threads` applies to workers on the CPU unless the driver's OMP_NUM_THREADS is set.
     """
-    taken = sorted(set(OWN_VARIABLES).intersection(user))
-    if taken:
-        raise ConfigError(
-            f"env_vars sets {', '.join(taken)}: the worker group sets these itself. "
-            "Remove them; a launcher without Ray uses MegatronPolicy directly"
-        )
+    check_env_vars("env_vars", user)
     env: dict[str, object] = {
         "RANK": seat.rank,
         "LOCAL_RANK": seat.local_rank,
