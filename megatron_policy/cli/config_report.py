@@ -120,7 +120,7 @@ def _ignored(keys: Mapping[str, str]) -> Table:
     table = Table()
     table.add_column("key without effect", overflow="fold")
     table.add_column("why" if keys else "every key has an effect")
-    for path, why in sorted(keys.items()):
+    for path, why in keys.items():
         table.add_row(printable(path), printable(why))
     return table
 

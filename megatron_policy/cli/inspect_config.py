@@ -4,6 +4,7 @@ holds what.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,10 @@ from megatron_policy.cli.output import say_json
 
 if TYPE_CHECKING:
     from megatron_policy.cli.config_report import CheckedConfig
+
+
+_UNFOLDED = 10_000
+"""Columns of what is not shown in a terminal."""
 
 
 def inspect_config(
@@ -42,7 +47,8 @@ def inspect_config(
         return
     from rich.console import Console
 
-    console = Console(highlight=False)
+    # A file and a pipe have no width: names of keys must not be cut there.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _UNFOLDED)
     for table in found:
         console.print(table)
 

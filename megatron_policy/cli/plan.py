@@ -88,6 +88,15 @@ SentDtype = Annotated[
     Dtype | None,
     typer.Option(help="With --refit: dtype of the sent weights, if not that of CHECKPOINT."),
 ]
+Engine = Annotated[
+    float | None,
+    typer.Option(
+        "--beside-engine",
+        min=0.0,
+        metavar="GIB",
+        help="Memory that an inference engine on the same GPUs keeps during training.",
+    ),
+]
 Tensors = Annotated[
     bool, typer.Option("--tensors", help="With --refit: print a line for every tensor.")
 ]
@@ -113,6 +122,7 @@ def plan(
     gpus: Gpus = None,
     gpu: Gpu = None,
     gpu_memory: GpuMemory = None,
+    beside_engine: Engine = None,
     seq_len: SeqLen = None,
     rows: Rows = None,
     mb_tokens: MbTokens = None,
@@ -152,13 +162,15 @@ def plan(
         _of_refit(refit, layout | uneven, gpus, *said, picture)
         return
     with one_line_errors(as_json):
-        device = _device(gpu or "H100", gpu_memory)
+        device = _device(gpu or "H100", gpu_memory, beside_engine)
         if config is not None:
             found: StepPlan | Found = _of_file(config, overrides, gpus, device, seq_len, as_json)
+            base = None
         else:
             base = _section(model, rows or 512, seq_len, mb_tokens, trained)
             found = _of_model(base, layout, uneven, gpus, device, seq_len, recompute)
     _print(found, gpu or "H100", device, as_json, picture, timeline)
+    _refuse_unfit(found, base, device, seq_len, as_json)
 
 
 _OF_REFIT = (
@@ -166,7 +178,7 @@ _OF_REFIT = (
     *("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "first-layers", "last-layers"),
 )
 _OF_CONFIG = (
-    *("config", "overrides", "gpus", "gpu", "gpu-memory", "seq-len"),
+    *("config", "overrides", "gpus", "gpu", "gpu-memory", "beside-engine", "seq-len"),
     *("json", "picture", "timeline"),
 )
 _NOT_OF_MODEL = ("bucket-size", "dtype", "tensors")
@@ -239,7 +251,7 @@ def _ranks(model_ranks: int, dp: int | None, gpus: int | None, fewest: int) -> i
     return wanted
 
 
-def _device(name: str, memory: int | None) -> DeviceFigures:
+def _device(name: str, memory: int | None, engine_gib: float | None) -> DeviceFigures:
     from dataclasses import replace
 
     from megatron_policy.errors import ConfigError
@@ -248,7 +260,11 @@ def _device(name: str, memory: int | None) -> DeviceFigures:
     found = SHORT.get(name.upper())
     if found is None:
         raise ConfigError(f"--gpu {name} is not known: use one of {', '.join(SHORT)}")
-    return found if memory is None else replace(found, memory_bytes=memory)
+    return replace(
+        found,
+        memory_bytes=memory or found.memory_bytes,
+        engine_bytes=int((engine_gib or 0.0) * 2**30),
+    )
 
 
 def _rows(model: str) -> ModelRows:
@@ -386,5 +402,45 @@ def _print(
     if plans:
         with one_line_errors(as_json):
             draw_step(plans[0], name, picture, timeline, as_json)
-    if not plans or not plans[0].fits:
-        raise typer.Exit(1)
+
+
+def _refuse_unfit(
+    found: StepPlan | Found,
+    base: dict[str, Any] | None,
+    device: DeviceFigures,
+    length: int | None,
+    as_json: bool,
+) -> None:
+    """Exit with 1 if nothing fits, after the number of GPUs on which something would: of layouts
+    that are searched for the model of `base`, or of more replicas of the only one.
+    """
+    from megatron_policy.errors import ConfigError
+    from megatron_policy.estimate.plan import (
+        MOST_DEVICES,
+        Found,
+        fewest_devices,
+        plan_of,
+        search,
+    )
+
+    plans = [*found.fitting, *found.too_large] if isinstance(found, Found) else [found]
+    if plans and plans[0].fits:
+        return
+    if plans:
+        first = plans[0]
+
+        def fits(gpus: int) -> bool:
+            try:
+                if base is not None:
+                    return bool(search(base, first.rows, gpus, device, length).fitting)
+                return plan_of(first.config, first.rows, gpus, device, length).fits
+            except ConfigError:
+                return False
+
+        number = fewest_devices(fits, first.topology.world_size)
+        what = "this layout" if base is None else "a plan"
+        told = f"no number of GPUs up to {MOST_DEVICES:,} is enough for {what}"
+        if number is not None:
+            told = f"{what} fits on {number} GPUs, the fewest of 2^n and 3 x 2^n"
+        say(told, err=as_json)
+    raise typer.Exit(1)

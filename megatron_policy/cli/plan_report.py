@@ -80,6 +80,10 @@ def lines(plan: StepPlan, device: str) -> Iterator[str]:
         f"{state}: {show_gib(plan.peak)} at the peak, of stage {plan.fullest}, in "
         f"{show_gib(plan.usable)} that can be planned with"
     )
+    if plan.device.engine_bytes:
+        yield f"an engine beside it keeps {show_gib(plan.device.engine_bytes)} of each GPU"
+    else:
+        yield "an inference engine on the same GPUs would need memory too: --beside-engine GIB"
     yield f"a refit: {show_gib(plan.refit_bytes)} of buffers on each rank, beside its states"
     yield (
         f"host memory of a rank: {show_gib(plan.reference_bytes)} for a reference policy, "

@@ -16,6 +16,7 @@ import megatron_policy
 from megatron_policy.cli import app
 from megatron_policy.cli.config_report import legal_world_sizes, listed
 from megatron_policy.config import PolicyConfig
+from tests.unit.test_package import ROOT
 
 
 def write(path: Path, model: Path, **megatron: Any) -> str:
@@ -200,3 +201,16 @@ def test_the_package_is_a_command_of_its_own() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "python -m megatron_policy" in done.stdout and "inspect-config" in done.stdout
+
+
+def test_names_of_ignored_keys_are_not_cut_where_output_is_no_terminal(
+    checkpoint, tmp_path
+) -> None:
+    file = Path(write(tmp_path, checkpoint("qwen2")))
+    document = yaml.safe_load(file.read_text())
+    document["policy"]["megatron_cfg"]["optimizer"] = {"use_precision_aware_optimizer": True}
+    file.write_text(yaml.safe_dump(document))
+    command = [sys.executable, "-m", "megatron_policy", "inspect-config", str(file), "--ignored"]
+    env = os.environ | {"COLUMNS": "30"}
+    told = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert "megatron_cfg.optimizer.use_precision_aware_optimizer" in told.stdout, told.stderr

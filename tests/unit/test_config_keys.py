@@ -223,6 +223,23 @@ def test_what_other_engines_read_is_listed_with_megatron_core_and_not_with_them(
     assert "dtensor_cfg" not in ignored_keys(host_policies.EARLY | {"dtensor_cfg": {"enabled": 0}})
 
 
+def test_what_would_change_most_is_listed_first() -> None:
+    raw = copy.deepcopy(host_policies.EARLY)
+    raw["megatron_cfg"].setdefault("optimizer", {})
+    raw["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] = True
+    first, *others = ignored_keys(raw)
+    assert first == "megatron_cfg.optimizer.use_precision_aware_optimizer"
+
+    def asks(path: str) -> bool:
+        value: Any = raw
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return bool(value) and not (isinstance(value, dict) and value.get("enabled") is False)
+
+    asking = [asks(path) for path in others]
+    assert asking == sorted(asking, reverse=True) and len(set(asking)) == 2
+
+
 def test_what_has_no_effect_beside_other_keys_is_listed() -> None:
     raw = copy.deepcopy(host_policies.EARLY)
     raw["megatron_cfg"] |= {"activation_checkpointing": False, "recompute_num_layers": 100}
