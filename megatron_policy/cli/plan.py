@@ -26,7 +26,15 @@ from megatron_policy.cli.plan_pictures import (
     draw_step,
 )
 from megatron_policy.cli.plan_refit import show_refit, with_config
-from megatron_policy.cli.plan_report import SHOWN, as_data, found_lines, lines, recomputation_keys
+from megatron_policy.cli.plan_report import (
+    SHOWN,
+    as_data,
+    device_of,
+    fewest_gpus,
+    found_lines,
+    lines,
+    recomputation_keys,
+)
 from megatron_policy.cli.sizes import parse_gpu_memory, parse_size, show_gib
 
 if TYPE_CHECKING:
@@ -162,7 +170,7 @@ def plan(
         _of_refit(refit, layout | uneven, gpus, *said, picture)
         return
     with one_line_errors(as_json):
-        device = _device(gpu or "H100", gpu_memory, beside_engine)
+        device = device_of(gpu or "H100", gpu_memory, beside_engine)
         if config is not None:
             found: StepPlan | Found = _of_file(config, overrides, gpus, device, seq_len, as_json)
             base = None
@@ -170,7 +178,9 @@ def plan(
             base = _section(model, rows or 512, seq_len, mb_tokens, trained)
             found = _of_model(base, layout, uneven, gpus, device, seq_len, recompute)
     _print(found, gpu or "H100", device, as_json, picture, timeline)
-    _refuse_unfit(found, base, device, seq_len, as_json)
+    if (advice := fewest_gpus(found, base, device, seq_len)) is not None:
+        say(advice, err=as_json)
+        raise typer.Exit(1)
 
 
 _OF_REFIT = (
@@ -249,22 +259,6 @@ def _ranks(model_ranks: int, dp: int | None, gpus: int | None, fewest: int) -> i
             f"--gpus {gpus} is not a multiple of the {model_ranks} ranks of a replica"
         )
     return wanted
-
-
-def _device(name: str, memory: int | None, engine_gib: float | None) -> DeviceFigures:
-    from dataclasses import replace
-
-    from megatron_policy.errors import ConfigError
-    from megatron_policy.estimate.devices import SHORT
-
-    found = SHORT.get(name.upper())
-    if found is None:
-        raise ConfigError(f"--gpu {name} is not known: use one of {', '.join(SHORT)}")
-    return replace(
-        found,
-        memory_bytes=memory or found.memory_bytes,
-        engine_bytes=int((engine_gib or 0.0) * 2**30),
-    )
 
 
 def _rows(model: str) -> ModelRows:
@@ -402,45 +396,3 @@ def _print(
     if plans:
         with one_line_errors(as_json):
             draw_step(plans[0], name, picture, timeline, as_json)
-
-
-def _refuse_unfit(
-    found: StepPlan | Found,
-    base: dict[str, Any] | None,
-    device: DeviceFigures,
-    length: int | None,
-    as_json: bool,
-) -> None:
-    """Exit with 1 if nothing fits, after the number of GPUs on which something would: of layouts
-    that are searched for the model of `base`, or of more replicas of the only one.
-    """
-    from megatron_policy.errors import ConfigError
-    from megatron_policy.estimate.plan import (
-        MOST_DEVICES,
-        Found,
-        fewest_devices,
-        plan_of,
-        search,
-    )
-
-    plans = [*found.fitting, *found.too_large] if isinstance(found, Found) else [found]
-    if plans and plans[0].fits:
-        return
-    if plans:
-        first = plans[0]
-
-        def fits(gpus: int) -> bool:
-            try:
-                if base is not None:
-                    return bool(search(base, first.rows, gpus, device, length).fitting)
-                return plan_of(first.config, first.rows, gpus, device, length).fits
-            except ConfigError:
-                return False
-
-        number = fewest_devices(fits, first.topology.world_size)
-        what = "this layout" if base is None else "a plan"
-        told = f"no number of GPUs up to {MOST_DEVICES:,} is enough for {what}"
-        if number is not None:
-            told = f"{what} fits on {number} GPUs, the fewest of 2^n and 3 x 2^n"
-        say(told, err=as_json)
-    raise typer.Exit(1)
