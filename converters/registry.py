@@ -170,7 +170,8 @@ def family_of(model_type: str) -> Family:
     raise ConversionError(
         f"there is no model family {model_type!r}; known are {', '.join(known)}"
         + (f" (did you mean {close[0]}?)" if close else "")
-        + f". A package can add one through the entry point group {GROUP}."
+        + ". policy.dtensor_cfg trains models without one (FSDP2); docs/add-a-model.md says how to "
+        f"add one, also from a package, through the entry point group {GROUP}."
     )
 
 

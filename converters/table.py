@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_policy.converters.architecture import Architecture, ScalarHead
-from megatron_policy.converters.config_fields import Fields, shown
+from megatron_policy.converters.config_fields import IGNORED, Fields, shown
 from megatron_policy.converters.config_fields.quantisation import found_in
 from megatron_policy.converters.rows import Ignore, Role, Row, Shape
 from megatron_policy.converters.rows.blocks import EXPERT, of_expert
@@ -190,16 +190,18 @@ def bind(
     family: Family | None = None,
     mtp_layers: int = 0,
     head: ScalarHead | None = None,
+    left_out: Collection[str] = (),
 ) -> Table:
     """The table of one HF config, a mapping of all its fields; its model_type names the family.
     The model has `mtp_layers` of the layers for multi-token prediction, and the scalar `head`; if
-    that is None, the head that its checkpoint has.
+    that is None, the head that its checkpoint has. `left_out` names fields that are not the
+    model's, if the family does not know them.
 
     ConversionError for a config that cannot be translated faithfully, or a faulty table.
     """
     fields = Fields(raw)
     table = draft(fields, family, mtp_layers, head)
-    fields.finish()
+    fields.finish({**IGNORED, **dict.fromkeys(left_out, "overridden by null")})
     return table
 
 

@@ -32,6 +32,7 @@ _GENERATION = (
 
 IGNORED: Mapping[str, str] = {
     "_attn_implementation_autoset": "how Hugging Face computes attention",
+    "_flash_attn_2_enabled": "how Hugging Face computes attention",
     "_name_or_path": "where the config came from",
     "architectures": "compared with the family's own",
     "bos_token_id": "belongs to the tokenizer",
@@ -41,6 +42,7 @@ IGNORED: Mapping[str, str] = {
     "id2label": "names of the labels of a classification head",
     "initializer_range": "weights are loaded, never initialised at random",
     "label2id": "names of the labels of a classification head",
+    "model_max_length": "belongs to the tokenizer",
     "model_type": "chose the family",
     "output_attentions": "what a Hugging Face forward call returns",
     "output_hidden_states": "what a Hugging Face forward call returns",
@@ -51,7 +53,10 @@ IGNORED: Mapping[str, str] = {
     "torchscript": "how Hugging Face exports",
     "transformers.js_config": "how the model runs in browsers",
     "transformers_version": "which release wrote the config",
+    "unsloth_fixed": "a mark of the tool that wrote the config",
+    "unsloth_version": "a mark of the tool that wrote the config",
     "use_cache": "how Hugging Face generates",
+    "use_flash_attn": "how a model's own code computes attention",
     **dict.fromkeys(
         _GENERATION, "a default for sampling, which takes its settings from the request"
     ),
@@ -60,7 +65,10 @@ IGNORED: Mapping[str, str] = {
 
 # Explains a field that no family takes, given its value.
 _HINTS: Mapping[str, Callable[[Any], str]] = {quantisation.SECTION: quantisation.refusal}
-_UNKNOWN = "unknown field; remove it if it does not affect the model"
+_UNKNOWN = (
+    "unknown field; if it does not affect the model, {what} leaves it out and the file as it is "
+    "(in a family of yours: take, expect or ignore it)"
+)
 SHOWN_CHARACTERS = 120
 """Of a value in a message: lists in configs can name every layer and expert."""
 
@@ -164,7 +172,7 @@ class Fields:
             return IGNORED_FIELD, ignored[name]
         if self._raw[name] is None:
             return IGNORED_FIELD, "null"
-        return (UNREAD, ended) if ended else (REFUSED, _hint(name, self._raw[name]))
+        return (UNREAD, ended) if ended else (REFUSED, self._hint(name))
 
     def _refused(self) -> str:
         return "its section is refused" if self._problems else ""
@@ -179,7 +187,7 @@ class Fields:
 
     def _collect(self, ignored: Mapping[str, str]) -> list[str]:
         unknown = [
-            f"{self._prefix}{name} = {shown(self._raw[name])}: {_hint(name, self._raw[name])}"
+            f"{self._prefix}{name} = {shown(self._raw[name])}: {self._hint(name)}"
             for name in self._left
             if name not in ignored and self._raw[name] is not None
         ]
@@ -188,12 +196,16 @@ class Fields:
         nested = [problem for s in sections for problem in s._problems or s._collect({})]
         return self._problems + nested + unknown
 
+    def _hint(self, name: str) -> str:
+        """What to do about a field that nobody took; sections are overridden as a whole."""
+        if name in _HINTS:
+            return _HINTS[name](self._raw[name])
+        section = self._prefix.partition(".")[0]
+        what = f"a whole {section} without it in hf_config_overrides"
+        return _UNKNOWN.format(what=what if section else f"hf_config_overrides {{{name}: null}}")
+
 
 def shown(value: object) -> str:
     """A field's value in a message: its repr, cut if long."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
-
-
-def _hint(name: str, value: Any) -> str:
-    return _HINTS[name](value) if name in _HINTS else _UNKNOWN

@@ -20,7 +20,6 @@ TABLE = (
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a CohereConfig describes."""
-    fields.ignore("model_max_length", "belongs to the tokenizer")
     fields.ignore("pretraining_tp", "only the order of summation in pretraining")
     bias = fields.take("attention_bias", False)
     return dense.architecture(

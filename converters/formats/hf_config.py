@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron_policy.converters.architecture import MOST_LAYERS
 from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme, scheme_of
@@ -26,7 +26,10 @@ from .hf_location import locate
 CONFIG = "config.json"
 _SHOWN = 10
 _FIXED = {"model_type", "architectures", "dtype", "torch_dtype", SECTION, "transformers_version"}
-_ROPE = (frozenset({"rope_parameters"}), frozenset({"rope_scaling", "rope_theta"}))
+_NEW = "rope_parameters"
+_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")
+"""What rope_parameters have and older releases have beside rope_scaling."""
+_ROPE = (frozenset({_NEW}), frozenset({"rope_scaling", "rope_theta"}))
 """What releases of transformers call the settings of rotary embeddings: 5, and before."""
 _ALWAYS_KNOWN = _ROPE[0] | _ROPE[1] | {"pad_token_id"}
 MAX_BYTES = 16 * 2**20
@@ -74,12 +77,50 @@ def read_config(model: str | Path, overrides: Mapping[str, Any] | None = None) -
     return {name: v for name, v in config.items() if name not in common or v != common[name]}
 
 
-def in_kind(overrides: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `overrides`, with whole numbers as floats where those of the config are."""
+def in_kind(
+    overrides: Mapping[str, Any], config: Mapping[str, Any], written: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values of `overrides` as the model's config.json has such values: whole numbers as floats
+    where those of `config` are, and rotary embeddings in the words of the file, which has
+    `written`.
+    """
     return {
         name: float(value) if type(value) is int and type(config.get(name)) is float else value
-        for name, value in overrides.items()
+        for name, value in _in_words_of(written, overrides).items()
     }
+
+
+def _in_words_of(written: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`overrides` with one rotary embedding in the words of the release that wrote the config.
+    Those of several kinds of layers stay as they are: the older words say less.
+    """
+    newer, older = _ROPE
+    given = overrides.keys() & (newer | older)
+    own, asked = written.get(_NEW), overrides.get(_NEW)
+    scaling = overrides.get("rope_scaling")
+    rest = {name: value for name, value in overrides.items() if name not in given}
+    if given == newer and not own and any(map(written.get, older)) and _is_one_rope(asked):
+        parts = {name: v for name, v in asked.items() if name not in _BESIDE_SCALING}
+        parts = {} if parts.get("rope_type", "default") == "default" else parts
+        beside = {name: asked[name] for name in _BESIDE_SCALING if name in asked}
+        return {**rest, **beside, "rope_scaling": parts or None}
+    if given and given <= older and _is_one_rope(own) and isinstance(scaling, Mapping | None):
+        kept = own if "rope_scaling" not in given else {}
+        parts = {"rope_type": "default", **kept, **_with_new_kind(scaling or {})}
+        beside = {name: own[name] for name in _BESIDE_SCALING if name in own}
+        beside |= {name: overrides[name] for name in given - {"rope_scaling"}}
+        return {**rest, _NEW: parts | beside}
+    return dict(overrides)
+
+
+def _is_one_rope(section: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether these are rope_parameters for all layers."""
+    return bool(section) and isinstance(section, Mapping) and "rope_type" in section
+
+
+def _with_new_kind(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """A rope_scaling whose kind is named as in rope_parameters."""
+    return {"rope_type" if name == "type" else name: value for name, value in scaling.items()}
 
 
 def _check_overrides(
@@ -103,7 +144,9 @@ def _check_overrides(
 
 
 def written_config(model: str | Path) -> dict[str, Any]:
-    """The fields as written in config.json; ConfigError if it is missing or unreadable."""
+    """The fields as written in config.json, dtypes by their plain names; ConfigError if it is
+    missing or unreadable.
+    """
     path = _file_of(model)
     if not path.exists():
         has = ", ".join(names_in(path.parent, directories=False)[:_SHOWN]) or "nothing"
@@ -119,6 +162,7 @@ def written_config(model: str | Path) -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
         _check_layers(config)
+        config |= _plain_dtypes(config)
     except OSError as error:
         raise _unreadable(model, error.strerror) from error
     except ValueError as error:
@@ -160,7 +204,7 @@ def transformers_config(model: str | Path, overrides: Mapping[str, Any] | None =
     ConfigError where transformers cannot read it.
     """
     config = written_config(model)
-    config |= in_kind(overrides or {}, config)
+    config |= in_kind(overrides or {}, config, config)
     with for_transformers(config, families_only=False) as folder:
         try:
             _check_kinds(config)
@@ -262,6 +306,12 @@ def _check_layers(config: Mapping[str, Any]) -> None:
             _check_layers(value)
         elif "layer" in name and isinstance(value, int | float) and value > MOST_LAYERS:
             raise ValueError(f"{name} is {value!r:.40}, and no model has more than {MOST_LAYERS}")
+
+
+def _plain_dtypes(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bfloat16` where a tool wrote `torch.bfloat16`, which transformers does not read."""
+    named = {name: config.get(name) for name in ("dtype", "torch_dtype")}
+    return {n: v.removeprefix("torch.") for n, v in named.items() if isinstance(v, str)}
 
 
 def _check_kinds(config: Mapping[str, Any]) -> None:

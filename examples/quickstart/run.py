@@ -42,7 +42,7 @@ def main(
     console.print("[bold]GRPO quickstart[/bold]: loading libraries ...")
     make_importable()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from megatron_policy import ConfigError, ConversionError
+    from megatron_policy import ConfigError, ConversionError, WorkerError
     from quickstart import demo, report, settings
     from quickstart.display import Display
     from quickstart.journal import Journal
@@ -63,7 +63,9 @@ def main(
     try:
         with Journal(output / "metrics.jsonl") as journal:
             outcome = demo.run(options, problems, display, journal)
-    except (ConfigError, ConversionError, PermissionError) as error:
+    except (ConfigError, ConversionError, PermissionError, WorkerError) as error:
+        if isinstance(error, WorkerError) and error.cause:
+            raise  # with the rank's own traceback
         console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from error
     report.conclude(options, problems, outcome, display, journal)

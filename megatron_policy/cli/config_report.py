@@ -43,6 +43,8 @@ class CheckedConfig:
 
 def tables(checked: CheckedConfig, ignored: bool = False) -> Iterator[Table]:
     """The summary, with Megatron-Core the stages, and if they are asked for the ignored keys."""
+    from megatron_policy.config.notes import notes_of
+
     summary = _summary(checked)
     if checked.fewest:
         summary.add_row("", "the fewest that hold the layout; give --world-size for another number")
@@ -51,6 +53,8 @@ def tables(checked: CheckedConfig, ignored: bool = False) -> Iterator[Table]:
             said = f"{size:,} parameters ({share:.1%}) {how}"
             summary.add_row("trained" if number == 0 else "", said)
         summary.add_row("memory of a GPU", _memory(checked))
+    for note in notes_of(checked.config, checked.model.architecture):
+        summary.add_row("note", note)
     if checked.sections_not_read:
         names = ", ".join(checked.sections_not_read)
         summary.add_row("not read", printable(f"the file's other sections: {names}"))
@@ -65,6 +69,7 @@ def tables(checked: CheckedConfig, ignored: bool = False) -> Iterator[Table]:
 
 def as_data(checked: CheckedConfig) -> dict[str, Any]:
     """The same as JSON: counts and bytes."""
+    from megatron_policy.config.notes import notes_of
     from megatron_policy.config.parallel_sizes import engine_of
 
     config, topology, shape = checked.config, checked.topology, checked.model.architecture
@@ -83,6 +88,7 @@ def as_data(checked: CheckedConfig) -> dict[str, Any]:
         | {"etp": topology.expert_tp},
         "train_step": _train_step(checked),
         "ranks_that_fit": list(islice(legal_world_sizes(config), SHOWN_SIZES)),
+        "notes": list(notes_of(config, shape)),
         "sections_not_read": checked.sections_not_read,
         "ignored": dict(checked.ignored),
         "trained": None,
@@ -114,7 +120,7 @@ def _ignored(keys: Mapping[str, str]) -> Table:
     table = Table()
     table.add_column("key without effect", overflow="fold")
     table.add_column("why" if keys else "every key has an effect")
-    for path, why in sorted(keys.items()):
+    for path, why in keys.items():
         table.add_row(printable(path), printable(why))
     return table
 
@@ -225,18 +231,19 @@ def _train_step(checked: CheckedConfig) -> str:
 
 
 def legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
-    """Numbers of ranks over which the global batch divides, if it must, in increasing order."""
-    from megatron_policy.config.layout import microbatches, pads, topology_of
+    """Numbers of ranks over which the global batch divides, in increasing order."""
+    from megatron_policy.config.layout import equal_share, microbatches, pads, topology_of
     from megatron_policy.errors import ConfigError
 
     fewest = fewest_ranks(config)
     for number in range(1, config.train_global_batch_size + 1):
         topology = topology_of(config, fewest * number)
+        rows = config.train_global_batch_size
         try:
             if pads(config):
-                microbatches(
-                    config.train_global_batch_size, config.train_micro_batch_size, topology
-                )
+                microbatches(rows, config.train_micro_batch_size, topology)
+            else:
+                equal_share(rows, topology)
         except ConfigError:
             continue
         yield topology.world_size

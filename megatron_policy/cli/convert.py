@@ -47,6 +47,30 @@ Merge = Annotated[
 ]
 
 
+def _parse_field(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, whose value is YAML."""
+    import yaml
+
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise typer.BadParameter(f"{text} is not NAME=VALUE, as in rope_theta=1.0e6")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise typer.BadParameter(f"{text}: its value is not valid YAML") from error
+
+
+ConfigFields = Annotated[
+    list[Any],
+    typer.Option(
+        "--hf-config-overrides",
+        parser=_parse_field,
+        metavar="NAME=VALUE",
+        help="Another value for a field of config.json in DST; null leaves it out. Repeatable.",
+    ),
+]
+
+
 Tensors = Annotated[
     bool, typer.Option("--tensors", help="With --dry-run: print a line for every file and tensor.")
 ]
@@ -62,6 +86,7 @@ class _Settings(TypedDict):
     config: str | None
     base: str | None
     merge: bool
+    hf_config_overrides: dict[str, Any]
 
 
 def convert(
@@ -91,6 +116,7 @@ def convert(
     config: Config = None,
     base: Base = None,
     merge: Merge = False,
+    hf_config_overrides: ConfigFields = (),  # type: ignore[assignment]
     as_json: AsJson = False,
 ) -> None:
     """Convert a checkpoint, block by block; needs no GPU and holds no model in memory.
@@ -112,12 +138,11 @@ def convert(
             "config": config,
             "base": base,
             "merge": merge,
+            "hf_config_overrides": dict(hf_config_overrides),
         }
         if dry_run:
-            _tell_plan(
-                plan_conversion(source, destination, **settings), overwrite, tensors, as_json
-            )
-            return
+            planned = plan_conversion(source, destination, **settings)
+            return _tell_plan(planned, overwrite, tensors, as_json)
         with transfer("converted") as tell:
             report = convert(source, destination, overwrite=overwrite, progress=tell, **settings)
         if as_json:

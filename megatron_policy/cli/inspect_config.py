@@ -4,6 +4,7 @@ holds what.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,10 @@ from megatron_policy.cli.output import say_json
 
 if TYPE_CHECKING:
     from megatron_policy.cli.config_report import CheckedConfig
+
+
+_UNFOLDED = 10_000
+"""Columns of what is not shown in a terminal."""
 
 
 def inspect_config(
@@ -42,7 +47,8 @@ def inspect_config(
         return
     from rich.console import Console
 
-    console = Console(highlight=False)
+    # A file and a pipe have no width: names of keys must not be cut there.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _UNFOLDED)
     for table in found:
         console.print(table)
 
@@ -50,14 +56,18 @@ def inspect_config(
 def _checked(path: Path, overrides: list[str], world_size: int | None) -> CheckedConfig:
     from megatron_policy.cli.config_report import CheckedConfig, fewest_ranks
     from megatron_policy.config import PolicyConfig, ignored_keys
-    from megatron_policy.config.adapters import trained_table
+    from megatron_policy.config.adapters import model_tables
     from megatron_policy.config.composed import compose
-    from megatron_policy.config.layout import check_layout, topology_of
+    from megatron_policy.config.layout import checked_topology
 
     composed = compose(path, overrides)
     config = PolicyConfig.parse(composed.policy)
-    topology = topology_of(config, world_size or fewest_ranks(config))
-    model = trained_table(config)
-    check_layout(config, model.architecture, topology)
+    table, trained = model_tables(config)
+    ranks = world_size or fewest_ranks(config)
+    topology = checked_topology(config, table.architecture, ranks)
+    if not config.megatron_cfg.enabled:
+        from megatron_policy.engines.hugging_face.assemble import check_build
+
+        check_build(config, table, topology)
     unused = ignored_keys(composed.policy)
-    return CheckedConfig(config, model, topology, composed.others, unused, world_size is None)
+    return CheckedConfig(config, trained, topology, composed.others, unused, world_size is None)

@@ -26,7 +26,15 @@ from megatron_policy.cli.plan_pictures import (
     draw_step,
 )
 from megatron_policy.cli.plan_refit import show_refit, with_config
-from megatron_policy.cli.plan_report import SHOWN, as_data, found_lines, lines, recomputation_keys
+from megatron_policy.cli.plan_report import (
+    SHOWN,
+    as_data,
+    device_of,
+    fewest_gpus,
+    found_lines,
+    lines,
+    recomputation_keys,
+)
 from megatron_policy.cli.sizes import parse_gpu_memory, parse_size, show_gib
 
 if TYPE_CHECKING:
@@ -88,6 +96,15 @@ SentDtype = Annotated[
     Dtype | None,
     typer.Option(help="With --refit: dtype of the sent weights, if not that of CHECKPOINT."),
 ]
+Engine = Annotated[
+    float | None,
+    typer.Option(
+        "--beside-engine",
+        min=0.0,
+        metavar="GIB",
+        help="Memory that an inference engine on the same GPUs keeps during training.",
+    ),
+]
 Tensors = Annotated[
     bool, typer.Option("--tensors", help="With --refit: print a line for every tensor.")
 ]
@@ -113,6 +130,7 @@ def plan(
     gpus: Gpus = None,
     gpu: Gpu = None,
     gpu_memory: GpuMemory = None,
+    beside_engine: Engine = None,
     seq_len: SeqLen = None,
     rows: Rows = None,
     mb_tokens: MbTokens = None,
@@ -152,13 +170,17 @@ def plan(
         _of_refit(refit, layout | uneven, gpus, *said, picture)
         return
     with one_line_errors(as_json):
-        device = _device(gpu or "H100", gpu_memory)
+        device = device_of(gpu or "H100", gpu_memory, beside_engine)
         if config is not None:
             found: StepPlan | Found = _of_file(config, overrides, gpus, device, seq_len, as_json)
+            base = None
         else:
             base = _section(model, rows or 512, seq_len, mb_tokens, trained)
             found = _of_model(base, layout, uneven, gpus, device, seq_len, recompute)
     _print(found, gpu or "H100", device, as_json, picture, timeline)
+    if (advice := fewest_gpus(found, base, device, seq_len)) is not None:
+        say(advice, err=as_json)
+        raise typer.Exit(1)
 
 
 _OF_REFIT = (
@@ -166,7 +188,7 @@ _OF_REFIT = (
     *("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "first-layers", "last-layers"),
 )
 _OF_CONFIG = (
-    *("config", "overrides", "gpus", "gpu", "gpu-memory", "seq-len"),
+    *("config", "overrides", "gpus", "gpu", "gpu-memory", "beside-engine", "seq-len"),
     *("json", "picture", "timeline"),
 )
 _NOT_OF_MODEL = ("bucket-size", "dtype", "tensors")
@@ -237,18 +259,6 @@ def _ranks(model_ranks: int, dp: int | None, gpus: int | None, fewest: int) -> i
             f"--gpus {gpus} is not a multiple of the {model_ranks} ranks of a replica"
         )
     return wanted
-
-
-def _device(name: str, memory: int | None) -> DeviceFigures:
-    from dataclasses import replace
-
-    from megatron_policy.errors import ConfigError
-    from megatron_policy.estimate.devices import SHORT
-
-    found = SHORT.get(name.upper())
-    if found is None:
-        raise ConfigError(f"--gpu {name} is not known: use one of {', '.join(SHORT)}")
-    return found if memory is None else replace(found, memory_bytes=memory)
 
 
 def _rows(model: str) -> ModelRows:
@@ -386,5 +396,3 @@ def _print(
     if plans:
         with one_line_errors(as_json):
             draw_step(plans[0], name, picture, timeline, as_json)
-    if not plans or not plans[0].fits:
-        raise typer.Exit(1)

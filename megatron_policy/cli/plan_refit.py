@@ -205,7 +205,7 @@ def with_config(source: str) -> str:
 def _planned(
     source: str, sizes: dict[str, Any], bucket_bytes: int, dtype: Dtype | None, precision: Precision
 ) -> Planned:
-    from megatron_policy.config.layout import check_layout, layer_split, topology_of
+    from megatron_policy.config.layout import checked_topology, layer_split
     from megatron_policy.convert.headers import read_headers
     from megatron_policy.converters.table import bind
     from megatron_policy.dtypes import dtype_named
@@ -215,8 +215,8 @@ def _planned(
     table = bind(seen.config)
     _check(seen, table)
     config = _config(source, sizes, precision)
-    topology = topology_of(config, sizes["tp"] * sizes["pp"] * sizes["dp"] * sizes["cp"])
-    check_layout(config, table.architecture, topology)
+    ranks = sizes["tp"] * sizes["pp"] * sizes["dp"] * sizes["cp"]
+    topology = checked_topology(config, table.architecture, ranks)
     split = layer_split(config, table.architecture, topology)
     trained = dtype_named(precision.value)
     return Planned(

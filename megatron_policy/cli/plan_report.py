@@ -1,4 +1,4 @@
-"""Plans as text and as JSON."""
+"""What plans are of, and plans as text and as JSON."""
 
 from __future__ import annotations
 
@@ -10,10 +10,28 @@ from megatron_policy.estimate.sizes import show_count
 
 if TYPE_CHECKING:
     from megatron_policy.config import PolicyConfig
+    from megatron_policy.estimate.devices import DeviceFigures
     from megatron_policy.estimate.plan import Found, StepPlan
 
 SHOWN = 5
 """Plans of a search that are shown."""
+
+
+def device_of(name: str, memory: int | None, engine_gib: float | None) -> DeviceFigures:
+    """The GPU that plans are for, with another memory if it is given."""
+    from dataclasses import replace
+
+    from megatron_policy.errors import ConfigError
+    from megatron_policy.estimate.devices import SHORT
+
+    found = SHORT.get(name.upper())
+    if found is None:
+        raise ConfigError(f"--gpu {name} is not known: use one of {', '.join(SHORT)}")
+    return replace(
+        found,
+        memory_bytes=memory or found.memory_bytes,
+        engine_bytes=int((engine_gib or 0.0) * 2**30),
+    )
 
 
 def as_data(plan: StepPlan) -> dict[str, Any]:
@@ -80,6 +98,10 @@ def lines(plan: StepPlan, device: str) -> Iterator[str]:
         f"{state}: {show_gib(plan.peak)} at the peak, of stage {plan.fullest}, in "
         f"{show_gib(plan.usable)} that can be planned with"
     )
+    if plan.device.engine_bytes:
+        yield f"an engine beside it keeps {show_gib(plan.device.engine_bytes)} of each GPU"
+    else:
+        yield "an inference engine on the same GPUs would need memory too: --beside-engine GIB"
     yield f"a refit: {show_gib(plan.refit_bytes)} of buffers on each rank, beside its states"
     yield (
         f"host memory of a rank: {show_gib(plan.reference_bytes)} for a reference policy, "
@@ -129,7 +151,7 @@ def found_lines(found: Found, device: str) -> Iterator[str]:
     """The best plans that fit, or the smallest that do not and what to change."""
     plans = found.fitting or found.too_large
     if not plans:
-        yield "no legal layout: the number of GPUs does not divide into one; use another --gpus"
+        yield "no legal layout: the number of GPUs does not divide into one"
         return
     ranks = plans[0].topology.world_size
     if found.fitting:
@@ -186,6 +208,36 @@ def _advice(plan: StepPlan) -> str:
         f"activations take {show_gib(stage.activations)} on a rank beside {show_gib(states)} of "
         "states: use smaller microbatches (--mb-tokens), shorter rows (--seq-len) or more GPUs"
     )
+
+
+def fewest_gpus(
+    found: StepPlan | Found, base: dict[str, Any] | None, device: DeviceFigures, length: int | None
+) -> str | None:
+    """On how many GPUs something would fit, if nothing does: what is searched for the model of
+    `base`, or more replicas of the only layout. None if something fits.
+    """
+    from megatron_policy.errors import ConfigError
+    from megatron_policy.estimate.plan import MOST_DEVICES, Found, fewest_devices, plan_of, search
+
+    plans = [*found.fitting, *found.too_large] if isinstance(found, Found) else [found]
+    if not plans:
+        return "use another --gpus, such as a multiple of 8"
+    first, what = plans[0], "this layout" if base is None else "a plan"
+    if first.fits:
+        return None
+
+    def fits(gpus: int) -> bool:
+        try:
+            if base is not None:
+                return bool(search(base, first.rows, gpus, device, length).fitting)
+            return plan_of(first.config, first.rows, gpus, device, length).fits
+        except ConfigError:
+            return False
+
+    number = fewest_devices(fits, first.topology.world_size)
+    if number is None:
+        return f"no number of GPUs up to {MOST_DEVICES:,} is enough for {what}"
+    return f"{what} fits on {number} GPUs, the fewest of 2^n and 3 x 2^n"
 
 
 def layout_of(plan: StepPlan) -> str:

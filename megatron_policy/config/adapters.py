@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron_policy.config.model_table import check_reference, model_table
+from megatron_policy.config.parallel_sizes import Engine, engine_of
+from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.config.policy_config import PolicyConfig
 from megatron_policy.converters.adapters import (
     AdapterSpec,
@@ -22,6 +24,8 @@ from megatron_policy.converters.adapters import (
     module_of,
     without_head,
 )
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
 from megatron_policy.converters.rows import GateUp, Joined, Qkv
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.errors import ConfigError
@@ -87,14 +91,43 @@ def adapter_spec(config: PolicyConfig, base: str, overrides: Mapping[str, Any]) 
     return AdapterSpec(peft.dim, peft.alpha, peft.dropout, config.model_name, base, overrides)
 
 
-def trained_table(config: PolicyConfig) -> Table:
-    """The table of the model that a configuration names, with its adapters if it has any.
+def model_tables(config: PolicyConfig, *, reference: bool = True) -> tuple[Table, Table]:
+    """The table of the model that a configuration names, and that of what is trained: the same, or
+    with its adapters.
 
-    ConfigError also for a reference that does not fit it.
+    ConfigError for whatever does not fit this model, however many ranks there are; also for a
+    reference that does not, or that is named without being wanted (`reference`).
     """
     table = model_table(config)
-    check_reference(config, table, wanted=True)
-    return joined(table, adapters_of(config, table))
+    check_reference(config, table, wanted=reference)
+    settings = config.megatron_cfg
+    if engine_of(config) is Engine.MEGATRON_CORE:
+        check_implementation(settings.transformer_impl, table.architecture, settings.peft.enabled)
+    trained = joined(table, adapters_of(config, table))
+    ParamGroups.of(settings).check(trained)
+    return table, trained
+
+
+def trained_table(config: PolicyConfig) -> Table:
+    """The second of `model_tables`."""
+    return model_tables(config)[1]
+
+
+def check_implementation(requested: str, architecture: Architecture, adapted: bool) -> None:
+    """ConfigError if Transformer Engine is asked for and cannot express the model."""
+    beyond = beyond_its_modules(architecture, adapted)
+    if requested == "transformer_engine" and beyond:
+        raise ConfigError(
+            "policy.megatron_cfg.transformer_impl is 'transformer_engine', which cannot express "
+            f"this model's {', '.join(beyond)}; use 'auto' or 'local'"
+        )
+
+
+def beyond_its_modules(architecture: Architecture, adapted: bool) -> list[str]:
+    """What Transformer Engine's modules cannot express of a model, which has adapters if `adapted`:
+    its layers apply a norm to what adapters would read, and its experts are one module.
+    """
+    return [*beyond_transformer_engine(architecture), *(["adapters"] if adapted else [])]
 
 
 def targets_of(adapters: Table, table: Table) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
     if problems:
         raise ConfigError("\n".join(problems))
     result.ignored |= _of_other_engines(raw)
+    result.ignored |= _of_one_tensor_rank(raw) | _without_recomputation(raw)
     result.warned |= _other_learning_rate(raw)
     return result
 
@@ -80,6 +81,28 @@ def _other_learning_rate(raw: Mapping[str, Any]) -> dict[str, str]:
     path = "megatron_cfg.optimizer.lr" if own is not None or counts is None else "learning_rate"
     said = "not given" if counts is None else f"{counts!r:.40}"
     return {"optimizer.kwargs.lr": f"it is {given!r:.40}; Megatron-Core takes {path}, {said}"}
+
+
+def _of_one_tensor_rank(raw: Mapping[str, Any]) -> dict[str, str]:
+    """What FSDP2 does between tensor-parallel ranks, if there is one."""
+    section = _section_of(raw, "dtensor_cfg")
+    alone = (section.get("tensor_parallel_size") or 1) == 1
+    if not (section.get("enabled") and section.get("sequence_parallel") and alone):
+        return {}
+    return {"dtensor_cfg.sequence_parallel": "tensor_parallel_size is 1: no rank shares a sequence"}
+
+
+def _without_recomputation(raw: Mapping[str, Any]) -> dict[str, str]:
+    """What Megatron-Core would recompute, if nothing is."""
+    section = _section_of(raw, "megatron_cfg")
+    if not section.get("enabled") or section.get("activation_checkpointing"):
+        return {}
+    names = ("granularity", "method", "num_layers", "modules")
+    return {
+        f"megatron_cfg.recompute_{name}": "activation_checkpointing is false: nothing is recomputed"
+        for name in names
+        if section.get(f"recompute_{name}")
+    }
 
 
 def _section_of(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

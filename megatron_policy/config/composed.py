@@ -4,6 +4,7 @@ interpolations, as NeMo RL does. OmegaConf, where installed, merges and resolves
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -212,8 +213,8 @@ def _naming(file: Path) -> Iterator[None]:
     except OmegaConfBaseException as error:
         what, *more = str(error).splitlines() or [""]
         keys = [line.partition(":")[2] for line in more if line.strip().startswith("full_key:")]
-        if "Environment variable" in what:
-            what += ". Set it first: export NAME=VALUE"
+        if variable := re.search(r"Environment variable '(\w+)'", what):
+            what += f". Set it first: export {variable[1]}=..."
         where = "".join(f"{key}:" for key in keys if key.strip())
         raise ConfigError(f"{file}:{where} {what}") from error
     except RecursionError as error:

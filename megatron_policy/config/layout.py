@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_policy.config.batching import batching_of
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from megatron_policy.config import MegatronConfig, PolicyConfig
     from megatron_policy.converters.architecture.traits import Mla, Moe
 
+
+SMALLEST_BUCKET_BYTES = 4096
+"""Of a rank's share of a refit's bucket."""
 
 _LOAD_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -97,18 +100,31 @@ def mtp_layers(megatron: MegatronConfig) -> int:
     return min(layers, 1) if megatron.mtp_use_repeated_layer else layers
 
 
-def check_layout(config: PolicyConfig, architecture: Shape, topology: Topology) -> None:
+def checked_topology(
+    config: PolicyConfig, architecture: Shape, world_size: int, *, planned: bool = False
+) -> Topology:
+    """The grid of `world_size` ranks, after `check_layout`."""
+    topology = topology_of(config, world_size)
+    check_layout(config, architecture, topology, planned=planned)
+    return topology
+
+
+def check_layout(
+    config: PolicyConfig, architecture: Shape, topology: Topology, *, planned: bool = False
+) -> None:
     """Raise ConfigError listing, with legal values, where configuration, model and ranks do not
-    fit.
+    fit. `planned` says that a driver may share out batches, unequally if it has to.
     """
     problems = [*_replay(config, architecture), *_budgets(config)]
+    said = _said(check_bucket, config.refit_bucket_bytes, topology)
+    problems += [f"policy.refit_bucket_bytes: {each}" for each in said]
     if engine_of(config) is Engine.MEGATRON_CORE:
         problems += _of_megatron(config, architecture, topology)
+    rows = config.train_global_batch_size
     if pads(config):
-        try:
-            microbatches(config.train_global_batch_size, config.train_micro_batch_size, topology)
-        except ConfigError as error:
-            problems.append(str(error))
+        problems += _said(microbatches, rows, config.train_micro_batch_size, topology)
+    elif not planned:
+        problems += _said(equal_share, rows, topology)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -131,6 +147,41 @@ def pads(config: PolicyConfig) -> bool:
     than a number of tokens.
     """
     return not (config.dynamic_batching.enabled or config.sequence_packing.enabled)
+
+
+def _said(check: Callable[..., object], *values: object) -> Iterator[str]:
+    """What a check of these values refuses."""
+    try:
+        check(*values)
+    except ConfigError as error:
+        yield str(error)
+
+
+def equal_share(global_batch_size: int, topology: Topology) -> int:
+    """Rows of a global batch on each data-parallel rank, where no driver plans them.
+
+    Raises ConfigError, naming the nearest legal sizes, unless they are equal.
+    """
+    share, left = divmod(global_batch_size, topology.dp)
+    if left:
+        below = share * topology.dp
+        legal = " or ".join(str(size) for size in (below, below + topology.dp) if size)
+        raise ConfigError(
+            f"global batch size {global_batch_size} (train_global_batch_size, or gbs) is not a "
+            f"multiple of {topology.dp} data-parallel ranks, each of which gets as many rows: use "
+            f"{legal}. Only `Policy`, this package's driver under Ray, shares out other sizes"
+        )
+    return share
+
+
+def check_bucket(bucket_bytes: int, topology: Topology) -> None:
+    """ConfigError unless every rank's share of a refit's bucket has a sensible size."""
+    least = SMALLEST_BUCKET_BYTES * topology.gather_block
+    if bucket_bytes < least:
+        raise ConfigError(
+            f"a refit bucket of {bucket_bytes} bytes is too small: give {least} or more "
+            f"({SMALLEST_BUCKET_BYTES} for each rank that can have a share)"
+        )
 
 
 def microbatches(global_batch_size: int, micro_batch_size: int, topology: Topology) -> int:
@@ -269,10 +320,7 @@ def _expert_shards(moe: Moe, biased: bool, topology: Topology) -> Iterator[str]:
 def _budgets(config: PolicyConfig) -> Iterator[str]:
     """Report microbatches with fewer tokens than the layout can split."""
     for training in (True, False):
-        try:
-            batching_of(config, training)
-        except ConfigError as error:
-            yield str(error)
+        yield from _said(batching_of, config, training)
 
 
 def _replay(config: PolicyConfig, architecture: Shape) -> Iterator[str]:

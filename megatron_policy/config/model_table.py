@@ -18,6 +18,7 @@ from megatron_policy.converters.formats.hf_config import (
     in_kind,
     read_config,
     transformers_config,
+    written_config,
 )
 from megatron_policy.converters.formats.peft_files import is_peft
 from megatron_policy.converters.table import Table, bind
@@ -55,9 +56,11 @@ def model_table(config: PolicyConfig) -> Table:
             return _unlisted_table(found, dict(config.hf_config_overrides or {}))
     layers, head = mtp_layers(config.megatron_cfg), scalar_head(config)
     written = read_config(config.model_name)
-    table = bind(written, mtp_layers=layers, head=head)
+    given = config.hf_config_overrides or {}
+    overrides = in_kind(given, written, written_config(config.model_name)) if given else {}
+    left_out = [name for name, value in overrides.items() if value is None]
+    table = bind(written, mtp_layers=layers, head=head, left_out=left_out)
     _refuse_unwanted_head(table, head)
-    overrides = in_kind(config.hf_config_overrides or {}, written)
     if overrides.keys() == {_COEFFICIENT} and _COEFFICIENT not in written:
         return table  # only megatron_cfg.moe_aux_loss_coeff takes it
     if not overrides:
@@ -150,7 +153,7 @@ def reference_table(config: PolicyConfig, table: Table) -> Table | None:
     given = dict(config.hf_config_overrides or {})
     given.pop(_COEFFICIENT, None)  # of use in training only
     try:
-        overrides = in_kind(given, read_config(name)) if given else given
+        overrides = in_kind(given, read_config(name), written_config(name)) if given else given
         found = bind(read_config(name, overrides), mtp_layers=layers, head=head)
     except (ConfigError, ConversionError) as error:
         raise ConfigError(f"{_REFERENCE}: {error}") from error

@@ -28,7 +28,9 @@ Adam's division.
 """
 COLDEST, HOTTEST = 1e-6, 1e6
 """Logits divided by a temperature in this range, and their gradients, stay within float32."""
-LEAST_GIB, MAX_GIB = 2.0**-30, 2.0**20
+SMALLEST_BUFFER_BYTES = 1024
+"""Of a refit's buffer, which goes from hand to hand whenever it is full."""
+LEAST_GIB, MAX_GIB = SMALLEST_BUFFER_BYTES * 2.0**-30, 2.0**20
 
 
 def _no_boolean(value: Any) -> Any:
@@ -92,4 +94,4 @@ Seconds = Annotated[
     float, _FINITE, Field(gt=0.0), _between(SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S), _NUMBER
 ]
 Gib = Annotated[float, _FINITE, _between(LEAST_GIB, MAX_GIB), _NUMBER]
-"""Memory in GiB, at least one byte."""
+"""Memory in GiB, at least a kibibyte."""

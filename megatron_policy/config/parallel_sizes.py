@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from megatron_policy.config.fsdp import TransformersConfig
 from megatron_policy.config.sections import PolicySection
+from megatron_policy.errors import ConfigError
 
 
 class Engine(Enum):
@@ -78,7 +80,7 @@ def parallel_sizes(config: PolicySection) -> ParallelSizes:
             own.tensor_parallel_size,
             "tensor_parallel_size",
             own.context_parallel_size,
-            sequence_parallel=own.sequence_parallel,
+            sequence_parallel=own.sequence_parallel and own.tensor_parallel_size > 1,
             replicas=own.dp_replicate_size,
         )
     megatron = config.megatron_cfg
@@ -95,3 +97,16 @@ def parallel_sizes(config: PolicySection) -> ParallelSizes:
         first_layers=megatron.num_layers_in_first_pipeline_stage,
         last_layers=megatron.num_layers_in_last_pipeline_stage,
     )
+
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What tells a process which rank it is; whoever starts the ranks sets them."""
+
+
+def check_env_vars(where: str, env_vars: Mapping[str, str]) -> None:
+    """ConfigError if variables that workers are to get would change which ranks they are."""
+    if taken := sorted(set(RANK_VARIABLES).intersection(env_vars)):
+        raise ConfigError(
+            f"{where} sets {', '.join(taken)}, which say which rank a worker is and are set for "
+            "each: remove them"
+        )

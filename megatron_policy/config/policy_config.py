@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from megatron_policy.config.classify import classify
 from megatron_policy.config.composed import compose
 from megatron_policy.config.resolve import check, complete
+from megatron_policy.config.rules import asks_for_nothing
 from megatron_policy.config.section import differing
 from megatron_policy.config.sections import PolicySection
 from megatron_policy.errors import ConfigError
@@ -84,8 +85,18 @@ class PolicyConfig(PolicySection):
 
 
 def ignored_keys(raw: Mapping[str, Any]) -> dict[str, str]:
-    """The keys of a `policy` mapping that have no effect here: path below `policy` -> reason."""
-    return classify(raw, PolicyConfig).ignored
+    """The keys of a `policy` mapping that have no effect here: path below `policy` -> reason. First
+    those that would change memory, then those that ask for something, then the others.
+    """
+    found = classify(raw, PolicyConfig)
+
+    def rank(path: str) -> tuple[bool, bool, str]:
+        value: Any = raw
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return path not in found.warned, asks_for_nothing(value), path
+
+    return {path: found.ignored[path] for path in sorted(found.ignored, key=rank)}
 
 
 def _validate(cls: type[PolicyConfig], kept: dict[str, Any]) -> PolicyConfig:

@@ -6,7 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from megatron_policy.config.parallel_sizes import parallel_sizes, transformers_settings
+from megatron_policy.config.parallel_sizes import (
+    check_env_vars,
+    env_vars_of,
+    parallel_sizes,
+    transformers_settings,
+)
 from megatron_policy.config.section import Section
 from megatron_policy.config.sections import (
     ENGINES,
@@ -81,7 +86,7 @@ def complete(config: P) -> P:
 
 def check(config: PolicySection) -> None:
     """Raise ConfigError listing every pair of contradictory keys, with the legal values."""
-    problems = [*_backend(config), *_batching(config), *_replay(config)]
+    problems = [*_backend(config), *_batching(config), *_replay(config), *_variables(config)]
     if not _transforms(config):
         problems += [*_dtypes(config), *_schedule(config.megatron_cfg)]
         problems += [*_recompute_keys(config.megatron_cfg), *_adapters(config)]
@@ -107,10 +112,11 @@ def _mb_tokens(section: B) -> B:
 
 def _decay_iters(megatron: MegatronConfig) -> int | None:
     """As given, else all of training, if known; a constant schedule outlasts its warm-up."""
-    schedule = megatron.scheduler
-    asked = schedule.lr_decay_iters or megatron.train_iters
+    schedule, iters = megatron.scheduler, megatron.train_iters
     constant = schedule.lr_decay_style == schedule.weight_decay_incr_style == "constant"
-    return max(asked or 0, schedule.lr_warmup_iters + 1) if constant else asked
+    if constant and not schedule.lr_decay_iters:
+        return max(iters or 0, schedule.lr_warmup_iters + 1)
+    return schedule.lr_decay_iters or iters
 
 
 def _recompute(megatron: MegatronConfig) -> dict[str, Any]:
@@ -162,13 +168,12 @@ def _fsdp2(config: PolicySection) -> Iterator[str]:
             f"{at}.expert_parallel_size={own.expert_parallel_size} is not supported: set it to 1 "
             "(FSDP2 shards over the ranks that are left), or use megatron_cfg"
         )
-    for name in ("sequence_parallel", "custom_parallel_plan"):
-        if (asked := getattr(own, name)) and own.tensor_parallel_size == 1:
-            yield (
-                f"{at}.{name}={asked!r} is for tensor-parallel ranks: leave it out, or set "
-                f"{at}.tensor_parallel_size to 2 or more"
-            )
-    if own.sequence_parallel and own.attn_implementation != "auto":
+    if own.custom_parallel_plan and own.tensor_parallel_size == 1:
+        yield (
+            f"{at}.custom_parallel_plan={own.custom_parallel_plan!r} is for tensor-parallel ranks: "
+            f"leave it out, or set {at}.tensor_parallel_size to 2 or more"
+        )
+    if parallel_sizes(config).sequence_parallel and own.attn_implementation != "auto":
         yield (
             f"{at}.attn_implementation={own.attn_implementation!r} makes masks of whole sequences: "
             f"use 'auto', or leave {at}.sequence_parallel out"
@@ -251,11 +256,24 @@ def _batching(config: PolicySection) -> Iterator[str]:
                 "logprob_mb_tokens, the tokens of a microbatch (each is used for both if the "
                 "other is missing)"
             )
+        for key in ("train_mb_tokens", "logprob_mb_tokens"):
+            if section.enabled and getattr(section, key) == 1:
+                yield (
+                    f"policy.{name}.{key}=1 leaves no room for a row, of which a log-probability "
+                    "takes two tokens: give the tokens of a microbatch"
+                )
     if packing.enabled:
         try:
             checked_algorithm(packing.algorithm)
         except ConfigError as error:
             yield str(error)
+
+
+def _variables(config: PolicySection) -> Iterator[str]:
+    try:
+        check_env_vars(f"{parallel_sizes(config).section}.env_vars", env_vars_of(config))
+    except ConfigError as error:
+        yield str(error)
 
 
 def _replay(config: PolicySection) -> Iterator[str]:

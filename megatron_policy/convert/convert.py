@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ def convert(
     config: str | Path | None = None,
     base: str | Path | None = None,
     merge: bool = False,
+    hf_config_overrides: Mapping[str, Any] | None = None,
 ) -> Report:
     """Convert an HF checkpoint to Megatron-Core's `torch_dist` (to="mcore"), or back (to="hf").
     Adapters alone are converted between a directory of PEFT and a training checkpoint; with
@@ -83,12 +84,15 @@ def convert(
     existing one is replaced only if `overwrite`, and only once the new one is complete. `config`
     is the config.json for a Megatron-Core checkpoint that does not have its own, its directory, or
     the model's name on the hub. `base` is the model that adapters were trained on, a directory or a
-    name on the hub; None: the directory that they name. `progress` gets bytes done and in total.
+    name on the hub; None: the directory that they name. `hf_config_overrides` gives fields of an HF
+    source's config.json other values, null to leave one out. `progress` gets bytes done and in
+    total.
     ConfigError for a request that cannot be met, ConversionError for a source that is damaged or
     not a model as its config says, ExportError when the destination cannot be written.
     """
     sizes = max_memory, max_shard_size
-    with prepared(source, destination, to, dtype, *sizes, config, base, merge) as ready:
+    given = config, base, merge, hf_config_overrides
+    with prepared(source, destination, to, dtype, *sizes, *given) as ready:
         final = check_destination(ready.plan, overwrite)
         for root in filter(None, (ready.source.root, ready.source.merged)):
             check_bytes(root)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron_policy.convert.training_checkpoint import is_saved, state_of_adapt
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dequantising import QuantisedTensor
-from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.hf_config import in_kind, read_config, written_config
 from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind_to
 from megatron_policy.errors import ConfigError
 from megatron_policy.formats.tensors import Info
@@ -66,6 +66,7 @@ def prepared(
     config: str | Path | None,
     base: str | Path | None,
     merge: bool,
+    overrides: Mapping[str, Any] | None,
 ) -> Iterator[Prepared]:
     """Open the source, check it and plan the conversion; closes files at the end.
 
@@ -85,6 +86,7 @@ def prepared(
             raise ConfigError(f"{checkpoint.root} has a config.json of its own: leave --config out")
         if config and checkpoint.adapters is not None:
             raise ConfigError(f"{checkpoint.root} has adapters: give base= instead")
+        checkpoint = _overridden(checkpoint, overrides or {})
         checkpoint.check()
         checkpoint = with_base(checkpoint, base, merge, cast_to, reader)
         _check_apart(checkpoint.root, Path(destination))
@@ -125,11 +127,29 @@ def plan_conversion(
     config: str | Path | None = None,
     base: str | Path | None = None,
     merge: bool = False,
+    hf_config_overrides: Mapping[str, Any] | None = None,
 ) -> ConversionPlan:
     """What `convert` would do with these arguments; same errors, but writes nothing."""
     sizes = max_memory, max_shard_size
-    with prepared(source, destination, to, dtype, *sizes, config, base, merge) as ready:
+    given = config, base, merge, hf_config_overrides
+    with prepared(source, destination, to, dtype, *sizes, *given) as ready:
         return ready.plan
+
+
+def _overridden(checkpoint: OpenCheckpoint, overrides: Mapping[str, Any]) -> OpenCheckpoint:
+    """The checkpoint with other values for fields of its config.json; ConfigError if it is not a
+    Hugging Face model.
+    """
+    if not overrides:
+        return checkpoint
+    if checkpoint.kind != HF:
+        raise ConfigError(
+            f"{checkpoint.root} is no Hugging Face model, whose config.json hf_config_overrides "
+            "changes: leave them out"
+        )
+    written = written_config(checkpoint.root)
+    changed = in_kind(overrides, written, written)
+    return replace(checkpoint, overrides={**checkpoint.overrides, **changed})
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -22,6 +22,8 @@ class DeviceFigures:
     memory_bandwidth: float
     node_link: float
     network_link: float
+    engine_bytes: int = 0
+    """Memory that an inference engine beside the policy keeps."""
 
     def link(self, ranks: int) -> float:
         """The bytes per second at which a group that spans so many consecutive ranks sends."""

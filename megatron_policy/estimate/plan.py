@@ -4,13 +4,13 @@ configurations that fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.layout import check_layout, layer_split, topology_of
+from megatron_policy.config.layout import checked_topology, layer_split
 from megatron_policy.config.parallel_sizes import Engine, engine_of, parallel_sizes
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.formats.peft_files import is_peft
@@ -84,7 +84,7 @@ class StepPlan:
     @property
     def usable(self) -> int:
         """The bytes of a device that can be planned with."""
-        return int(self.device.memory_bytes * (1 - RESERVED))
+        return int(self.device.memory_bytes * (1 - RESERVED)) - self.device.engine_bytes
 
     @property
     def fits(self) -> bool:
@@ -150,8 +150,8 @@ def plan_of(
             f"plans are of Megatron-Core, but {parallel_sizes(config).section} is enabled: set "
             "megatron_cfg.enabled to true and the other to false"
         )
-    topology, arch = topology_of(config, world_size), rows.architecture
-    check_layout(config, arch, topology)
+    arch = rows.architecture
+    topology = checked_topology(config, arch, world_size)
     if length is None:
         length = longest_row(config, arch)
     _check_positions(arch, length)
@@ -279,3 +279,15 @@ def _powers(most: int) -> list[int]:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+MOST_DEVICES = 2**14
+
+
+def fewest_devices(fits: Callable[[int], bool], beyond: int) -> int | None:
+    """The fewest devices that are enough, of powers of 2 and three times these, and more than
+    `beyond`; None if there are none up to `MOST_DEVICES`.
+    """
+    powers = [2**n for n in range(MOST_DEVICES.bit_length())]
+    sizes = sorted({*powers, *(3 * size // 2 for size in powers[1:])})
+    return next((size for size in sizes if size > beyond and fits(size)), None)

@@ -18,6 +18,13 @@ OWN = {
 }
 """The hosts of this package itself, for a checkout that is not installed."""
 
+_WITHOUT_COMMAND = {
+    "verl": "verl takes this package's engine by its own configuration: run python -m "
+    "verl.trainer.main_ppo 'hydra.searchpath=[pkg://megatron_policy.hosts.verl.conf]' "
+    "model_engine=megatron_policy ..., see docs/verl.md"
+}
+"""What to do with frameworks that need no host of this kind."""
+
 
 @dataclass(frozen=True)
 class Host:
@@ -45,7 +52,8 @@ def find_host(name: str) -> Host:
     """
     points = _points()
     if name not in points:
-        raise ConfigError(f"there is no host {name!r}; known hosts: {', '.join(sorted(points))}")
+        known = f"there is no host {name!r}; known hosts: {', '.join(sorted(points))}"
+        raise ConfigError(_WITHOUT_COMMAND.get(name, known))
     host = points[name].load()()
     if not isinstance(host, Host):
         raise ConfigError(

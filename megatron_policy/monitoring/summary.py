@@ -15,6 +15,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.layout import layer_split
+from megatron_policy.config.notes import notes_of
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture
@@ -74,6 +75,7 @@ def summary_of(
         ("optimizer", _optimizer(config, engine)),
         ("batches", _batches(config, engine.table.architecture, topology)),
         ("memory", _memory(config, engine, topology, memory, reference_bytes)),
+        ("note", notes_of(config, engine.table.architecture)),
         ("device", _device()),
         ("versions", _versions()),
     )

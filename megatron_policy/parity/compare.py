@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.layout import check_layout, topology_of
+from megatron_policy.config.layout import checked_topology
 from megatron_policy.convert.headers import read_headers
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Table, bind
@@ -80,7 +80,7 @@ def compare(
         timeout_s=timeout_s,
     )
     config = PolicyConfig.parse(policy_section(job))
-    check_layout(config, arch, topology_of(config, tp * pp))
+    checked_topology(config, arch, tp * pp)
     theirs = read_reference(reference or model, job, dtype, per_layer)
     limits = _limits(job, reference or model, theirs, tolerance)
     ours = read_policy(job) if tp * pp == 1 else join(job, read_on_ranks(job))

@@ -11,12 +11,9 @@ import torch.distributed as dist
 
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import adapters_of
-from megatron_policy.config.layout import check_layout, topology_of
-from megatron_policy.config.model_table import check_reference, model_table
+from megatron_policy.config.adapters import model_tables
+from megatron_policy.config.layout import checked_topology
 from megatron_policy.config.parallel_sizes import parallel_sizes
-from megatron_policy.config.param_groups import ParamGroups
-from megatron_policy.converters.adapters import joined
 from megatron_policy.coordination.timeouts import checked_timeout
 from megatron_policy.device.process_groups import join_process_group, leave_process_group
 from megatron_policy.interfaces.engine import EngineBuilder, Trainable, TrainingEngine
@@ -47,8 +44,7 @@ class Session:
         tokenizer: Any = None,
     ) -> None:
         checked_timeout(timeout_s)
-        self._table = model_table(config)
-        check_reference(config, self._table, wanted=init_reference_model)
+        self._table, _ = model_tables(config, reference=init_reference_model)
         # Tensor parallelism hides its collectives behind matrix products that are launched after
         # them, which must not start first (megatron/core/tensor_parallel/layers.py).
         device.place_process(in_launch_order=parallel_sizes(config).tp > 1)
@@ -59,11 +55,10 @@ class Session:
         self._reference: Reference | None = None
         try:
             self.rank = dist.get_rank()
-            self.topology = topology_of(config, dist.get_world_size())
+            # Data can carry a driver's plan: who passes some without learns of unequal shares.
+            arch, ranks = self._table.architecture, dist.get_world_size()
+            self.topology = checked_topology(config, arch, ranks, planned=True)
             self.coords = self.topology.coords(self.rank)
-            check_layout(config, self._table.architecture, self.topology)
-            trained = joined(self._table, adapters_of(config, self._table))
-            ParamGroups.of(config.megatron_cfg).check(trained)
             self.engine: TrainingEngine = builder.build(
                 config,
                 self._table,

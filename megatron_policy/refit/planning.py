@@ -12,6 +12,7 @@ from itertools import groupby
 
 import torch
 
+from megatron_policy.config.layout import check_bucket
 from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
 from megatron_policy.converters.rows.blocks import of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
@@ -22,7 +23,6 @@ from megatron_policy.refit.buffers import aligned
 from megatron_policy.refit.plan import STREAM_ALIGNMENT, Exchange, Item, RefitPlan, RefitTensor
 from megatron_policy.weights.geometry import largest_share
 
-SMALLEST_BUCKET_BYTES = 4096
 _Chosen = tuple[int, tuple[Entry, ...], int]
 """A stage, an entry whose parameter it holds (or one of each of the ranks that share a tensor), and
 the number of one of the entry's HF tensors.
@@ -83,6 +83,7 @@ def plan_refit(
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         legal = ", ".join(str(kind).removeprefix("torch.") for kind in WEIGHT_DTYPES)
         raise ConfigError(f"weights cannot be handed over as {dtype}; legal: torch's {legal}")
+    check_bucket(bucket_bytes, model.topology)
     owned = sorted(
         ((stage_of(entry, model.split), entry) for entry in model.table.sent(model.dtypes)),
         key=lambda pair: pair[0],
@@ -99,12 +100,6 @@ def plan_refit(
     ]
     stages = tuple(range(len(model.split.stages))) if stage is None else (stage,)
     exchanges = tuple(_exchanges(chosen, model, dtype, stages, bucket_bytes))
-    least = SMALLEST_BUCKET_BYTES * max(exchange.shards for exchange in exchanges)
-    if bucket_bytes < least:
-        raise ConfigError(
-            f"a refit bucket of {bucket_bytes} bytes is too small: give {least} or more "
-            f"({SMALLEST_BUCKET_BYTES} for each rank that has a share)"
-        )
     return RefitPlan(exchanges, stages, bucket_bytes)
 
 

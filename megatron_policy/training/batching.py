@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.batching import batching_of, multiples_of
-from megatron_policy.config.layout import microbatch_round
+from megatron_policy.config.layout import equal_share, microbatch_round
 from megatron_policy.config.layout import microbatches as count_microbatches
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import BatchError
@@ -188,13 +188,7 @@ class Batcher:
         self, data: BatchedDataDict, global_batch_size: int
     ) -> list[tuple[int, BatchedDataDict]]:
         """This rank's share of each global batch, preceded by the number of its first row."""
-        share, left = divmod(global_batch_size, self.topology.dp)
-        if left:
-            raise BatchError(
-                f"global batch size {global_batch_size} (train_global_batch_size, or gbs) cannot "
-                f"be split evenly over {self.topology.dp} data-parallel ranks: make it a "
-                "multiple, or let the driver plan the batch"
-            )
+        share = equal_share(global_batch_size, self.topology)
         ranks = self.topology.dp
         over = f"gbs={global_batch_size}" + (f" over {ranks} ranks" if ranks > 1 else "")
         self.training.check_whole_groups(share, over, ranks)

@@ -19,7 +19,8 @@ from megatron_policy.checkpoint import manifest, tracker
 from megatron_policy.cli import app
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.model_table import model_table
-from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.converters.table import Table
+from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 from megatron_policy.formats.manifest import read_manifest
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
@@ -158,14 +159,68 @@ def test_a_whole_number_is_taken_where_the_config_has_a_float(checkpoint) -> Non
     assert isinstance(value, float) and table.architecture.layernorm_epsilon == 1.0
 
 
-def test_rotary_settings_are_overridden_in_the_words_of_the_file(checkpoint) -> None:
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+ROPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "a base": ({"rope_theta": 77}, {"rope_theta": 77.0}, {}),
+    "a scaling": (
+        {"rope_scaling": {"type": "yarn", **YARN}},
+        {"rope_scaling": {"type": "yarn", **YARN}},
+        {"rope_type": "yarn", **YARN},
+    ),
+    "both": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 77.0, **YARN}},
+        {"rope_theta": 77.0, "rope_scaling": {"rope_type": "yarn", **YARN}},
+        {"rope_type": "yarn", "rope_theta": 77.0, **YARN},
+    ),
+    "none": ({"rope_scaling": None}, {"rope_scaling": None}, {}),
+}
+"""Overrides, and what becomes of them for configs of older and newer releases of transformers."""
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["older", "newer"])
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_settings_can_be_in_the_words_of_any_release(
+    checkpoint, tmp_path: Path, name: str, newer: bool
+) -> None:
+    given, in_older, scaling = ROPES[name]
+    config = json.loads((checkpoint("qwen3", **SMALL) / "config.json").read_text())
+    own = {"rope_theta": 50.0, "partial_rotary_factor": 1.0}
+    config = {n: v for n, v in config.items() if not n.startswith("rope_")}
+    config |= {"rope_parameters": {"rope_type": "default", **own}} if newer else own
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    table = model_table(PolicyConfig.parse(policy_config(tmp_path, {}, hf_config_overrides=given)))
+    base = 50.0 if name in ("a scaling", "none") else 77.0
+    whole = {"rope_type": "default"} | own | {"rope_theta": base} | scaling
+    whole = given.get("rope_parameters", whole)
+    assert table.overrides == ({"rope_parameters": whole} if newer else in_older)
+    rope = table.architecture.rope
+    assert rope.base == base and (rope.scaling is not None) == bool(scaling)
+
+
+def test_a_rotary_embedding_in_both_spellings_is_refused(checkpoint) -> None:
     path = checkpoint("qwen3", **SMALL)
-    written = json.loads((path / "config.json").read_text())
-    newer = "rope_parameters" in written
-    other = {"rope_theta": 77.0} if newer else {"rope_parameters": {"rope_theta": 77.0}}
-    config = PolicyConfig.parse(policy_config(path, {}, hf_config_overrides=other))
+    both = {"rope_scaling": {"type": "yarn", **YARN}, "rope_parameters": {"rope_theta": 77.0}}
     with pytest.raises(ConfigError, match="override that, as a whole, instead of"):
-        model_table(config)
+        model_table(PolicyConfig.parse(policy_config(path, {}, hf_config_overrides=both)))
+
+
+def test_null_leaves_out_a_field_that_a_family_does_not_know(checkpoint, tmp_path: Path) -> None:
+    """The file stays; fields that a family reads still cannot change weights in this way."""
+    shutil.copytree(checkpoint("qwen3", **SMALL), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"new_trick": 3}))
+
+    def table(**overrides: Any) -> Table:
+        asked = policy_config(file.parent, {}, hf_config_overrides=overrides or None)
+        return model_table(PolicyConfig.parse(asked))
+
+    with pytest.raises(ConversionError, match=r"hf_config_overrides \{new_trick: null\}"):
+        table()
+    assert table(new_trick=None).overrides == {"new_trick": None}
+    with pytest.raises(ConversionError, match="new_trick = 3"):
+        table(rms_norm_eps=0.5)
+    with pytest.raises(ConfigError, match="would change weights"):
+        table(new_trick=None, num_key_value_heads=None)
 
 
 def test_commands_apply_them(checkpoint, tmp_path: Path) -> None:

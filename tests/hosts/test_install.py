@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import site
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -307,6 +309,20 @@ def test_workers_are_led_to_a_checkout_and_not_to_an_installed_package(
     monkeypatch.setattr(redirect, "_found_by_a_new_python", lambda: False)
     host.install()
     assert os.environ["PYTHONPATH"] == os.pathsep.join(("/elsewhere", str(ROOT)))
+
+
+def test_a_folder_that_a_pth_file_adds_is_not_put_onto_pythonpath(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Such as the site-packages of the environment in which this package is."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [])
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
+    monkeypatch.setattr(site, "getusersitepackages", lambda: str(tmp_path / "none"))
+    file = tmp_path / "neighbour.pth"
+    for content, found in ((f"# {ROOT}\nimport sys\n", False), (f"\n{ROOT}\n", True)):
+        file.write_text(content)
+        assert redirect._found_by_a_new_python() is found
 
 
 def test_a_new_python_finds_a_checkout_by_pythonpath_only() -> None:

@@ -58,3 +58,11 @@ def test_a_layout_that_does_not_fit_ends_the_quickstart_with_the_legal_values(
     assert done.returncode == 2, done.stdout
     assert "tensor_model_parallel_size" in done.stdout
     assert "Traceback" not in done.stdout
+
+
+def test_a_ray_that_does_not_start_is_a_sentence(tmp_path: Path) -> None:
+    told = run(tmp_path, RAY_TMPDIR="/dev/null")
+    assert told.returncode == 2 and "Traceback" not in told.stdout, told.stdout
+    said = " ".join(told.stdout.split())
+    assert "error: Ray could not be started on this machine: [Errno 20] Not a directory" in said
+    assert "`ray stop --force`" in said

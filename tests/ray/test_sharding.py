@@ -56,7 +56,7 @@ def test_the_driver_refuses_sizes_and_plans_that_cannot_be_dealt(training: Batch
 
 
 def test_every_global_batch_is_dealt_evenly_and_in_order() -> None:
-    shards = training_shards(numbered(8), ranks=2, global_batch_size=4, micro_batch_size=2)
+    shards = training_shards(numbered(8), ranks=2, global_batch_size=4)
     assert [shard["input_ids"].flatten().tolist() for shard in shards] == [
         [0, 1, 4, 5],
         [2, 3, 6, 7],
@@ -91,7 +91,7 @@ def test_joining_undoes_dealing_whatever_the_number_of_rows(rows: int) -> None:
 def test_a_shard_does_not_carry_the_rest_of_the_batch_along() -> None:
     data = numbered(64, length=1000)
     whole = len(pickle.dumps(data))
-    for shards in (even_shards(data, 8), training_shards(data, 8, 64, 8)):
+    for shards in (even_shards(data, 8), training_shards(data, 8, 64)):
         assert all(len(pickle.dumps(shard)) < whole / 6 for shard in shards)
 
 

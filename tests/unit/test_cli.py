@@ -16,6 +16,7 @@ import megatron_policy
 from megatron_policy.cli import app
 from megatron_policy.cli.config_report import legal_world_sizes, listed
 from megatron_policy.config import PolicyConfig
+from tests.unit.test_package import ROOT
 
 
 def write(path: Path, model: Path, **megatron: Any) -> str:
@@ -51,7 +52,7 @@ def test_a_layout_is_shown_with_the_layers_and_ranks_of_each_stage(checkpoint, t
     assert "0 │ 0-3 │ 0-0" in said and "1 │ 4-7 │ 1-3" in said
 
 
-def test_microbatches_of_tokens_are_shown_as_such_and_fit_any_number_of_replicas(
+def test_microbatches_of_tokens_are_shown_as_such_and_fit_replicas_that_share_rows_equally(
     checkpoint, tmp_path
 ) -> None:
     file = Path(write(tmp_path, checkpoint("qwen2"), tensor_model_parallel_size=2))
@@ -59,9 +60,11 @@ def test_microbatches_of_tokens_are_shown_as_such_and_fit_any_number_of_replicas
     document["policy"]["sequence_packing"] = {"enabled": True, "train_mb_tokens": 4096}
     file.write_text(yaml.safe_dump(document))
     code, said = run("inspect-config", str(file), "--world-size", "6")
+    assert code == 2 and "is not a multiple of 3 data-parallel ranks" in said
+    code, said = run("inspect-config", str(file), "--world-size", "8")
     assert code == 0, said
-    assert "8 samples on 3 data-parallel ranks in packed microbatches of 4096 tokens" in said
-    assert "ranks that fit 2, 4, 6, 8" in said
+    assert "8 samples on 4 data-parallel ranks in packed microbatches of 4096 tokens" in said
+    assert "ranks that fit 2, 4, 8, 16" in said
 
 
 def test_what_is_trained_and_the_reference_are_shown(checkpoint, tmp_path) -> None:
@@ -198,3 +201,16 @@ def test_the_package_is_a_command_of_its_own() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "python -m megatron_policy" in done.stdout and "inspect-config" in done.stdout
+
+
+def test_names_of_ignored_keys_are_not_cut_where_output_is_no_terminal(
+    checkpoint, tmp_path
+) -> None:
+    file = Path(write(tmp_path, checkpoint("qwen2")))
+    document = yaml.safe_load(file.read_text())
+    document["policy"]["megatron_cfg"]["optimizer"] = {"use_precision_aware_optimizer": True}
+    file.write_text(yaml.safe_dump(document))
+    command = [sys.executable, "-m", "megatron_policy", "inspect-config", str(file), "--ignored"]
+    env = os.environ | {"COLUMNS": "30"}
+    told = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert "megatron_cfg.optimizer.use_precision_aware_optimizer" in told.stdout, told.stderr

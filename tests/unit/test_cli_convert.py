@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -262,6 +263,26 @@ def test_a_flipped_bit_fails_with_the_tensor_that_has_it(
     assert code == 1 and error.splitlines()[-1].startswith("error: ")
     assert not (tmp_path / "out").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad"]
+
+
+def test_a_field_that_no_family_knows_is_left_out_of_what_is_written(
+    checkpoint, tmp_path: Path
+) -> None:
+    source, out, back = tmp_path / "model", tmp_path / "out", tmp_path / "back"
+    shutil.copytree(checkpoint("qwen3"), source)
+    file = source / "config.json"
+    written = json.dumps(json.loads(file.read_text()) | {"new_trick": 3})
+    file.write_text(written)
+    error = refused("convert", source, out, "--to", "mcore")
+    assert "hf_config_overrides {new_trick: null} leaves it out" in error
+    option = "--hf-config-overrides"
+    assert run("convert", source, out, "--to", "mcore", option, "new_trick=null")[0] == 0
+    assert file.read_text() == written
+    assert run("convert", out, back, "--to", "hf")[0] == 0
+    assert json.loads((back / "config.json").read_text())["new_trick"] is None
+    error = refused("convert", out, back, "--to", "hf", option, "rope_theta=1.0", code=2)
+    assert "is no Hugging Face model" in error
+    assert run("convert", source, out, "--to", "mcore", option, "new_trick")[0] == 2
 
 
 def damaged(source: Path, path: Path, damage: str) -> Path:

@@ -376,9 +376,18 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
             r"dtensor_cfg.expert_parallel_size=2 is not supported: set it to 1",
         ),
         (
-            {MEGATRON + "enabled": False, "dtensor_cfg": FSDP | {"sequence_parallel": True}},
-            "sequence_parallel=True is for tensor-parallel ranks: leave it out, or set .* to 2",
+            {"dynamic_batching": {"enabled": True, "train_mb_tokens": 1}},
+            "dynamic_batching.train_mb_tokens=1 leaves no room for a row",
         ),
+        (
+            {"sequence_packing": {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 1}},
+            "sequence_packing.logprob_mb_tokens=1 leaves no room for a row",
+        ),
+        (
+            {MEGATRON + "scheduler": {"lr_warmup_iters": 13, "lr_decay_iters": 10}},
+            "lr_decay_iters=10 ends within the warm-up: it must be more than lr_warmup_iters=13",
+        ),
+        ({"refit_buffer_size_gb": 2.0**-30}, "refit_buffer_size_gb: .*lie between 9.53674e-07"),
         (
             {MEGATRON + "enabled": False, "dtensor_cfg": FSDP | {"custom_parallel_plan": "a.b"}},
             "custom_parallel_plan='a.b' is for tensor-parallel ranks: leave it out",

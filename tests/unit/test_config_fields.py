@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_policy.converters.config_fields import Fields
+from megatron_policy.convert.headers import read_headers
+from megatron_policy.converters.config_fields import Fields, FieldUse
+from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.registry import FAMILIES, family_of
-from megatron_policy.converters.table import bind
+from megatron_policy.converters.table import bind, draft
 from megatron_policy.errors import ConversionError
 from tests.unit.test_table import raw, small
+
+UNKNOWN = (
+    "unknown field; if it does not affect the model, {} leaves it out and the file as it is (in a "
+    "family of yours: take, expect or ignore it)"
+)
 
 
 def test_an_unknown_model_type_names_those_there_are_and_the_nearest() -> None:
@@ -85,11 +95,14 @@ def test_what_became_of_every_field_is_told_once() -> None:
         "odd": ("refused", "it must be; it can be 'yes'; for another reason"),
         "mark": ("ignored", "only a mark"),
         "use_cache": ("ignored", "how Hugging Face generates"),
-        "late": ("refused", "unknown field; remove it if it does not affect the model"),
+        "late": ("refused", UNKNOWN.format("hf_config_overrides {late: null}")),
         "nothing": ("ignored", "null"),
         "rope.base": ("translated", ""),
         "rope.deep.x": ("translated", ""),
-        "rope.rest": ("refused", "unknown field; remove it if it does not affect the model"),
+        "rope.rest": (
+            "refused",
+            UNKNOWN.format("a whole rope without it in hf_config_overrides"),
+        ),
     }
     early = {use.name: (use.outcome, use.why) for use in fields.uses("the end came")}
     changed = {name for name in told if told[name] != early[name]}
@@ -101,7 +114,7 @@ def test_a_long_value_is_cut_in_messages() -> None:
     fields = Fields({"layers": list(range(1000))})
     with pytest.raises(ConversionError) as caught:
         fields.finish()
-    assert "layers = [0, 1, 2," in str(caught.value) and len(str(caught.value)) < 300
+    assert "layers = [0, 1, 2," in str(caught.value) and len(str(caught.value)) < 400
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -163,3 +176,31 @@ def test_a_field_that_is_needed_and_absent_is_named() -> None:
 def test_a_checkpoint_of_another_task_is_refused_by_its_class() -> None:
     with pytest.raises(ConversionError, match=r"ForQuestionAnswering.*Qwen2ForCausalLM"):
         small(architectures=["Qwen2ForQuestionAnswering"])
+
+
+MARKS = {
+    "unsloth_fixed": True,
+    "unsloth_version": "2025.3.1",
+    "model_max_length": 32768,
+    "use_flash_attn": True,
+    "torch_dtype": "torch.bfloat16",
+}
+
+
+def test_marks_of_tools_do_not_keep_a_config_from_being_read(checkpoint, tmp_path: Path) -> None:
+    written = json.loads((checkpoint("llama") / "config.json").read_text())
+    written.pop("dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(written | MARKS))
+    read = read_config(tmp_path)
+    assert bind(read).architecture == bind(read_config(checkpoint("llama"))).architecture
+    assert {use.name for use in told(read) if use.outcome == "ignored"} > MARKS.keys() - {
+        "torch_dtype"
+    }
+    dtypes = set(read_headers(tmp_path / "config.json").dtypes.values())
+    assert dtypes == {torch.bfloat16}
+
+
+def told(read: dict[str, Any]) -> list[FieldUse]:
+    fields = Fields(read)
+    draft(fields)
+    return list(fields.uses())

@@ -174,7 +174,10 @@ def test_files_inherit_and_interpolate_as_in_nemo_rl(
     child.parent.mkdir()
     child.write_text(CHILD)
     monkeypatch.delenv("BASE_FOLDER", raising=False)
-    with pytest.raises(ConfigError, match=r"child\.yaml: defaults: .*BASE_FOLDER.*Set it first"):
+    with pytest.raises(
+        ConfigError,
+        match=r"child\.yaml: defaults: .*BASE_FOLDER.*Set it first: export BASE_FOLDER=",
+    ):
         PolicyConfig.from_yaml(child)
     monkeypatch.setenv("BASE_FOLDER", str(tmp_path))
     assert PolicyConfig.from_yaml(child).seed == 8

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_policy.config import PolicyConfig, ignored_keys
 from megatron_policy.config.keys import IGNORED, KEYS, SECTIONS
+from megatron_policy.config.parallel_sizes import parallel_sizes
 from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected
 from megatron_policy.config.section import Section
 from megatron_policy.errors import ConfigError
@@ -220,6 +221,38 @@ def test_what_other_engines_read_is_listed_with_megatron_core_and_not_with_them(
     raw["dtensor_cfg"]["enabled"], raw["megatron_cfg"]["enabled"] = True, False
     assert {"optimizer", "dtensor_cfg"}.isdisjoint(ignored_keys(raw))
     assert "dtensor_cfg" not in ignored_keys(host_policies.EARLY | {"dtensor_cfg": {"enabled": 0}})
+
+
+def test_what_would_change_most_is_listed_first() -> None:
+    raw = copy.deepcopy(host_policies.EARLY)
+    raw["megatron_cfg"].setdefault("optimizer", {})
+    raw["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] = True
+    first, *others = ignored_keys(raw)
+    assert first == "megatron_cfg.optimizer.use_precision_aware_optimizer"
+
+    def asks(path: str) -> bool:
+        value: Any = raw
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return bool(value) and not (isinstance(value, dict) and value.get("enabled") is False)
+
+    asking = [asks(path) for path in others]
+    assert asking == sorted(asking, reverse=True) and len(set(asking)) == 2
+
+
+def test_what_has_no_effect_beside_other_keys_is_listed() -> None:
+    raw = copy.deepcopy(host_policies.EARLY)
+    raw["megatron_cfg"] |= {"activation_checkpointing": False, "recompute_num_layers": 100}
+    assert "nothing is recomputed" in ignored_keys(raw)["megatron_cfg.recompute_num_layers"]
+    raw["megatron_cfg"]["activation_checkpointing"] = True
+    assert "megatron_cfg.recompute_num_layers" not in ignored_keys(raw)
+    raw["megatron_cfg"] = {"enabled": False}
+    raw["dtensor_cfg"] = {"enabled": True, "sequence_parallel": True}
+    assert "dtensor_cfg.sequence_parallel" in ignored_keys(raw)
+    assert not parallel_sizes(PolicyConfig.parse(raw)).sequence_parallel
+    raw["dtensor_cfg"]["tensor_parallel_size"] = 2
+    assert "dtensor_cfg.sequence_parallel" not in ignored_keys(raw)
+    assert parallel_sizes(PolicyConfig.parse(raw)).sequence_parallel
 
 
 def test_a_key_of_the_engine_that_is_off_passes_and_counts_where_it_is_on() -> None:

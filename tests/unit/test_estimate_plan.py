@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -277,11 +278,36 @@ def test_plan_says_what_to_change_if_nothing_fits(tmp_path: Path) -> None:
     result = run("--model", path, "--gpus", 1)
     assert result.exit_code == 1
     assert "states alone take" in result.stdout and "use more GPUs" in result.stdout
+    assert "a plan fits on 2 GPUs, the fewest of 2^n and 3 x 2^n" in result.stdout
+    assert run("--model", path, "--gpus", 2).exit_code == 0
     small = tmp_path / "small"
     small.mkdir()
     long = ("--seq-len", 32768, "--mb-tokens", 262144, "--gpu-memory", "12GiB")
     tight = run("--model", model(small, SMALL), "--gpus", 1, *long)
     assert tight.exit_code == 1 and "--mb-tokens" in tight.stdout
+
+
+def test_replicas_of_a_layout_that_does_not_fit_are_counted(tmp_path: Path) -> None:
+    path = model(tmp_path, QWEN_7B)
+    alone = run("--model", path, "--tp", 2, "--dp", 1, "--gpu-memory", "40GiB")
+    assert alone.exit_code == 1
+    assert (found := re.search(r"a plan fits on (\d+) GPUs", alone.stdout)), alone.stdout
+    assert run("--model", path, "--gpus", found[1], "--gpu-memory", "40GiB").exit_code == 0
+    never = run("--model", path, "--gpus", 1, "--gpu-memory", "1GiB")
+    assert never.exit_code == 1
+    assert "no number of GPUs up to 16,384 is enough for a plan" in never.stdout
+
+
+def test_an_engine_beside_the_policy_takes_memory_from_the_plan(tmp_path: Path) -> None:
+    path = model(tmp_path, QWEN_7B)
+    alone = run("--model", path, "--gpus", 8)
+    assert "an inference engine on the same GPUs would need memory too: --beside-engine GIB" in (
+        alone.stdout
+    )
+    beside = run("--model", path, "--gpus", 8, "--beside-engine", 30)
+    assert "an engine beside it keeps 30 GiB of each GPU" in beside.stdout
+    assert "in 42 GiB that can be planned with" in beside.stdout
+    assert run("--model", path, "--gpus", 8, "--beside-engine", 71).exit_code == 1
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,9 @@ def test_a_checkpoint_of_megatron_core_in_its_place_is_recognised(
 
 def test_a_model_type_that_nobody_knows_is_refused_with_those_there_are(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of", "auto_map": {}}')
-    with pytest.raises(ConversionError, match=r"no model family 'unheard-of'; .*llama.*models\.$"):
+    with pytest.raises(
+        ConversionError, match=r"'unheard-of'; .*llama.*\(FSDP2\); docs/add-a-model\.md .*models\.$"
+    ):
         read_config(tmp_path)
 
 

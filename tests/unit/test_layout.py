@@ -244,14 +244,17 @@ def batched(section: str, gbs: int, **megatron: Any) -> PolicyConfig:
 
 
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
-def test_microbatches_of_tokens_ask_nothing_of_the_global_batch_size(section: str) -> None:
+def test_microbatches_of_tokens_ask_for_equal_shares_unless_a_driver_plans(section: str) -> None:
     stages = {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
     }
     policy = batched(section, gbs=7, **stages)
     assert not pads(policy) and pads(config())
-    check_layout(policy, shape(), topology_of(policy, 8))
+    check_layout(policy, shape(), topology_of(policy, 8), planned=True)
+    assert "is not a multiple of 4 data-parallel ranks" in (said := refusal(policy, shape(), 8))
+    assert "use 4 or 8. Only `Policy`, " in said
+    check_layout(policy, shape(), topology_of(policy, 14))
     assert microbatch_round(topology_of(policy, 8)) == 2
     assert microbatch_round(Topology(pp=2)) == 1
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +22,18 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.device import is_accelerated
 from megatron_policy.device.timing import Recorder
-from megatron_policy.engines.hugging_face.decoder import Decoder
+from megatron_policy.engines.hugging_face.decoder import Decoder, split_dimension
 from megatron_policy.engines.hugging_face.engine import FsdpEngine
 from megatron_policy.engines.hugging_face.fsdp1 import Fsdp1
 from megatron_policy.engines.hugging_face.head import FusedHead, OwnHead
+from megatron_policy.engines.hugging_face.import_paths import refuse_schedule
 from megatron_policy.engines.hugging_face.module import (
     SourceTensors,
     build_module,
     refuse_unmatched,
     sources_of,
 )
-from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable
+from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable, make_optimizer
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups, make_groups
 from megatron_policy.engines.hugging_face.sharding import Fsdp2, Sharding
 from megatron_policy.engines.hugging_face.table import Cut, Shares, sharded_table
@@ -81,6 +83,47 @@ def build(
         raise
 
 
+def check_build(config: PolicyConfig, table: Table, topology: Topology) -> None:
+    """ConfigError or ConversionError for what `build` refuses for the sake of the configuration,
+    the model's class and the number of ranks. Builds the model without memory of its weights.
+
+    The tensors of a model without a family are those of its files: how ranks would cut them is not
+    checked.
+    """
+    module = build_module(config)
+    _refuse_mixing(config, module)
+    refuse_schedule(config, make_optimizer(config, []))
+    decoder = Decoder(module)
+    _ = decoder.base  # refuses a model without one
+    names, tp = tuple(table.hf_shapes()), topology.tp
+    if not names:
+        if tp > 1:
+            plan_of(config.dtensor_cfg, module)
+        return
+    sources = sources_of(module, names)
+    refuse_unmatched(module, sources, names)
+    region: Any = TensorRegion(_Ranks(tp), parallel_sizes(config).sequence_parallel)  # type: ignore[arg-type]
+    _tensor_parallel(config, table, region, decoder, sources)
+    if engine_of(config) is Engine.FSDP2:
+        ranks = topology.world_size // model_copies(config, topology.world_size) // tp
+        for name, source in sources.items():
+            if source.stacked:
+                split_dimension(tuple(module.get_parameter(name).shape), True, ranks)
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The first rank of a group that is not there; it has no collectives."""
+
+    ranks: int
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self.ranks
+
+
 def _names(
     config: PolicyConfig, source_dtypes: Mapping[str, torch.dtype] | None
 ) -> tuple[str, ...]:
@@ -103,7 +146,8 @@ def _build(
 ) -> FsdpEngine:
     decoder, ranks = Decoder(module), groups.shards.size()
     text = TextLength.of(module, config.rope_length, config.max_total_sequence_length)
-    region, shares = _tensor_parallel(config, table, groups, decoder, sources)
+    region = TensorRegion(groups.batch.tp, parallel_sizes(config).sequence_parallel)
+    shares = _tensor_parallel(config, table, region, decoder, sources)
     sharding = _shared_out(config, decoder, groups, sources)
     own = sharded_table(decoder, table, sources, sharding, shares)
     weights = Topology(tp=ranks, dp=groups.copies.size())
@@ -133,22 +177,20 @@ def _build(
 def _tensor_parallel(
     config: PolicyConfig,
     table: Table,
-    groups: FsdpGroups,
+    region: TensorRegion,
     decoder: Decoder,
     sources: Mapping[str, SourceTensors],
-) -> tuple[TensorRegion, Shares]:
-    """Cut the model to what this tensor-parallel rank has of it."""
-    region, settings = TensorRegion(groups.batch.tp), config.dtensor_cfg
+) -> Shares:
+    """Cut the model to what a rank of `region` has of it."""
     if region.size == 1:
-        return region, Shares()
-    region.splits_tokens = settings.sequence_parallel
+        return Shares()
     if region.splits_tokens and not table.entries:
         raise ConfigError(
             "policy.dtensor_cfg.sequence_parallel needs a family of this package, and "
             f"{type(decoder.model).__name__} has none: set it to false"
         )
-    plan = plan_of(settings, decoder.model)
-    return region, split(decoder, plan, sources, region, ends=bool(table.entries))
+    plan = plan_of(config.dtensor_cfg, decoder.model)
+    return split(decoder, plan, sources, region, ends=bool(table.entries))
 
 
 def _shared_out(

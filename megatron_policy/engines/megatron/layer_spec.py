@@ -13,8 +13,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_policy.config.adapters import beyond_its_modules, check_implementation
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
 from megatron_policy.converters.architecture.traits import QkNorm
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
@@ -38,16 +38,10 @@ def resolve_implementation(
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and is_accelerated()
-    # Its layers apply a norm to what adapters would read, and its experts are one module.
-    adapters = ["adapters"] if adapted else []
-    beyond = [*beyond_transformer_engine(architecture), *adapters]
     if requested == "auto":
+        beyond = beyond_its_modules(architecture, adapted)
         return TRANSFORMER_ENGINE if usable and not beyond else LOCAL
-    if requested == TRANSFORMER_ENGINE and beyond:
-        raise ConfigError(
-            "policy.megatron_cfg.transformer_impl is 'transformer_engine', which cannot express "
-            f"this model's {', '.join(beyond)}; use 'auto' or 'local'"
-        )
+    check_implementation(requested, architecture, adapted)
     if requested == TRANSFORMER_ENGINE and not usable:
         missing = "no GPU is visible" if installed else "it is not installed"
         raise ConfigError(

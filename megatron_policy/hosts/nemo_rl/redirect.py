@@ -12,7 +12,7 @@ import os
 import shutil
 import site
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -221,7 +221,8 @@ def _lead_workers_to_this_package() -> None:
 def _found_by_a_new_python() -> bool:
     """Whether a new Python like this one imports this very package from any working directory."""
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    lasting = [*given, *site.getsitepackages(), site.getusersitepackages()]
+    sites = [*site.getsitepackages(), site.getusersitepackages()]
+    lasting = [*given, *(folder for each in sites for folder in (each, *_folders_added_in(each)))]
     here = Path(__file__).resolve().parents[2] / "__init__.py"
     found = PathFinder.find_spec("megatron_policy", lasting)
     for finder in sys.meta_path:
@@ -229,3 +230,11 @@ def _found_by_a_new_python() -> bool:
         if found is None and getattr(finder, "__module__", "").startswith("__editable__"):
             found = finder.find_spec("megatron_policy", None)
     return found is not None and Path(found.origin or "").resolve() == here
+
+
+def _folders_added_in(folder: str) -> Iterator[str]:
+    """The folders that the `.pth` files of a site-packages folder add to the import path."""
+    for file in sorted(Path(folder).glob("*.pth")):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.strip() and not line.startswith(("#", "import ", "import\t")):
+                yield os.path.join(folder, line.rstrip())

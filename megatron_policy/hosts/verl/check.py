@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_policy.config import PolicyConfig, yaml_file
-from megatron_policy.config.layout import check_layout, topology_of
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.adapters import model_tables
+from megatron_policy.config.layout import checked_topology
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.hosts.roles import check_alike
@@ -66,8 +66,8 @@ def report(document: Mapping[str, Any]) -> Iterator[str]:
         with with_verl_names():
             told = translated(model, engine, optim, checkpoint)
             config = told.parsed()
-            topology = topology_of(config, ranks)
-            check_layout(config, model_table(config).architecture, topology)
+            table, _ = model_tables(config)
+            topology = checked_topology(config, table.architecture, ranks)
         made[role] = config, topology
         axes = " x ".join(f"{axis}={getattr(topology, axis)}" for axis in _AXES)
         yield f"{role}: {config.model_name} in {config.precision} on {ranks} ranks, {axes}"

@@ -12,17 +12,9 @@ from typing import Any
 
 import ray
 
+from megatron_policy.config.parallel_sizes import check_env_vars
 from megatron_policy.converters.files import contained
-from megatron_policy.errors import ConfigError
-
-OWN_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+from megatron_policy.errors import WorkerError
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ def init_ray(
 
     It connects to `address`, else to RAY_ADDRESS, else to a new local instance without dashboard;
     the sizes apply only to the latter (None: Ray's defaults). Workers get the driver's import
-    path; see `python_path`.
+    path; see `python_path`. WorkerError if Ray cannot be started.
     """
     if ray.is_initialized():
         return
@@ -64,15 +56,23 @@ def init_ray(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # It warns about the access token that Ray itself makes for the new instance.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        object_store_memory=object_store_bytes,
-        include_dashboard=False,
-        logging_level=logging.WARNING,
-        **common,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            object_store_memory=object_store_bytes,
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            **common,
+        )
+    except Exception as error:  # whatever starts Ray's processes can raise anything
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise WorkerError(
+            f"Ray could not be started on this machine: {said:.500}. Its logs are in the newest "
+            "folder session_... of /tmp/ray (RAY_TMPDIR names another); a Ray that is left over "
+            "ends by `ray stop --force`, and RAY_ADDRESS names one that runs already"
+        ) from error
 
 
 def python_path() -> str:
@@ -108,12 +108,7 @@ def worker_env(
 
     `threads` applies to workers on the CPU unless the driver's OMP_NUM_THREADS is set.
     """
-    taken = sorted(set(OWN_VARIABLES).intersection(user))
-    if taken:
-        raise ConfigError(
-            f"env_vars sets {', '.join(taken)}: the worker group sets these itself. "
-            "Remove them; a launcher without Ray uses MegatronPolicy directly"
-        )
+    check_env_vars("env_vars", user)
     env: dict[str, object] = {
         "RANK": seat.rank,
         "LOCAL_RANK": seat.local_rank,

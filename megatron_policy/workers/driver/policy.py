@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.described import described
-from megatron_policy.config.layout import check_layout, topology_of
-from megatron_policy.config.model_table import check_reference, model_table
+from megatron_policy.config.layout import checked_topology
 from megatron_policy.config.parallel_sizes import env_vars_of
 from megatron_policy.coordination.authenticated_connection import new_secret
 from megatron_policy.errors import ConfigError
@@ -98,11 +98,9 @@ class Policy(
         self._open_metrics(writers)
         self._tokenizer = tokenizer
         self._can_train, self._has_reference = init_optimizer, init_reference_model
-        table = model_table(self.config)
-        check_reference(self.config, table, wanted=init_reference_model)
-        architecture = table.architecture
-        self.topology = topology_of(self.config, cluster.size_of(workers_per_node))
-        check_layout(self.config, architecture, self.topology)
+        table, _ = model_tables(self.config, reference=init_reference_model)
+        architecture, ranks = table.architecture, cluster.size_of(workers_per_node)
+        self.topology = checked_topology(self.config, architecture, ranks, planned=True)
         self._dispatcher = BatchDispatcher.of(self.config, self.topology, architecture)
         self._described = described(self.config, table, self.topology)
         check_device(self.config, cluster.use_gpus)

@@ -12,7 +12,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.batching import batching_of
-from megatron_policy.config.layout import microbatch_round
+from megatron_policy.config.layout import microbatch_round, microbatches
 from megatron_policy.converters.architecture import Architecture, ScalarHead
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.interfaces import LossFunction
@@ -102,7 +102,8 @@ class BatchDispatcher:
         check_loss(loss_fn, self.head)
         if training.kind == "padded":
             training.check_whole_groups(mbs, f"mbs={mbs}")
-            return training_shards(data, self.topology.dp, gbs, mbs)
+            microbatches(gbs, mbs, self.topology)
+            return training_shards(data, self.topology.dp, gbs)
         lengths = checked_lengths(data, training)
         return planned_shards(data, lengths, training, self.topology, self.cost, gbs).shards
 
@@ -206,18 +207,12 @@ def planned_shards(
 
 
 def training_shards(
-    data: BatchedDataDict, ranks: int, global_batch_size: int, micro_batch_size: int
+    data: BatchedDataDict, ranks: int, global_batch_size: int
 ) -> list[BatchedDataDict]:
-    """Each rank's part of every global batch, one after another; ConfigError unless all sizes
-    divide evenly.
+    """Each rank's part of every global batch, one after another, of which it has equal shares;
+    ConfigError unless the data are whole global batches.
     """
-    share, left = divmod(global_batch_size, ranks)
-    if left or share % micro_batch_size:
-        raise ConfigError(
-            f"gbs={global_batch_size} cannot be split over {ranks} data-parallel ranks in "
-            f"microbatches of mbs={micro_batch_size}: make gbs a multiple of "
-            f"{ranks * micro_batch_size}"
-        )
+    share = global_batch_size // ranks
     _check_whole(data, global_batch_size)
     shards = data.shard_by_batch_size(ranks, global_batch_size)
     starts = range(0, data.size, global_batch_size)

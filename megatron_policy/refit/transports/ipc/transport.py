@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_policy import device
+from megatron_policy.config.numbers import SMALLEST_BUFFER_BYTES
 from megatron_policy.coordination.timeouts import ENGINE_SHARE
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit.buffers import BufferSlice
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 HOST_BUFFER_BYTES = 32 * 2**20  # new pages cost more than more packs; containers have 64 MiB
 GPU_BUFFER_BYTES = 512 * 2**20
-SMALLEST_BUFFER_BYTES = 1024
 
 
 def address_of(device_id: str) -> str:
