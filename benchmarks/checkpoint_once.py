@@ -20,8 +20,10 @@ import torch
 
 from benchmarks.train_steps import NextTokenLoss
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device import current_device
 from megatron_policy.formats.digests import Digest
 from megatron_policy.formats.tensors import flat_bytes
+from megatron_policy.memory.pinned_pool import page_locked
 from megatron_policy.policy import MegatronPolicy
 
 BUFFER = 64 * 2**20
@@ -44,14 +46,14 @@ def sync(path: Path, folder: Path, turns: int) -> dict[str, Any]:
     plain = sum(size for _, size in files(folder / "plain"))
     shutil.rmtree(folder / "plain")
     written = files(folder / "saved")
-    room = [memoryview(bytearray(size)) for _, size in written]
-    buffer = memoryview(bytearray(BUFFER))
+    room = [torch.empty(size, dtype=torch.uint8, device=current_device()) for _, size in written]
+    buffer = page_locked(BUFFER)
     for state, prepare in {"warm": warm, "cold": cold}.items():
         for _ in range(turns):
-            prepare(written, buffer)
+            prepare(written)
             timed(seconds, f"read, {state}", lambda: read_plainly(written, buffer, room))
             spoil(policy)
-            prepare(written, buffer)
+            prepare(written)
             timed(seconds, f"load, {state}", lambda: load(policy, folder / "saved"))
             if digests(policy) != before:
                 raise RuntimeError("a load has not brought back what was saved")
@@ -143,21 +145,33 @@ def write_plainly(policy: MegatronPolicy, folder: Path) -> None:
     for name in DIRECTORIES:
         with (folder / name).open("wb", buffering=0) as file:
             for own, tensor in live(policy):
-                content = flat_bytes(tensor)
-                for start in range(0, len(content) if own == name else 0, BUFFER):
-                    file.write(content[start : start + BUFFER])
+                for piece in host_bytes(tensor) if own == name else ():
+                    file.write(piece)
             os.fsync(file.fileno())
 
 
+def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A flat tensor's bytes, piece by piece: its own memory or, of one on a GPU, a buffer's. Each
+    piece must be used before the next is requested.
+    """
+    pieces = tensor.view(torch.uint8).split(BUFFER)
+    if tensor.device.type == "cpu":
+        yield from map(flat_bytes, pieces)
+        return
+    buffer = page_locked(min(BUFFER, tensor.nbytes))
+    for piece in pieces:
+        yield flat_bytes(buffer[: piece.nbytes].copy_(piece))
+
+
 def read_plainly(
-    written: list[tuple[Path, int]], buffer: memoryview, room: list[memoryview]
+    written: list[tuple[Path, int]], buffer: torch.Tensor, room: list[torch.Tensor]
 ) -> None:
-    """Read each file through the buffer into its own memory."""
+    """Read each file through the buffer into its own memory on the policy's device."""
     for (path, _), target in zip(written, room, strict=True):
         with path.open("rb", buffering=0) as file:
             start = 0
-            while count := file.readinto(buffer):
-                target[start : start + count] = buffer[:count]
+            while count := file.readinto(flat_bytes(buffer)):
+                target[start : start + count].copy_(buffer[:count])
                 start += count
 
 
@@ -167,15 +181,16 @@ def files(folder: Path) -> list[tuple[Path, int]]:
     return [(path, path.stat().st_size) for path in found]
 
 
-def warm(written: list[tuple[Path, int]], buffer: memoryview) -> None:
+def warm(written: list[tuple[Path, int]]) -> None:
     """Load the files into the page cache."""
+    buffer = memoryview(bytearray(BUFFER))
     for path, _ in written:
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
 
 
-def cold(written: list[tuple[Path, int]], buffer: memoryview) -> None:
+def cold(written: list[tuple[Path, int]]) -> None:
     """Drop the files from the page cache."""
     for path, _ in written:
         handle = os.open(path, os.O_RDONLY)
@@ -201,7 +216,8 @@ def digests(policy: MegatronPolicy) -> list[str]:
     found = []
     for _, tensor in live(policy):
         digest = Digest()
-        digest.update(tensor)
+        for piece in host_bytes(tensor):
+            digest.update(piece)
         found.append(digest.text())
     return found
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         RayVirtualCluster as RayVirtualCluster,
     )
     from megatron_policy.workers.driver.policy import Policy as Policy
-    from megatron_policy.workers.worker.actor import MegatronPolicyWorker as MegatronPolicyWorker
+    from megatron_policy.workers.worker.remote import MegatronPolicyWorker as MegatronPolicyWorker
 
 _install_renamed()
 
@@ -63,7 +63,7 @@ _HOME = {
     "LossInputType": "interfaces",
     "LossType": "interfaces",
     "MegatronPolicy": "policy",
-    "MegatronPolicyWorker": "workers.worker.actor",
+    "MegatronPolicyWorker": "workers.worker.remote",
     "MetricNormalizer": "interfaces",
     "MissingPackageError": "errors",
     "Policy": "workers.driver.policy",

@@ -14,8 +14,9 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import settings
@@ -27,6 +28,36 @@ from tests.turns import share_out
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
+
+
+# Files, and folders of them, whose imports need Ray: they skip where it is not installed.
+NEED_RAY = (
+    "hosts/real/",
+    "hosts/test_generation.py",
+    "hosts/test_standin.py",
+    "hosts/test_value_worker.py",
+    "hosts/test_worker.py",
+    "ray/",
+    "unit/test_interface_page.py",
+    "unit/test_policy_methods.py",
+    "unit/test_process_activity.py",
+    "unit/test_quickstart.py",
+    "unit/test_timeouts.py",
+)
+
+
+class WithoutRay(pytest.Module):
+    """A file that needs Ray, where there is none: it is not imported."""
+
+    def collect(self) -> NoReturn:
+        pytest.skip("needs Ray, which is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> Any:
+    below = module_path.relative_to(Path(__file__).parent).as_posix()
+    if below.startswith(NEED_RAY) and find_spec("ray") is None:
+        return WithoutRay.from_parent(parent, path=module_path)
+    return None
 
 
 def needed_gpus(item: pytest.Item) -> int:

@@ -196,11 +196,13 @@ def _glm4_moe_lite(rng: random.Random, layers: int, sizes: dict[str, Any]) -> di
 
 def _minimax_m2(rng: random.Random, layers: int, sizes: dict[str, Any]) -> dict[str, Any]:
     experts = rng.choice([3, 4, 6])
+    # Both, because the oracle of some releases of transformers does not read rotary_dim alone.
+    rotated = rng.choice([4, sizes["head_dim"]])
     return {
         "num_local_experts": experts,
         "num_experts_per_tok": rng.randint(1, experts),
-        "partial_rotary_factor": None,
-        "rotary_dim": rng.choice([4, sizes["head_dim"]]),
+        "partial_rotary_factor": rotated / sizes["head_dim"],
+        "rotary_dim": rotated,
     }
 
 

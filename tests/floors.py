@@ -156,6 +156,7 @@ FRAGMENTS = {
     "workers.worker.checkpoint": _METHODS,
     "workers.worker.model": _METHODS,
     "workers.worker.monitoring": _METHODS,
+    "workers.worker.remote": "the only file of its folder that needs Ray",
 }
 
 

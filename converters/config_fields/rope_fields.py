@@ -24,14 +24,17 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def take_rope(fields: Fields, *, partial: bool = False, interleaved: bool = False) -> Rope:
+def take_rope(
+    fields: Fields, *, partial: bool = False, interleaved: bool = False, fraction: float = 1.0
+) -> Rope:
     """The rotary embedding in either spelling: `rope_parameters`, or `rope_theta` and
     `rope_scaling`.
 
-    `partial` says that the family can leave part of a head unrotated.
+    `partial` says that the family can leave part of a head unrotated; without
+    `partial_rotary_factor` in the config, `fraction` of it is rotated.
     """
     section = fields.section("rope_parameters") or fields.section("rope_scaling")
-    return _rope(fields, section, "rope_theta", partial, interleaved)
+    return _rope(fields, section, "rope_theta", partial, interleaved, fraction)
 
 
 def take_ropes_by_window(
@@ -57,10 +60,11 @@ def _rope(
     base_field: str,
     partial: bool = False,
     interleaved: bool = False,
+    fraction: float = 1.0,
 ) -> Rope:
     inner = section or Fields({})
     base = _either(fields, base_field, inner, "rope_theta")
-    fraction = _either(fields, "partial_rotary_factor", inner, "partial_rotary_factor", 1.0)
+    fraction = _either(fields, "partial_rotary_factor", inner, "partial_rotary_factor", fraction)
     if fraction != 1.0 and not partial:
         (section or fields).refuse("partial_rotary_factor", fraction, "the whole head is rotated")
     scaling = _scaling(fields, inner)

@@ -5,6 +5,7 @@ heads, part of each head rotated.
 from __future__ import annotations
 
 from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture.rotary import Rope
 from megatron_policy.converters.architecture.traits import Moe, QkNorm, Scoring
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
@@ -36,11 +37,7 @@ def architecture(fields: Fields) -> Architecture:
     kinds = fields.take("attn_type_list", None) or ()
     if any(kind != 1 for kind in kinds):
         fields.refuse("attn_type_list", kinds, "every layer has full attention, which is 1")
-    rope = take_rope(fields, partial=True)
-    common = dense.architecture(fields, rope=rope, qk_norm=QkNorm.ALL_HEADS)
-    rotated = fields.take("rotary_dim", None)
-    if rotated is not None and rotated != rope.size(common.kv_channels):
-        fields.refuse("rotary_dim", rotated, "contradicts partial_rotary_factor")
+    common = dense.architecture(fields, rope=_take_rope(fields), qk_norm=QkNorm.ALL_HEADS)
     moe = Moe(
         experts=experts.take_experts(fields, "num_local_experts", "num_experts"),
         chosen=fields.take("num_experts_per_tok"),
@@ -50,3 +47,19 @@ def architecture(fields: Fields) -> Architecture:
         correction_bias=True,
     )
     return experts.with_experts(fields, common, moe, (True,) * common.num_layers)
+
+
+def _take_rope(fields: Fields) -> Rope:
+    """The rotated part is `partial_rotary_factor` of a head or, in published configs, `rotary_dim`
+    channels, which releases of transformers that ignore that field write back unchanged.
+    """
+    rotated, head = fields.take("rotary_dim", None), fields.take("head_dim")
+    if rotated is None:
+        return take_rope(fields, partial=True)
+    if not isinstance(rotated, int) or not 2 <= rotated <= head:
+        fields.refuse("rotary_dim", rotated, f"must be a number of channels from 2 to {head}")
+        return take_rope(fields, partial=True)
+    rope = take_rope(fields, partial=True, fraction=rotated / head)
+    if rope.size(head) != rotated:
+        fields.refuse("rotary_dim", rotated, "contradicts partial_rotary_factor")
+    return rope

@@ -20,7 +20,7 @@ from megatron_policy.lm_head.output import Output
 from megatron_policy.packing import plan
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.training import batching
-from megatron_policy.workers.driver.sharding import BatchDispatcher
+from megatron_policy.training.sharding import BatchDispatcher
 from tests import oracle, pairwise
 from tests.dist.cases import (
     GLOBAL_BATCH,

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.checkpoint_once import sync
+from benchmarks.checkpointing import PAIRS
+from benchmarks.checkpoints import Size, write_checkpoint
 from tests.dist.cases import open_policy
 from tests.dist.layouts import OVERLAPPED, SIZES, layout
 from tests.dist.resuming import (
@@ -66,3 +69,14 @@ def test_so_they_do_on_several(gpu_ranks, checkpoint, tmp_path: Path, case) -> N
     path = checkpoint("qwen2", tied=True, **WIDE)
     config = config_of(path, case.megatron, precision="bfloat16")
     compare(gpu_ranks, config, tmp_path, 2)
+
+
+@pytest.mark.gpu
+def test_saves_and_loads_of_a_gpus_policy_are_timed_beside_plain_files(
+    gpu_ranks, tmp_path: Path
+) -> None:
+    size = Size(hidden=32, ffn=48, layers=2, heads=4, groups=2, vocab=128)
+    path, box = write_checkpoint(tmp_path / "checkpoint", size), tmp_path / "box"
+    box.mkdir()
+    (found,) = gpu_ranks.run(1, sync, path, box, 1)
+    assert found["wall_s"].keys() == {*PAIRS, *PAIRS.values()}

@@ -14,7 +14,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.batching import batching_of
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.workers.driver.sharding import planned_shards
+from megatron_policy.training.sharding import planned_shards
 from tests.dist.cases import learned_weights, open_policy
 from tests.dist.layouts import SIZES
 from tests.invariance import cases, losses

@@ -1,4 +1,6 @@
-"""Worker groups that are gone when their test is over."""
+"""Worker groups that are gone when their test is over. Files of this folder skip without Ray, and
+this one, which is imported even then, imports Ray in its fixtures.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.workers import RayVirtualCluster, WorkerGroup
-from tests.ray.actors import GroupMaker, Worker, still_running
 
 if TYPE_CHECKING:
     from megatron_policy import Policy
+    from megatron_policy.workers import RayVirtualCluster, WorkerGroup
+    from tests.ray.actors import GroupMaker
     from tests.ray.policies import PolicyMaker
 
 
@@ -27,6 +29,9 @@ def make_group() -> Iterator[GroupMaker]:
     """`make_group(topology, **constructor arguments)` -> a group of PlainWorkers on CPUs, which may
     be stopped for `timeout_s`.
     """
+    from megatron_policy.workers import RayVirtualCluster, WorkerGroup
+    from tests.ray.actors import Worker
+
     clusters: list[RayVirtualCluster] = []
     groups: list[WorkerGroup] = []
 
@@ -54,6 +59,8 @@ def make_group() -> Iterator[GroupMaker]:
 @pytest.fixture
 def diary(tmp_path: Path) -> Iterator[Path]:
     """A folder in which workers leave their process ids; all of them must be gone at the end."""
+    from tests.ray.actors import still_running
+
     yield tmp_path
     assert not still_running(tmp_path)
 
@@ -63,6 +70,7 @@ def make_policy(checkpoint: Callable[..., Path]) -> Iterator[PolicyMaker]:
     """`make_policy(layout)` -> a Policy with two CPU workers, which is gone after the test."""
     # Here, because it brings Megatron-Core, which the worker group's own tests do without.
     from megatron_policy import Policy
+    from megatron_policy.workers import RayVirtualCluster
     from tests.ray.policies import TOKENIZER, config_of
 
     open_: list[Any] = []

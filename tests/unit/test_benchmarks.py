@@ -293,6 +293,21 @@ def test_a_rank_that_fails_ends_the_others_and_says_why() -> None:
         run_ranks(2, "timeit", "-n1", "-r1", "import time; time.sleep(60)", limit_s=0.1)
 
 
+def test_tensors_on_a_gpu_are_written_from_a_buffer_of_the_host() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from benchmarks.checkpoint_once import BUFFER, host_bytes
+
+    with FakeTensorMode(allow_non_fake_inputs=True):  # a GPU's tensor, of which numpy has no view
+        tensor = torch.empty(BUFFER + 6, dtype=torch.bfloat16, device="cuda")
+    assert [len(piece) for piece in host_bytes(tensor)] == [BUFFER, BUFFER, 12]
+    own = torch.arange(5, dtype=torch.int16)
+    assert b"".join(host_bytes(own)) == own.numpy().tobytes()
+    (piece,) = host_bytes(own)
+    own.zero_()
+    assert not any(piece)
+
+
 def test_saves_and_loads_are_timed_beside_plain_files_of_their_tensors(
     ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -387,6 +388,43 @@ def test_two_numbers_of_experts_are_refused(tmp_path: Path) -> None:
     assert bind(raw).architecture.moe == moe(scoring=OF_CHOSEN)
     with pytest.raises(ConversionError, match="num_local_experts = 8: contradicts num_experts"):
         bind(raw | {"num_local_experts": 8})
+
+
+@pytest.mark.parametrize(
+    ("rotary_dim", "rope", "refused"),
+    [
+        (8, {}, None),  # transformers 5.17 writes this
+        (8, {"partial_rotary_factor": 0.5}, None),  # and later releases this
+        (8, {"partial_rotary_factor": 1.0}, "rotary_dim = 8: contradicts partial_rotary_factor"),
+        (24, {}, "rotary_dim = 24: must be a number of channels from 2 to 16"),
+        ("8", {}, "rotary_dim = '8': must be a number of channels"),
+    ],
+)
+def test_a_minimax_m2_rotates_its_rotary_dim_whichever_release_wrote_the_config(
+    rotary_dim: Any, rope: dict[str, float], refused: str | None
+) -> None:
+    raw = {
+        "model_type": "minimax_m2",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "max_position_embeddings": 196608,
+        "rms_norm_eps": 1e-06,
+        "num_experts_per_tok": 3,
+        "num_local_experts": 8,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "rope_parameters": {"rope_theta": 5000000.0, "rope_type": "default"} | rope,
+        "rotary_dim": rotary_dim,
+        "tie_word_embeddings": False,
+    }
+    with pytest.raises(ConversionError, match=refused) if refused else nullcontext():
+        assert bind(raw).architecture.rope == Rope(5e6, fraction=0.5)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+import megatron_policy
+from megatron_policy import workers
 from megatron_policy.errors import MissingPackageError
 from megatron_policy.extras import EXTRAS, require
+from tests.conftest import NEED_RAY
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LAZY = {each.__name__: each for each in (megatron_policy, workers)}
 BLOCKED = f"import sys; sys.modules |= dict.fromkeys({sorted(EXTRAS)!r})\n"
 
 WITHOUT_RAY = """
@@ -90,3 +96,48 @@ def test_a_package_that_lacks_one_of_its_own_keeps_its_error(
     with pytest.raises(ModuleNotFoundError, match="one_of_its_own") as caught:
         require("zmq")
     assert not isinstance(caught.value, MissingPackageError)
+
+
+def imported_names(body: list[ast.stmt]) -> Iterator[str]:
+    """What importing a module with this body imports, as dotted names of modules or members."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Expr) and ast.unparse(node) == "require('ray')":
+            yield "ray"
+        elif (
+            not isinstance(node, ast.FunctionDef) and "TYPE_CHECKING" not in ast.unparse(node)[:20]
+        ):
+            yield from imported_names(getattr(node, "body", []))
+
+
+@cache
+def imported_files(file: Path) -> set[Path]:
+    """The files of this checkout that importing `file` imports itself; Path("ray") for Ray."""
+    found: set[Path] = set()
+    for name in imported_names(ast.parse(file.read_text()).body):
+        above, _, member = name.rpartition(".")
+        if above in LAZY and member in LAZY[above]._HOME:
+            name = f"{above}.{LAZY[above]._HOME[member]}"
+        parts = name.split(".")
+        found |= {Path("ray")} if parts[0] == "ray" else set()
+        paths = [ROOT.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
+        found |= {path / "__init__.py" for path in paths} | {Path(f"{path}.py") for path in paths}
+    return {path for path in found if path == Path("ray") or path.is_file()}
+
+
+def test_files_of_tests_import_without_ray_or_are_listed() -> None:
+    needing = set()
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        reached, todo = {file}, [file]
+        while todo and Path("ray") not in reached:
+            new = imported_files(todo.pop()) - reached
+            reached |= new
+            todo.extend(new)
+        if Path("ray") in reached:
+            needing.add(file.relative_to(ROOT / "tests").as_posix())
+    assert "ray/test_ray_policy.py" in needing and "unit/test_quickstart.py" in needing
+    assert not {file for file in needing if not file.startswith(NEED_RAY)}
+    assert not {listed for listed in NEED_RAY if not any(f.startswith(listed) for f in needing)}

@@ -32,8 +32,7 @@ from megatron_policy.lm_head.fused_tiles import LEAST_WIDTH, WIDTH_MULTIPLE, til
 from megatron_policy.packing.tiles import AttentionTile
 from megatron_policy.refit.buffers import Buffer
 from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
-from megatron_policy.workers.cluster import assigned_gpu
-from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
+from megatron_policy.workers.worker import MegatronPolicyWorkerImpl, assigned_gpu
 from tests.conftest import reason_to_fail
 from tests.dist.cases import policy_config
 
@@ -98,6 +97,17 @@ def test_a_process_takes_the_gpu_of_its_local_rank_or_the_chosen_one(
     assert taken == [1, 3]
 
 
+def in_ray(monkeypatch: pytest.MonkeyPatch, given: list[Any]) -> None:
+    """This process is a worker to which Ray gave these GPUs; Ray need not be installed."""
+    ray = SimpleNamespace(is_initialized=lambda: True, get_gpu_ids=lambda: given)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+
+def test_a_process_without_ray_was_given_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    assert assigned_gpu.own_gpu("0,1") is None and "ray" not in sys.modules
+
+
 @pytest.mark.parametrize(
     ("given", "visible", "own"),
     [
@@ -115,8 +125,7 @@ def test_a_process_takes_the_gpu_of_its_local_rank_or_the_chosen_one(
 def test_a_worker_takes_the_gpu_that_ray_gave_it_among_those_it_sees(
     monkeypatch: pytest.MonkeyPatch, given: list[Any], visible: str | None, own: int | None
 ) -> None:
-    monkeypatch.setattr(assigned_gpu.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(assigned_gpu.ray, "get_gpu_ids", lambda: given)
+    in_ray(monkeypatch, given)
     assert assigned_gpu.own_gpu(visible) == own
 
 
@@ -138,8 +147,7 @@ def test_a_worker_binds_to_the_gpu_that_ray_gave_it_before_it_makes_a_policy(
 ) -> None:
     """LOCAL_RANK is the number of its bundle, which Ray does not place in the order of GPUs."""
     taken = on_gpus(monkeypatch, count)
-    monkeypatch.setattr(assigned_gpu.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(assigned_gpu.ray, "get_gpu_ids", lambda: given)
+    in_ray(monkeypatch, given)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

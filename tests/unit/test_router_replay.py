@@ -21,7 +21,7 @@ from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.replay import Replay, RouterReplay
-from megatron_policy.workers.driver.sharding import BatchDispatcher
+from megatron_policy.training.sharding import BatchDispatcher
 from tests.losses import TokenNLL
 from tests.unit.test_config import minimal
 from tests.unit.test_rows import model

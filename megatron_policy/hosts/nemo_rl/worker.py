@@ -34,7 +34,7 @@ from megatron_policy.hosts.nemo_rl.worker_info import (
     node_and_device,
     tensor_parallel_attributes,
 )
-from megatron_policy.workers.cluster.assigned_gpu import ALL_VISIBLE
+from megatron_policy.workers.worker.assigned_gpu import ALL_VISIBLE
 
 ACTOR_OPTIONS: dict[str, Any] = {"runtime_env": {"env_vars": dict(ALL_VISIBLE)}}
 """For `ray.remote`: the worker sees all GPUs of its node, as the host's own Megatron worker does.

@@ -12,7 +12,7 @@ import torch
 from megatron_policy import device
 from megatron_policy.device.caches import allocated
 from megatron_policy.device.profiling import device_name
-from megatron_policy.workers.cluster.assigned_gpu import given_by_ray
+from megatron_policy.workers.worker.assigned_gpu import given_by_ray
 
 _MIB = 2**20
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import ConfigError
 from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.sharding import merged_training
 from megatron_policy.workers.driver.monitoring import DriverMonitoring
-from megatron_policy.workers.driver.sharding import merged_training
 
 if TYPE_CHECKING:
     from megatron_policy.config import PolicyConfig
     from megatron_policy.interfaces import LossFunction
+    from megatron_policy.training.sharding import BatchDispatcher
     from megatron_policy.workers.cluster.group import WorkerGroup
-    from megatron_policy.workers.driver.sharding import BatchDispatcher
 
 
 @dataclass(frozen=True)

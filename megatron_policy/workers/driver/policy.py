@@ -24,6 +24,7 @@ from megatron_policy.interfaces.host import find_host
 from megatron_policy.interfaces.metrics import MetricsWriter
 from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.training.replay import NOT_RECORDED, Replay
+from megatron_policy.training.sharding import BatchDispatcher, merged_training
 from megatron_policy.workers.checks import check_device
 from megatron_policy.workers.cluster.group import WorkerGroup
 from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster
@@ -32,7 +33,6 @@ from megatron_policy.workers.driver.checkpoint import DriverCheckpoint, absolute
 from megatron_policy.workers.driver.memory import DriverMemory
 from megatron_policy.workers.driver.monitoring import DriverMonitoring, of_workers
 from megatron_policy.workers.driver.refit import DriverRefit
-from megatron_policy.workers.driver.sharding import BatchDispatcher, merged_training
 from megatron_policy.workers.profiling import DriverProfiling
 
 if TYPE_CHECKING:

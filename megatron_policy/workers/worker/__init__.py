@@ -1,9 +1,9 @@
-"""The worker's side: the actor of one rank, a MegatronPolicy under the host's method names; each of
-its base classes has the methods of one subject. Read `actor.py` first.
+"""The worker's side: one rank's MegatronPolicy under the host's method names; each base class has
+the methods of one subject. Read `actor.py` first. Only `remote.py` needs Ray.
 """
 
 from __future__ import annotations
 
-from .actor import MegatronPolicyWorker, MegatronPolicyWorkerImpl
+from .actor import MegatronPolicyWorkerImpl
 
-__all__ = ["MegatronPolicyWorker", "MegatronPolicyWorkerImpl"]
+__all__ = ["MegatronPolicyWorkerImpl"]

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-import ray
 import torch
 
 from megatron_policy import device
@@ -20,9 +19,9 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers.checks import refuse_unknown
-from megatron_policy.workers.cluster.assigned_gpu import own_gpu
 from megatron_policy.workers.profiling import WorkerProfiling
 from megatron_policy.workers.worker.accumulation import WorkerAccumulation
+from megatron_policy.workers.worker.assigned_gpu import own_gpu
 from megatron_policy.workers.worker.checkpoint import WorkerCheckpoint
 from megatron_policy.workers.worker.memory import WorkerMemory
 from megatron_policy.workers.worker.model import WorkerModel
@@ -232,8 +231,3 @@ class MegatronPolicyWorkerImpl(
 
 def _batch(data: Mapping[str, Any]) -> BatchedDataDict:
     return data if isinstance(data, BatchedDataDict) else BatchedDataDict(data)
-
-
-@ray.remote
-class MegatronPolicyWorker(MegatronPolicyWorkerImpl):
-    """`MegatronPolicyWorkerImpl` as an actor; Ray pickles it by value, so its body is empty."""

@@ -14,7 +14,7 @@ import pytest
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.model_table import model_table
 from megatron_policy.hosts.nemo_rl.losses import adapted
-from megatron_policy.workers.driver.sharding import BatchDispatcher
+from megatron_policy.training.sharding import BatchDispatcher
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import layout
 from tests.hosts.real import host

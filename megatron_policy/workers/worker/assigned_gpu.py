@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ray
+import sys
 
 ALL_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """The environment of a worker that sees all GPUs of its node, not only those that it was given."""
@@ -10,8 +10,9 @@ ALL_VISIBLE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 def given_by_ray() -> list[str]:
     """The GPUs that Ray gave this worker; none outside Ray."""
+    ray = sys.modules.get("ray")  # every worker of Ray has imported it, and Ray may be missing
     # Without Ray running, the call would start one, or join any on this node.
-    return [str(gpu) for gpu in ray.get_gpu_ids()] if ray.is_initialized() else []
+    return [str(gpu) for gpu in ray.get_gpu_ids()] if ray and ray.is_initialized() else []
 
 
 def own_gpu(visible: str | None) -> int | None:

@@ -17,7 +17,7 @@ from megatron_policy.packing.plan import Plan
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.replay import RouterReplay
-from megatron_policy.workers.driver.sharding import (
+from megatron_policy.training.sharding import (
     BatchDispatcher,
     even_shards,
     joined,
