@@ -133,8 +133,8 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
         self._scorer = Scorer(self._engine, self._batcher, rows, filtered)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         empty_steps = EmptySteps.of(self.config, self._engine.table.architecture)
-        parts = (self._engine, self._batcher, self.memory, self._session.state)
-        parts += (empty_steps, self._step_taken)
+        held = (self._engine, self._batcher, self.memory, self._session.state)
+        parts = (*held, empty_steps, self._step_taken)
         self.pieces = StepPieces(*parts)
         self.accumulator = GradientAccumulator(self.config, *parts, self._trained)
         self._continue = TextGenerator(

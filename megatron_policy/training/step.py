@@ -160,7 +160,7 @@ def train(
     counts: list[ValidCounts] = []
     mb_metrics: list[Metrics] = []
     faults: list[Fault] = []
-    stats, skipped = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0), ()
+    stats, skipped = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0), tuple[str, ...]()
     undo = Rollback.here(engine)
     for number, batch in enumerate(batches):
         run_batch = partial(forward_backward, engine, batch, loss_fn, number, meter.stopwatch)
@@ -187,8 +187,9 @@ def train(
     elif len(skipped) < len(batches):
         pieces.advance_schedule(global_batch_size)
     stats = replace(stats, skipped=skipped)
-    result = result_of(losses, stats, counts, mb_metrics, engine.groups.dp, eval_mode=eval_mode)
-    return meter.added_to(result)
+    return meter.added_to(
+        result_of(losses, stats, counts, mb_metrics, engine.groups.dp, eval_mode=eval_mode)
+    )
 
 
 def _cut(
