@@ -1,7 +1,8 @@
-# Every target makes the environment it needs: .venv (python3, pinned), .venv-latest (Python 3.13 or 3.12, newest releases)
-# or .venv-verl (python3 below 3.13, with verl).
+# Every target makes the environment it needs: .venv (python3, pinned), .venv-latest (Python 3.13 or 3.12, newest
+# releases), .venv-verl (python3 below 3.13, with verl) or .venv-gpu-image (Python 3.12, older releases, without Ray).
 PYTHON ?= python3
 PYTHON_LATEST ?=
+PYTHON_GPU_IMAGE ?= python3.12
 # Where torch documents its CPU builds: .ci/venv uses it where there is no GPU; empty: pip's own index.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # The same of .venv-latest, which has a CUDA build on every machine: its tests compile kernels, and build models on GPUs
@@ -20,6 +21,7 @@ SWEEP_ARGS ?=
 VENV := .venv
 LATEST := .venv-latest
 VERL := .venv-verl
+GPU_IMAGE := .venv-gpu-image
 BIN := $(VENV)/bin
 
 PARALLEL = -n $(TEST_PROCESSES) --no-loadscope-reorder
@@ -33,10 +35,10 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-latest test-verl test-gpu sweep sweep-cpus soak invariance compatibility pictures tour lint format bench bench-gpu clean
+.PHONY: help demo docs test test-latest test-verl test-gpu test-gpu-image sweep sweep-cpus soak invariance compatibility pictures tour lint format bench bench-gpu clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed ## train a small model by SFT and GRPO on 2 CPU workers and check its export
 	$(BIN)/python examples/quickstart/run.py $(DEMO_ARGS)
@@ -50,6 +52,9 @@ test-latest: $(LATEST)/.installed ## run the tests on Python 3.13 (or 3.12) with
 # Its wheel and its checkout have packages `tests` and `scripts` too: ours come first in every process.
 test-verl: $(VERL)/.installed ## run verl's own drivers on our engine; VERL_SOURCE=/its/checkout tests that in place of 0.9.1
 	PYTHONPATH=$(CURDIR)$(if $(VERL_SOURCE),:$(abspath $(VERL_SOURCE))) $(VERL)/bin/python -m pytest $(PYTEST_ARGS) tests/hosts/real/verl
+
+test-gpu-image: $(GPU_IMAGE)/.installed ## run the tests that need no Ray on Python 3.12 with torch 2.11 and transformers 5.17
+	$(INTERPRETED) $(GPU_IMAGE)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed ## run the tests that need GPUs, as far as those visible go
 	FOR_GPUS=1 $(BIN)/python -m pytest -m "gpu or multi_gpu" $(PYTEST_ARGS)
@@ -100,7 +105,7 @@ bench-gpu: $(VENV)/.installed ## measure the head, training steps, their plan an
 	$(BIN)/python benchmarks/run.py --gpu $(BENCH_ARGS)
 
 clean: ## remove environments, builds and caches
-	rm -rf $(VENV) $(LATEST) $(VERL) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LATEST) $(VERL) $(GPU_IMAGE) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml .ci/constraints.txt .ci/venv
@@ -109,6 +114,11 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt .ci/venv
 $(LATEST)/.installed: pyproject.toml .ci/constraints-latest.txt .ci/venv
 	@python=$$(PYTHON_LATEST="$(PYTHON_LATEST)" .ci/python-latest) && \
 	TORCH_INDEX="$(TORCH_INDEX_LATEST)" .ci/venv $(LATEST) "$$python" .ci/constraints-latest.txt
+
+# What the dev extra has for tests, without Ray; torch is a CUDA build, as on the machines whose versions these are.
+$(GPU_IMAGE)/.installed: pyproject.toml .ci/constraints-gpu-image.txt .ci/venv
+	@EXTRAS=docs,pictures,refit,tensorboard TORCH_INDEX= .ci/venv $(GPU_IMAGE) $(PYTHON_GPU_IMAGE) \
+		.ci/constraints-gpu-image.txt hypothesis omegaconf peft psutil pytest pytest-xdist setuptools
 
 # The last three verl imports without saying so: they come with vLLM.
 $(VERL)/.installed: pyproject.toml .ci/constraints-verl.txt .ci/venv

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
+from megatron_policy.engines.hugging_face.assemble import choose_experts
+from megatron_policy.engines.hugging_face.module import build_module
 from tests.checkpoints import ALL_FAMILIES
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy
 from tests.dist.fsdp_cases import BATCHINGS, data, share
@@ -55,3 +58,38 @@ def test_ranks_that_share_layers_read_and_learn_as_one(ranks, checkpoint, family
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.allclose(found[name], value, atol=1e-5, rtol=1e-5), name
+
+
+def test_experts_that_only_ranks_cut_to_odd_sizes_read_and_learn_as_one(ranks, checkpoint) -> None:
+    """22 fp32 numbers are no multiple of 16 bytes, which torch's grouped products need."""
+    path = checkpoint("mixtral", **SIZES | {"ffn": 44}, seed=SEEDS["mixtral"])
+    (expected,) = ranks.run(1, learnt, config_of(path, {}))
+    for found in ranks.run(2, learnt, config_of(path, KEYS["TP2"])):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, atol=1e-5, rtol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("family", "ffn", "dtype", "chosen"),
+    [
+        ("mixtral", 24, torch.bfloat16, "grouped_mm"),
+        ("mixtral", 20, torch.bfloat16, "eager"),
+        ("mixtral", 20, torch.float32, "grouped_mm"),
+        ("mixtral", 22, torch.float32, "eager"),
+        ("gpt_oss", 20, torch.float16, "eager"),  # its weights are transposed
+        ("qwen2", 22, torch.float32, "eager"),  # has no experts
+    ],
+)
+def test_experts_whose_sizes_grouped_products_refuse_are_computed_one_by_one(
+    checkpoint, caplog: pytest.LogCaptureFixture, family: str, ffn: int, dtype: Any, chosen: str
+) -> None:
+    path = checkpoint(family, **SIZES | {"ffn": ffn})
+    module = build_module(PolicyConfig.parse(config_of(path, {})))
+    before = getattr(module.config, "_experts_implementation", None)
+    choose_experts(module, dtype)
+    if before is None:
+        return  # this transformers has one way for experts
+    assert module.config._experts_implementation == chosen
+    said = f"64 x {ffn}" if family == "mixtral" else f"{ffn} x 64"
+    assert (said in caplog.text) == (chosen != before)

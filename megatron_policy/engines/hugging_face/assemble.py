@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,10 @@ from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.parallel.topology import Coords, Placement, Topology
 from megatron_policy.weights.load import DTYPES, Held, load_parameters, mark_unfilled
 
+_log = logging.getLogger(__name__)
 _SHOWN = 5
+_ALIGNMENT_BYTES = 16
+"""Of the rows of both factors of torch's grouped products."""
 _WHOLE_SEQUENCES = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers, by transformers' names, whose tokens mix in attention alone."""
 
@@ -148,6 +152,7 @@ def _build(
     text = TextLength.of(module, config.rope_length, config.max_total_sequence_length)
     region = TensorRegion(groups.batch.tp, parallel_sizes(config).sequence_parallel)
     shares = _tensor_parallel(config, table, region, decoder, sources)
+    choose_experts(decoder.model, DTYPES[config.precision])
     sharding = _shared_out(config, decoder, groups, sources)
     own = sharded_table(decoder, table, sources, sharding, shares)
     weights = Topology(tp=ranks, dp=groups.copies.size())
@@ -191,6 +196,31 @@ def _tensor_parallel(
         )
     plan = plan_of(config.dtensor_cfg, decoder.model)
     return split(decoder, plan, sources, region, ends=bool(table.entries))
+
+
+def choose_experts(model: Any, compute: torch.dtype) -> None:
+    """Let experts be computed one by one where torch's grouped products, which transformers
+    chooses, cannot have their sizes on this rank.
+    """
+    if getattr(model.config, "_experts_implementation", None) != "grouped_mm":
+        return
+    sizes = {
+        tuple(weight.shape[1:])
+        for module in model.modules()
+        if hasattr(module, "_apply_gate")  # as transformers marks experts of several ways
+        for weight in module.parameters(recurse=False)
+        if weight.ndim == 3
+    }
+    refused = {each for each in sizes if any(n * compute.itemsize % _ALIGNMENT_BYTES for n in each)}
+    if refused:
+        model.set_experts_implementation("eager")
+        _log.warning(
+            "experts are computed one by one, which is slow: grouped products need both sizes of "
+            "an expert's weights on a rank to be multiples of %d in %s, and here they are %s",
+            _ALIGNMENT_BYTES // compute.itemsize,
+            str(compute).removeprefix("torch."),
+            " and ".join(" x ".join(map(str, each)) for each in sorted(refused)),
+        )
 
 
 def _shared_out(
