@@ -23,9 +23,18 @@ MODULES = {
     "megatron_policy": None,
     "megatron_policy.convert": None,
     "megatron_policy.converters.architecture": ("Architecture",),
+    "megatron_policy.converters.architecture.traits": ("QkNorm",),
     "megatron_policy.converters.config_fields": ("Fields",),
     "megatron_policy.converters.config_fields.rope_fields": ("take_rope",),
     "megatron_policy.converters.families.shared.dense": ("BLOCK", "ENDS", "architecture"),
+    "megatron_policy.converters.families.shared.experts": (
+        "CORRECTION_BIAS",
+        "routed",
+        "shared",
+        "take_layers_after_dense",
+        "take_sigmoid_moe",
+        "with_experts",
+    ),
     "megatron_policy.converters.formats.hf_location": ("locate",),
     "megatron_policy.converters.registry": ("Family",),
     "megatron_policy.converters.rows": ("GateUp", "Qkv", "Role", "Rows", "Vocab", "Whole"),
@@ -80,7 +89,8 @@ def _described(name: str, value: Any) -> Iterator[str]:
     yield f"  class {name}({bases}){_signature(value) if is_dataclass(value) else ''}"
     for member, found in inspect.getmembers(value):
         own = not member.startswith("_") or member == "__init__"
-        if not own or any(member in vars(base) for base in (object, dict, Exception)):
+        inherited = [base for base in (object, dict, Exception) if base in value.__mro__]
+        if not own or any(member in vars(base) for base in inherited):
             continue
         if _of_this_package(value, member):
             raw = inspect.getattr_static(value, member)

@@ -4,8 +4,8 @@
 
 or `LLM(MODEL, worker_extension_cls=...)`, with this folder on PYTHONPATH. vLLM makes its worker
 class inherit from the named one, and `collective_rpc(METHOD, args=...)` calls a method of every
-worker. This file imports nothing from vLLM. It has been run with a stand-in for a worker, but not
-yet inside vLLM.
+worker. This file imports nothing from vLLM. It has been run with a stand-in for a worker; inside
+vLLM 0.31.0 it fails, as docs/known-issues.md says.
 """
 
 from __future__ import annotations

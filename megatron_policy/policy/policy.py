@@ -83,7 +83,24 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
     Every method is collective: all ranks call it in the same order. Of `PolicyMonitoring` only
     `profile` is. Each data-parallel replica passes its own rows, and all ranks of a replica pass
-    the same rows. `accumulator` takes a step in parts, `pieces` are what a step consists of.
+    the same rows.
+
+    Attributes:
+        config (PolicyConfig): the checked configuration.
+        tokenizer (Any): the tokenizer that was given, or None.
+        accumulator (GradientAccumulator): takes an optimizer step in parts, as data arrive:
+            `begin`, `microbatch`, `finish`, `abort`.
+        pieces (StepPieces): what a step consists of, for loops of other frameworks.
+        memory (DeviceMemory): what is on the device and what in host memory: `enter`, `onload`,
+            `offload`.
+        exporter (Exporter): plans and streams the weights as Hugging Face tensors;
+            `exporter.plan()` is what a refit sends.
+        loaded (LoadReport | None): what a checkpoint has restored; None for a policy that starts
+            from `config.model_name`.
+        steps (int): how many optimizer steps were taken, also before a resume.
+        rank (int): the number of this rank.
+        topology (Topology): the layout: how many ranks there are along each of its axes.
+        coords (Coords): where this rank is along each axis.
     """
 
     def __init__(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import enum
+import inspect
 import json
 import os
 import re
@@ -18,7 +20,8 @@ from typer.testing import CliRunner
 
 from megatron_policy.cli import app
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.families.shared import dense
+from megatron_policy.converters.config_fields import rope_fields
+from megatron_policy.converters.families.shared import dense, experts, mla, mtp, norm_rows
 from megatron_policy.converters.registry import family_of
 from megatron_policy.errors import ConversionError
 from tests.dist.test_docs import python_blocks
@@ -50,7 +53,7 @@ def install(project: Path, site: Path) -> None:
 
 def package(folder: Path, name: str, source: str, entry: str) -> Path:
     """A project with one module that adds a family by the entry point."""
-    (pyproject,) = blocks("toml")
+    pyproject, _ = blocks("toml")
     pyproject = pyproject.replace("helium-family", name).replace(
         "helium_family", name.replace("-", "_")
     )
@@ -65,20 +68,23 @@ def package(folder: Path, name: str, source: str, entry: str) -> Path:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the package of the document is installed."""
     folder = tmp_path_factory.mktemp("external")
-    source, _ = python_blocks(DOCUMENT)
-    entry = 'helium = "helium_family:FAMILY"'
-    install(package(folder / "project", "helium-family", source, entry), folder / "site")
-    assert list((folder / "site").glob("helium_family-*.dist-info/entry_points.txt"))
+    helium, _, dots, _ = python_blocks(DOCUMENT)
+    _, both = blocks("toml")
+    for name, source in (("helium", helium), ("dots", dots)):
+        (entry,) = re.findall(rf"^\w+ = \"{name}_family:FAMILY\"$", both, re.MULTILINE)
+        install(package(folder / name, f"{name}-family", source, entry), folder / "site")
+        assert list((folder / "site").glob(f"{name}_family-*.dist-info/entry_points.txt"))
     return folder / "site"
 
 
 @pytest.fixture(scope="module")
-def helium(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny checkpoint `helium` in it."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny checkpoints `helium` and `dots1` in it."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    _, making = python_blocks(DOCUMENT)
+    _, *making = python_blocks(DOCUMENT)
     with contextlib.chdir(folder):
-        exec(compile(making, DOCUMENT, "exec"), {})
+        for code in making[::2]:
+            exec(compile(code, DOCUMENT, "exec"), {})
     return folder
 
 
@@ -111,9 +117,9 @@ def invoke(commands: list[str], cwd: Path, sites: list[str]) -> dict[str, tuple[
 
 
 def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
-    site: Path, helium: Path
+    site: Path, models: Path
 ) -> None:
-    commands = re.findall(r"^\$ (.+)$", "".join(blocks("console")), re.MULTILINE)
+    commands = re.findall(r"^\$ (.+ helium.*)$", "".join(blocks("console")), re.MULTILINE)
     assert [line.split()[1] for line in commands] == [
         "inspect",
         "convert",
@@ -121,7 +127,7 @@ def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
         "verify",
         "parity",
     ]
-    results = run(commands, helium, site)
+    results = run(commands, models, site)
     assert [line for line, (code, _, _) in results.items() if code] == [], results
     shown, error = blocks("text")
     assert shown in results["megatron-policy inspect helium"][1]
@@ -133,14 +139,29 @@ def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
     assert error.startswith("error: ")
 
 
-def test_a_row_that_is_left_out_is_named_as_the_document_says(helium: Path, tmp_path: Path) -> None:
-    source, _ = python_blocks(DOCUMENT)
+def test_the_documents_family_with_experts_inspects_converts_verifies_and_computes_like_hf(
+    site: Path, models: Path
+) -> None:
+    commands = re.findall(r"^\$ (.+ dots1.*)$", "".join(blocks("console")), re.MULTILINE)
+    results = run(commands, models, site)
+    assert [line for line, (code, _, _) in results.items() if code] == [], results
+    inspect, *_, verify, parity = (results[line][1] for line in commands)
+    for name in ("mlp.experts.11.gate_proj", "mlp.gate.e_score_correction_bias", "mlp.shared_exp"):
+        assert f"model.layers.{{layer}}.{name}".replace(".11.", ".{expert}.") in inspect
+    assert "equal: " in verify
+    lines = parity.splitlines()
+    assert lines[0].startswith("dots1, 3 layers, tp 1 x pp 1, float32: 2 rows of 64 random tok")
+    assert all(float(line.split()[-4 if "log" in line else -3]) < 1e-4 for line in lines[2:])
+
+
+def test_a_row_that_is_left_out_is_named_as_the_document_says(models: Path, tmp_path: Path) -> None:
+    source, *_ = python_blocks(DOCUMENT)
     start, end = source.index("    Qkv("), source.index(")\n\n\ndef ")
     lacking = source[:start] + source[end:]
     project = package(tmp_path / "project", "lacking", lacking, 'helium = "lacking:FAMILY"')
     install(project, tmp_path / "site")
     line = "megatron-policy inspect helium"
-    code, out, said = run([line], helium, tmp_path / "site", clean=True)[line]
+    code, out, said = run([line], models, tmp_path / "site", clean=True)[line]
     assert code == 1 and "no row of helium uses it" in out
     assert said.startswith(blocks("text")[1].strip()), said
 
@@ -156,10 +177,22 @@ def test_the_document_lists_every_attribute_of_an_architecture_with_its_default(
         assert listed.pop(field.name) == ("none: has to be given" if required else said), field.name
 
 
-def test_the_document_lists_every_set_of_rows_that_families_can_join() -> None:
+@pytest.mark.parametrize("module", [dense, experts, mla, mtp, norm_rows, rope_fields])
+def test_the_document_lists_every_set_of_rows_and_every_helper_of_families(module) -> None:
     text = (ROOT / DOCUMENT).read_text()
-    sets = [name for name, value in vars(dense).items() if name.isupper() and len(name) > 1]
-    assert [name for name in sets if name != "ACTIVATIONS" and f"`dense.{name}`" not in text] == []
+    listed = re.findall(r"`(\w+\.\w+)`", "".join(re.findall(r"^\| `.*? \|", text, re.MULTILINE)))
+    own = [
+        name
+        for node in ast.parse(inspect.getsource(module)).body
+        for name in (
+            [node.name]
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            else [ast.unparse(each) for each in getattr(node, "targets", ())]
+        )
+    ]
+    shared = {name for name in own if name.isidentifier() and name[0] != "_" and len(name) > 1}
+    found = {f"{module.__name__.rpartition('.')[2]}.{name}" for name in shared}
+    assert found and sorted(found - {*listed, "dense.ACTIVATIONS", "rope_fields.KINDS"}) == []
 
 
 def fake(site: Path, name: str, entries: str, source: str) -> None:

@@ -14,10 +14,20 @@ from typer.testing import CliRunner
 
 from megatron_policy.cli import app
 from tests.other_process import OtherProcess
-from tests.site.blocks import ROOT, Block, blocks_of, pages, problems, to_run
+from tests.site.blocks import (
+    ROOT,
+    Block,
+    blocks_of,
+    page_text,
+    pages,
+    problems,
+    set_up,
+    to_run,
+    unexplained,
+)
 
 RUN = [page for page in pages() if to_run(page)]
-LOCAL = {"Qwen2.5-0.5B": "qwen2", "Qwen3-30B-A3B": "qwen3_moe"}
+LOCAL = {"Qwen/Qwen2.5-0.5B": "qwen2", "Qwen/Qwen3-30B-A3B": "qwen3_moe"}
 """Checkpoints that pages name, and the families of the tiny ones that they are here."""
 
 
@@ -48,6 +58,7 @@ def _command(block: Block, command: str) -> None:
 def test_the_blocks_of_a_page_run_and_print_what_it_says(
     page: str, checkpoint, tmp_path: Path
 ) -> None:
+    (tmp_path / "Qwen").mkdir()
     for name, family in LOCAL.items():
         (tmp_path / name).symlink_to(checkpoint(family))
     process = OtherProcess()
@@ -74,6 +85,56 @@ def test_a_block_that_is_not_run_here_says_who_runs_it_or_why_nobody_does() -> N
     ]
     assert len([block for block in blocks if block.mark]) > 10
     assert [problem for block in blocks for problem in problems(block)] == []
+
+
+@pytest.mark.parametrize("page", pages())
+def test_what_a_page_shows_can_be_pasted(page: str) -> None:
+    assert list(unexplained(page, page_text(page))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Train:\n\n```python\nx = batch\n```\n", "no block before it gives batch"),
+        ("<!-- also run\na = 1\n-->\n```python\nprint(a)\n```\n", "no block before it gives a"),
+        ("Run:\n\n```console\n$ c FILE\n```\n", "does not explain FILE"),
+        ("Run:\n\n```console\n$ c ... --x\n```\n", "does not explain ..."),
+    ],
+)
+def test_a_name_that_nothing_shows_is_reported(text: str, said: str) -> None:
+    (problem,) = unexplained("docs/page.md", text)
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A `batch`:\n\n```python\nx = [batch for _ in range(2)]\n```\n",
+        "```python\na = 1\n```\n\n```python\ndef f(b):\n    return a + b\n```\n",
+        "`FILE` is any:\n\n```console\n$ A=1 c FILE --max-memory 64MiB   # ALL of it\n```\n",
+        "It continues [that](index.md#the-shortest-example):\n\n```python\npolicy, loss\n```\n",
+    ],
+)
+def test_code_whose_names_are_shown_or_explained_is_not_reported(text: str) -> None:
+    assert list(unexplained("docs/page.md", text)) == []
+
+
+def test_a_block_that_continues_a_section_is_run_after_its_code() -> None:
+    continues = "This continues [it](../index.md#the-shortest-example):"
+    (block,) = blocks_of("docs/a/b.md", f"{continues}\n\n```python\nx = policy\n```\n")
+    assert block.continues == ("docs/index.md", "the-shortest-example")
+    (before,) = set_up(block)
+    assert "policy = MegatronPolicy(config)" in before.text
+    first, *_ = to_run("docs/profile.md")
+    assert first == before
+
+
+def test_hidden_code_that_sets_something_up_is_a_problem() -> None:
+    hidden = "<!-- also run\n{}\n-->\n"
+    (block,) = blocks_of("docs/page.md", hidden.format("assert 1 < 2"))
+    assert list(problems(block)) == []
+    (block,) = blocks_of("docs/page.md", hidden.format("a = 1"))
+    assert "assertions alone" in next(problems(block))
 
 
 def test_the_commands_and_programs_of_every_example_are_in_blocks_that_are_looked_at() -> None:

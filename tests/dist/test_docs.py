@@ -24,7 +24,8 @@ def python_blocks(document: str) -> list[str]:
 def train(checkpoints, tmp_path: Path) -> str:
     """The README's program, in a directory with the checkpoint that it names."""
     program, _ = python_blocks("README.md")
-    (tmp_path / "Qwen2.5-0.5B").symlink_to(checkpoints[True])
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen" / "Qwen2.5-0.5B").symlink_to(checkpoints[True])
     (tmp_path / "train.py").write_text(program)
     return program
 

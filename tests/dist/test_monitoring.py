@@ -6,12 +6,10 @@ import json
 import logging
 import os
 import re
-import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,10 +22,8 @@ from megatron_policy.monitoring.summary import expected_memory
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import LENGTH, VOCAB
-from tests.dist.test_docs import python_blocks
 from tests.losses import TokenNLL
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.site.blocks import blocks_of, page_text, set_up
 
 
 class Failing:
@@ -111,11 +107,9 @@ def test_rank_0_records_what_all_ranks_have_and_goes_on_without_a_writer_that_fa
     assert report.memory.parameters > 0 and report.memory.reference_on_host > 0
 
 
-def run_blocks(blocks: list[str], loss: str, folder: str) -> None:
+def run_blocks(blocks: list[str], folder: str) -> None:
     """The page's blocks, one after another, as a script in `folder`."""
-    module: Any = ModuleType("my_losses")
-    exec(loss, vars(module))
-    before, sys.modules["my_losses"] = os.getcwd(), module
+    before = os.getcwd()
     level, handlers = logging.getLogger("megatron_policy").level, [*logging.root.handlers]
     os.chdir(folder)
     try:
@@ -126,23 +120,22 @@ def run_blocks(blocks: list[str], loss: str, folder: str) -> None:
         os.chdir(before)
         logging.getLogger("megatron_policy").setLevel(level)
         logging.root.handlers[:] = handlers
-        del sys.modules["my_losses"]
 
 
 def test_the_blocks_of_the_page_run_and_its_configuration_is_legal(
     ranks, checkpoints, tmp_path: Path
 ) -> None:
-    blocks = python_blocks("docs/monitoring.md")
-    assert sum(block.count("path/or/hub-id") for block in blocks) == 1
-    blocks = [block.replace("path/or/hub-id", str(checkpoints[True])) for block in blocks]
-    loss, *_ = python_blocks("docs/losses.md")
-    ranks.run(1, run_blocks, blocks, loss, str(tmp_path))
+    shown = [*blocks_of("docs/monitoring.md", page_text("docs/monitoring.md"))]
+    blocks = [each.text for each in (*set_up(shown[0]), *shown)]
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen" / "Qwen2.5-0.5B").symlink_to(checkpoints[True])
+    ranks.run(1, run_blocks, blocks, str(tmp_path))
     written = (tmp_path / "run" / "metrics.jsonl").read_text()
     records = [json.loads(line) for line in written.splitlines()]
     assert [("reward" in each, each["step"]) for each in records] == [
         (own, step) for step in (1, 2, 3) for own in (False, True)
     ]
-    page = (ROOT / "docs" / "monitoring.md").read_text()
+    page = page_text("docs/monitoring.md")
     (written,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     metrics = yaml.safe_load(written)["policy"]["metrics"]
     config = PolicyConfig.parse(policy_config("x", {}, metrics=metrics))

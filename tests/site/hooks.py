@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return links.rewritten(markdown, f"{links.DOCS}/{page.file.src_uri}")
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Put a page's own text beside it, to which llms.txt leads."""
+    if not page.file.generated_by:
+        beside = Path(page.file.abs_dest_path).with_suffix(".md")
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(page.markdown or "", encoding="utf-8")
+    return output
+
+
 def on_post_build(config: MkDocsConfig) -> None:
-    """Every public name and each of its members has an anchor in the built site."""
+    """Every public name and each of its members has one anchor in the built site."""
     folder = Path(config.site_dir) / names.FOLDER
-    anchors = {
+    anchors = Counter(
         found
         for file in folder.rglob("*.html")
         for found in re.findall(r'id="([^"]+)"', file.read_text(encoding="utf-8"))
-    }
+    )
     wanted = {
         f"{path}.{member}".rstrip(".")
         for entries in names.shown().values()
@@ -70,5 +80,7 @@ def on_post_build(config: MkDocsConfig) -> None:
         for member in ("", *members)
         if not path.endswith(("__version__", *([names.WITHOUT_FIELDS] if member else [])))
     }
-    if missing := sorted(wanted - anchors):
+    if missing := sorted(wanted - set(anchors)):
         raise PluginError(f"without an anchor in the site: {', '.join(missing)}")
+    if repeated := sorted(name for name in wanted if anchors[name] > 1):
+        raise PluginError(f"more than once in the site: {', '.join(repeated)}")

@@ -1,5 +1,5 @@
 """The regions of docs/reference that are made from the code, between `<!-- made: NAME -->` and
-`<!-- end -->`; `python -m tests.site.made` writes them.
+`<!-- end -->`; `python -m tests.site.made` writes them, and docs/llms.txt.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.site import commands, settings
+from tests.site import commands, llms, settings
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 TABLES = {"configuration": settings.tables, "commands": commands.sections}
@@ -27,3 +27,4 @@ def pages() -> list[Path]:
 if __name__ == "__main__":
     for page in pages():
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    llms.FILE.write_text(llms.text(), encoding="utf-8")

@@ -29,6 +29,83 @@ TITLES = {
 WITHOUT_FIELDS = "PolicyConfig"
 """Its keys have their own page."""
 
+TASKS: Mapping[str, tuple[str, ...]] = {
+    "Train": (
+        "train",
+        "dry_run",
+        "begin_train_step",
+        "train_microbatch",
+        "finish_train_step",
+        "abort_train_step",
+    ),
+    "Score": (
+        "logprobs",
+        "get_logprobs",
+        "reference_logprobs",
+        "get_reference_policy_logprobs",
+        "reference",
+        "entropy",
+        "get_entropy",
+        "topk_logits",
+        "get_topk_logits",
+        "values",
+        "get_values",
+        "score",
+    ),
+    "Generate": ("generate", "prepare_for_generation", "finish_generation"),
+    "Export, and refit engines": (
+        "export_hf",
+        "export_peft",
+        "export",
+        "refit",
+        "prepare_refit_info",
+        "prepare_info_for_collective",
+        "init_collective",
+        "get_refit_secret",
+        "broadcast_weights_for_collective",
+        "stream_weights_via_ipc_zmq",
+        "get_refit_addresses",
+        "prepare_weights_for_ipc",
+        "get_weights_ipc_handles",
+        "get_refit_manifest",
+    ),
+    "Save and resume": (
+        "save_checkpoint",
+        "finalize_async_save",
+        "load_checkpoint",
+        "get_load_report",
+    ),
+    "Share the device": (
+        "prepare_for_training",
+        "finish_training",
+        "prepare_for_lp_inference",
+        "finish_inference",
+        "offload_before_refit",
+        "offload_after_refit",
+        "offload_to_cpu",
+        "get_free_memory_bytes",
+    ),
+    "Watch": (
+        "summary",
+        "report",
+        "write_metrics",
+        "profile",
+        "start_gpu_profiling",
+        "stop_gpu_profiling",
+    ),
+    "Look inside": ("named_parameters", "decoder_layers", "groups", "worker_group"),
+    "End": ("shutdown",),
+}
+"""The methods of both policies by what they are for, the first ones first; a further method is
+among other names."""
+OTHER = "Other names"
+CLASS_ALONE = """\
+      members: []
+      inherited_members: false
+      merge_init_into_class: true"""
+GROUPED = ("megatron_policy.MegatronPolicy", "megatron_policy.Policy")
+"""The classes whose page shows their methods by task."""
+
 
 def public() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """(module, name, members) of all that tests/public_api.txt lists."""
@@ -65,14 +142,16 @@ def shown() -> Mapping[str, dict[str, tuple[str, ...]]]:
 
 def _leads(entries: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """With the name that a page is for first."""
-    first = ("megatron_policy.MegatronPolicy", "megatron_policy.Policy")
-    return dict(sorted(entries.items(), key=lambda entry: entry[0] not in first))
+    return dict(sorted(entries.items(), key=lambda entry: entry[0] not in GROUPED))
 
 
 def pages() -> Mapping[str, str]:
     """The text of each page, by its path in the site."""
     return {
-        f"{FOLDER}/{room}.md": "\n\n".join([f"# {title_of(room)}", *map(_entry, entries)]) + "\n"
+        f"{FOLDER}/{room}.md": "\n\n".join(
+            [f"# {title_of(room)}", *(_entry(path, members) for path, members in entries.items())]
+        )
+        + "\n"
         for room, entries in shown().items()
     }
 
@@ -82,7 +161,36 @@ def title_of(room: str) -> str:
     return TITLES.get(room, room)
 
 
-def _entry(path: str) -> str:
+def by_task(members: tuple[str, ...]) -> dict[str, list[str]]:
+    """The methods of a policy by what they are for; all of them, each once."""
+    tasks = {task: [name for name in names if name in members] for task, names in TASKS.items()}
+    known = {name for names in tasks.values() for name in names}
+    tasks[OTHER] = [name for name in members if name not in known]
+    return {task: names for task, names in tasks.items() if names}
+
+
+def _by_task(path: str, members: tuple[str, ...]) -> str:
+    """A policy's class: a table of its tasks, its constructor and attributes, then the methods."""
+    module, _, name = path.rpartition(".")
+    tasks = by_task(members)
+    rows = [
+        f"| {task} | {', '.join(f'[`{each}`](#{path}.{each})' for each in names)} |"
+        for task, names in tasks.items()
+    ]
+    parts = [
+        "\n".join(["| to | methods |", "| --- | --- |", *rows]),
+        f"::: {path}\n    options:\n{CLASS_ALONE}",
+        f"`from {module} import {name}`",
+    ]
+    for task, names in tasks.items():
+        parts.append(f"### {task}: `{name}`")
+        parts += [f"::: {path}.{each}\n    options:\n      heading_level: 4" for each in names]
+    return "\n\n".join(parts)
+
+
+def _entry(path: str, members: tuple[str, ...]) -> str:
+    if path in GROUPED:
+        return _by_task(path, members)
     module, _, name = path.rpartition(".")
     if name == "__version__":
         return "## `__version__`\n\nThe package's version, as a string."

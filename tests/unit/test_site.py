@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_policy import errors
+from megatron_policy import MegatronPolicy, Policy, errors
 from megatron_policy.config import PolicyConfig, numbers
 from megatron_policy.config.keys import KEYS
 from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected
 from megatron_policy.errors import ConfigError
 from tests.public_api import FILE
-from tests.site import commands, links, made, messages, names, settings
+from tests.site import commands, links, llms, made, messages, names, settings, titles
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -44,6 +46,37 @@ def test_every_public_name_has_an_entry_on_a_page_of_names() -> None:
     written = "\n".join(names.pages().values())
     for _, name in wanted:
         assert re.search(rf"^(?:::: \S+\.|## `){name}`?$", written, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("path", names.GROUPED)
+def test_the_page_of_a_policy_leads_with_train_and_has_each_method_under_a_task(path: str) -> None:
+    members = names.shown()[names.room_of(*path.rsplit(".", 1))][path]
+    tasks = names.by_task(members)
+    assert next(iter(tasks.items()))[1][0] == "train"
+    assert sorted(name for each in tasks.values() for name in each) == sorted(members)
+    page = names.pages()[f"{names.FOLDER}/{names.room_of(*path.rsplit('.', 1))}.md"]
+    (table,) = re.findall(rf"^\| to \|.*?^::: {re.escape(path)}$", page, re.MULTILINE | re.DOTALL)
+    assert re.findall(r"\(#([\w.]+)\)", table) == re.findall(
+        rf"^::: ({re.escape(path)}\.\w+)$", page, re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize("owner", [MegatronPolicy, Policy])
+def test_a_policys_documentation_describes_each_of_its_attributes(owner: type) -> None:
+    (tree,) = ast.parse(dedent(inspect.getsource(owner.__init__))).body
+    kept = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and not node.attr.startswith("_")
+    }
+    described = re.findall(
+        r"^    (\w+) \([^)]+\): ",
+        inspect.getdoc(owner).partition("\nAttributes:\n")[2],
+        re.MULTILINE,
+    )
+    assert len(kept) > 1 and kept == set(described)
 
 
 def test_every_key_is_a_row_with_what_becomes_of_it() -> None:
@@ -149,6 +182,86 @@ def test_every_page_is_in_the_menu() -> None:
     assert [entry for entry in entries if entry.endswith(".md") and entry not in pages] == []
 
 
+def readable() -> list[Path]:
+    """All that people read: pages, READMEs and what is beside the first one."""
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    return [*pages, *(ROOT / "tests").glob("*/*page.md")]
+
+
+def file_names(text: str) -> list[str]:
+    """Links to pages whose text is the name of a file, in place of a title."""
+    links_to = re.findall(
+        r"\[([^]\n]*)\]\([^)\s]*?\.(?:md|ipynb)(?:#[^)]*)?\)", links.FENCE.sub("", text)
+    )
+    return [each for each in links_to if re.fullmatch(r"`?[\w./-]+\.(?:md|ipynb)`?", each)]
+
+
+def test_a_link_to_a_page_has_a_title() -> None:
+    found = {str(page): file_names(page.read_text(encoding="utf-8")) for page in readable()}
+    assert {page: wrong for page, wrong in found.items() if wrong} == {}
+    wrong = "[plan.md](plan.md) [Plan](plan.md) [docs/x.md](docs/x.md#y) [x.yaml](x.yaml)"
+    assert file_names(wrong) == ["plan.md", "docs/x.md"]
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The rows of a page's tables, without their headers."""
+    lines = re.findall(r"^\|(.*)\|$", text, re.MULTILINE)
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    rules = {place for place, row in enumerate(rows) if set("".join(row)) <= {"-", " "}}
+    return [row for place, row in enumerate(rows) if not rules & {place, place + 1}]
+
+
+def test_every_known_issue_has_a_way_around_and_a_page() -> None:
+    rows = rows_of(text_of("known-issues.md"))
+    assert len(rows) > 20
+    for row in rows:
+        what, around, more = row
+        assert what.endswith(".") and around.endswith("."), row
+        assert re.fullmatch(r"\[[^]]+\]\([^)]+\)", more), row
+
+
+def test_figures_of_the_home_page_are_in_the_sections_that_it_names() -> None:
+    home = text_of("index.md")
+    assert re.search(r"^!\[[^]]+\]\(pictures/", home, re.MULTILINE)
+    lines = titles.section(home, "in-figures")
+    rows = rows_of("\n".join(home.splitlines()[lines.start : lines.stop]))
+    assert len(rows) > 4
+    for what, measured, where in rows:
+        (page, _, anchor), *_ = [each.partition("#") for each in re.findall(r"\(([^)]*)\)", where)]
+        text = text_of(page)
+        part = titles.section(text, anchor) if anchor else range(1, len(text.splitlines()) + 1)
+        said = "\n".join(text.splitlines()[part.start - 1 : part.stop - 1])
+        figures = re.findall(r"\*\*([^*]+)\*\*", measured)
+        assert figures and [each for each in figures if each not in said] == [], what
+
+
+def test_llms_txt_is_what_the_menu_and_the_pages_make() -> None:
+    text = llms.FILE.read_text(encoding="utf-8")
+    assert llms.text() == text, "make compatibility"
+    assert re.match(r"# megatron-policy\n\n> \S.*\n\n[^#\n].*\n\n## ", text)
+    listed = re.findall(r"^- \[[^]]+\]\(([^)]+)\): \S.*$", text, re.MULTILINE)
+    assert len(listed) == len([line for line in text.splitlines() if line.startswith("- ")])
+    pages = {each.relative_to(DOCS).as_posix() for each in DOCS.rglob("*.md")}
+    made_pages = {page.replace(".md", ".html") for page in names.pages()}
+    assert sorted(listed) == sorted(pages | made_pages)
+
+
+def test_the_summary_of_a_page_is_its_first_sentence() -> None:
+    code = "<!-- run by x -->\n```python\na.b = 1\n```\n"
+    page = f"# A `title`\n\n{code}\n**See** [v2.0](x.md) of it. More.\n"
+    assert titles.title_of(page) == "A `title`"
+    assert titles.summary_of(page) == "See v2.0 of it."
+    assert titles.first_paragraph(page) == "See v2.0 of it. More."
+    assert titles.summary_of("# T\n\n| a |\n") == ""
+
+
+def test_a_section_ends_at_the_next_title_of_its_level() -> None:
+    page = "# A\n\n## B c\n\n```\n# no title\n```\n\n### D\n\n## E\n"
+    assert titles.section(page, "b-c") == range(3, 11)
+    assert titles.section(page, "e") == range(11, 13)
+    assert not titles.section(page, "f")
+
+
 def test_links_that_leave_the_pages_lead_to_pages_of_those_files() -> None:
     text = "[a](../configs/x.yaml) [b](gpu.md#x) [c](../examples/ppo) [d](https://x.org/y.md)\n"
     real = text.replace("x.yaml", "grpo_qwen2_cpu.yaml")
@@ -186,9 +299,7 @@ def test_a_notebook_is_a_page_with_its_outputs_and_the_pages_that_it_links_to() 
 
 def anchors(page: Path) -> set[str]:
     """Those of a page's titles, as GitHub and the site make them."""
-    titles = re.findall(r"^#+ (.*)$", links.FENCE.sub("", page.read_text()), re.MULTILINE)
-    words = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).strip().lower() for title in titles]
-    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", each)) for each in words}
+    return {each.anchor for each in titles.headings(page.read_text(encoding="utf-8"))}
 
 
 def lost(page: Path) -> list[str]:

@@ -75,6 +75,10 @@ class Policy(
         writers: get the policy's metrics, as those of `config.metrics` do, in this process;
             `shutdown` closes them.
 
+    Attributes:
+        config (PolicyConfig): the checked configuration.
+        topology (Topology): the layout: how many ranks there are along each of its axes.
+
     Batches are split over data-parallel ranks in the caller's order or, with dynamic batching and
     sequence packing, by the cost of their rows; results are in the caller's order and shape.
     Shapes: B rows, S positions.
