@@ -85,9 +85,8 @@ def convert(
     ConfigError for a request that cannot be met, ConversionError for a source that is damaged or
     not a model as its config says, ExportError when the destination cannot be written.
     """
-    sizes = max_memory, max_shard_size
-    given = config, base, merge, hf_config_overrides
-    with prepared(source, destination, to, dtype, *sizes, *given) as ready:
+    sizes, changed = (max_memory, max_shard_size), hf_config_overrides
+    with prepared(source, destination, to, dtype, *sizes, config, base, merge, changed) as ready:
         final = check_destination(ready.plan, overwrite)
         for root in filter(None, (ready.source.root, ready.source.merged)):
             check_bytes(root)

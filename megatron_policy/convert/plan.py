@@ -130,9 +130,8 @@ def plan_conversion(
     hf_config_overrides: Mapping[str, Any] | None = None,
 ) -> ConversionPlan:
     """What `convert` would do with these arguments; same errors, but writes nothing."""
-    sizes = max_memory, max_shard_size
-    given = config, base, merge, hf_config_overrides
-    with prepared(source, destination, to, dtype, *sizes, *given) as ready:
+    sizes, changed = (max_memory, max_shard_size), hf_config_overrides
+    with prepared(source, destination, to, dtype, *sizes, config, base, merge, changed) as ready:
         return ready.plan
 
 
