@@ -343,8 +343,8 @@ def test_hosts_are_found_by_name_and_unknown_ones_refused() -> None:
     assert find_host("nemo_rl").name == "nemo_rl"
     own = find_host("ray")
     assert isinstance(own, Host) and own.install() is None
-    with pytest.raises(ConfigError, match=r"no host 'verl'; known hosts: .*nemo_rl"):
-        find_host("verl")
+    with pytest.raises(ConfigError, match=r"no host 'other'; known hosts: .*nemo_rl"):
+        find_host("other")
 
 
 def unload(package: str) -> None:
