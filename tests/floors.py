@@ -145,6 +145,7 @@ FRAGMENTS = {
     "hosts.verl.config": "loaded by the name that verl's users give",
     "hosts.verl.plugin": "loaded by its entry point",
     "lm_head.fused_topk": _LONG,
+    "policy.driver_names": _LONG,
     "packing.dynamic": _LONG,
     "policy.handover": _LONG,
     "refit.receive.staging": _LONG,

@@ -5,9 +5,8 @@ Shapes: B rows of this data-parallel rank, S positions, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,18 +24,13 @@ from megatron_policy.memory.states import (
     CHANGE_WEIGHTS,
     EXCHANGE_WEIGHTS,
     FORWARD,
-    IDLE,
-    LOGPROB,
-    REFIT,
-    TRAIN,
     TRAIN_STEP,
-    Kind,
-    MemoryState,
 )
 from megatron_policy.monitoring.library_warnings import collected_warnings
 from megatron_policy.monitoring.writers import configured_writers
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dtypes
+from megatron_policy.policy.driver_names import DriverNames
 from megatron_policy.policy.generation import TextGenerator
 from megatron_policy.policy.handover import HandsOverWeights
 from megatron_policy.policy.monitoring import PolicyMonitoring
@@ -54,30 +48,7 @@ from megatron_policy.training.scoring import Scorer
 from megatron_policy.training.temperature import with_temperature
 
 
-def _of_part(path: str, *first: Any) -> Callable[..., Any]:
-    """A method of a policy that calls what is at `path` below it, with `first` as arguments before
-    the caller's.
-    """
-    reach = attrgetter(path)
-
-    def call(self: object, *args: Any, **kwargs: Any) -> Any:
-        return reach(self)(*first, *args, **kwargs)
-
-    call.__doc__ = f"The driver's name of `{path}({', '.join(map(str, first))})`."
-    return call
-
-
-def _enters(state: MemoryState) -> Callable[..., None]:
-    """A method of a policy that has its memory go to `state`, whatever a host passes."""
-
-    def enter(self: MegatronPolicy, *args: Any, **kwargs: Any) -> None:
-        self.memory.enter(state)
-
-    enter.__doc__ = f"The driver's name of `memory.enter({state.name.upper()})`."
-    return enter
-
-
-class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
+class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNames):
     """A Hugging Face checkpoint as a Megatron-Core model: train it, score with it, export it.
 
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
@@ -259,27 +230,6 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring):
         return BatchedDataDict({"reference_logprobs": scores})
 
     use_reference_model = reference
-
-    # A rank answers to the driver's names of what its parts do as well.
-    begin_train_step = _of_part("accumulator.begin")
-    train_microbatch = _of_part("accumulator.microbatch")
-    finish_train_step = _of_part("accumulator.finish")
-    abort_train_step = _of_part("accumulator.abort")
-    prepare_for_training = _enters(TRAIN)
-    finish_training = _enters(LOGPROB)
-    offload_before_refit = _enters(REFIT)
-    offload_after_refit = _enters(IDLE)
-    prepare_for_generation = _of_part("memory.onload", Kind.PARAMETERS)
-    finish_inference = _of_part("memory.offload", Kind.PARAMETERS)
-
-    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Only parameters on the device; with `keep_train_buffers` training state on the device
-        stays, gradients included.
-        """
-        if keep_train_buffers:
-            self.memory.onload(Kind.PARAMETERS)
-        else:
-            self.memory.enter(LOGPROB)
 
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> Continuations:
         """Continue right-padded prompts (`input_ids` `[B, S]`, `input_lengths` `[B]`)."""

@@ -187,9 +187,8 @@ def train(
     elif len(skipped) < len(batches):
         pieces.advance_schedule(global_batch_size)
     stats = replace(stats, skipped=skipped)
-    return meter.added_to(
-        result_of(losses, stats, counts, mb_metrics, engine.groups.dp, eval_mode=eval_mode)
-    )
+    made = result_of(losses, stats, counts, mb_metrics, engine.groups.dp, eval_mode=eval_mode)
+    return meter.added_to(made)
 
 
 def _cut(
