@@ -48,9 +48,9 @@ def test_batches_that_do_not_divide_are_refused_and_the_policy_goes_on(untrained
 
     with pytest.raises(ConfigError, match="7 samples, which is not a multiple of gbs=4"):
         evaluate(7)
-    with pytest.raises(ConfigError, match="make gbs a multiple of 2"):
+    with pytest.raises(ConfigError, match="2 data-parallel ranks = 2: use 2 or 4"):
         evaluate(8, gbs=3)
-    with pytest.raises(ConfigError, match="make gbs a multiple of 8"):
+    with pytest.raises(ConfigError, match="2 data-parallel ranks = 8: use 8"):
         evaluate(8, mbs=4)
     assert evaluate(8, gbs=8).shape == (1,)
 
