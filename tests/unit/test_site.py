@@ -183,9 +183,9 @@ def test_every_page_is_in_the_menu() -> None:
 
 
 def readable() -> list[Path]:
-    """All that people read: pages, READMEs and what is beside the first one."""
+    """All that people read: pages, READMEs and what is beside the first one, and notebooks."""
     pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")]
-    return [*pages, *(ROOT / "tests").glob("*/*page.md")]
+    return [*pages, *(ROOT / "examples").rglob("*.ipynb"), *(ROOT / "tests").glob("*/*page.md")]
 
 
 def file_names(text: str) -> list[str]:
