@@ -44,6 +44,7 @@ TASKS: Mapping[str, tuple[str, ...]] = {
         "reference_logprobs",
         "get_reference_policy_logprobs",
         "reference",
+        "use_reference_model",
         "entropy",
         "get_entropy",
         "topk_logits",
