@@ -30,33 +30,41 @@ settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
 
-# Files, and folders of them, whose imports need Ray: they skip where it is not installed.
-NEED_RAY = (
-    "hosts/real/",
-    "hosts/test_generation.py",
-    "hosts/test_standin.py",
-    "hosts/test_value_worker.py",
-    "hosts/test_worker.py",
-    "ray/",
-    "unit/test_interface_page.py",
-    "unit/test_policy_methods.py",
-    "unit/test_process_activity.py",
-    "unit/test_quickstart.py",
-    "unit/test_timeouts.py",
-)
+# Files, and folders of them, whose imports need an optional package: they skip where it is missing.
+NEED = {
+    "PIL": ("ray/test_tour.py", "unit/test_pictures.py", "unit/test_quickstart.py"),  # matplotlib's
+    "ray": (
+        "hosts/real/",
+        "hosts/test_generation.py",
+        "hosts/test_standin.py",
+        "hosts/test_value_worker.py",
+        "hosts/test_worker.py",
+        "ray/",
+        "unit/test_interface_page.py",
+        "unit/test_policy_methods.py",
+        "unit/test_process_activity.py",
+        "unit/test_quickstart.py",
+        "unit/test_timeouts.py",
+    ),
+}
 
 
-class WithoutRay(pytest.Module):
-    """A file that needs Ray, where there is none: it is not imported."""
+class WithoutPackage(pytest.Module):
+    """A file that needs a package which is missing: it is not imported."""
+
+    package = ""
 
     def collect(self) -> NoReturn:
-        pytest.skip("needs Ray, which is not installed", allow_module_level=True)
+        pytest.skip(f"needs {self.package}, which is not installed", allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> Any:
     below = module_path.relative_to(Path(__file__).parent).as_posix()
-    if below.startswith(NEED_RAY) and find_spec("ray") is None:
-        return WithoutRay.from_parent(parent, path=module_path)
+    for package, files in NEED.items():
+        if below.startswith(files) and find_spec(package) is None:
+            module = WithoutPackage.from_parent(parent, path=module_path)
+            module.package = package
+            return module
     return None
 
 

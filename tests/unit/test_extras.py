@@ -17,7 +17,7 @@ import megatron_policy
 from megatron_policy import workers
 from megatron_policy.errors import MissingPackageError
 from megatron_policy.extras import EXTRAS, require
-from tests.conftest import NEED_RAY
+from tests.conftest import NEED
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -98,46 +98,53 @@ def test_a_package_that_lacks_one_of_its_own_keeps_its_error(
     assert not isinstance(caught.value, MissingPackageError)
 
 
-def imported_names(body: list[ast.stmt]) -> Iterator[str]:
-    """What importing a module with this body imports, as dotted names of modules or members."""
+def imported_names(body: list[ast.stmt], package: tuple[str, ...]) -> Iterator[str]:
+    """What importing a module of `package` with this body imports, as dotted names of modules or
+    members.
+    """
     for node in body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Expr) and ast.unparse(node) == "require('ray')":
-            yield "ray"
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            home = ".".join([*above, *filter(None, [node.module])])
+            yield from (f"{home}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Expr) and ast.unparse(node).startswith("require("):
+            yield ast.literal_eval(ast.unparse(node).removeprefix("require"))
         elif (
             not isinstance(node, ast.FunctionDef) and "TYPE_CHECKING" not in ast.unparse(node)[:20]
         ):
-            yield from imported_names(getattr(node, "body", []))
+            yield from imported_names(getattr(node, "body", []), package)
 
 
 @cache
 def imported_files(file: Path) -> set[Path]:
-    """The files of this checkout that importing `file` imports itself; Path("ray") for Ray."""
+    """The files of this checkout that importing `file` imports itself; a package of `NEED` as a
+    path of its name.
+    """
     found: set[Path] = set()
-    for name in imported_names(ast.parse(file.read_text()).body):
+    package = file.relative_to(ROOT).parent.parts
+    for name in imported_names(ast.parse(file.read_text()).body, package):
         above, _, member = name.rpartition(".")
         if above in LAZY and member in LAZY[above]._HOME:
             name = f"{above}.{LAZY[above]._HOME[member]}"
         parts = name.split(".")
-        found |= {Path("ray")} if parts[0] == "ray" else set()
         paths = [ROOT.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
         found |= {path / "__init__.py" for path in paths} | {Path(f"{path}.py") for path in paths}
-    return {path for path in found if path == Path("ray") or path.is_file()}
+        found.add(Path(parts[0]))
+    return {path for path in found if str(path) in NEED or path.is_file()}
 
 
-def test_files_of_tests_import_without_ray_or_are_listed() -> None:
+@pytest.mark.parametrize("package", NEED)
+def test_files_of_tests_import_without_an_optional_package_or_are_listed(package: str) -> None:
     needing = set()
     for file in (ROOT / "tests").rglob("test_*.py"):
         reached, todo = {file}, [file]
-        while todo and Path("ray") not in reached:
+        while todo and Path(package) not in reached:
             new = imported_files(todo.pop()) - reached
+            todo.extend(path for path in new if path.is_file())
             reached |= new
-            todo.extend(new)
-        if Path("ray") in reached:
+        if Path(package) in reached:
             needing.add(file.relative_to(ROOT / "tests").as_posix())
-    assert "ray/test_ray_policy.py" in needing and "unit/test_quickstart.py" in needing
-    assert not {file for file in needing if not file.startswith(NEED_RAY)}
-    assert not {listed for listed in NEED_RAY if not any(f.startswith(listed) for f in needing)}
+    assert not {file for file in needing if not file.startswith(NEED[package])}
+    assert not {each for each in NEED[package] if not any(f.startswith(each) for f in needing)}
