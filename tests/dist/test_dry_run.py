@@ -225,8 +225,8 @@ def documented(config: dict[str, Any]) -> str:
     """What the example of docs/losses.md prints."""
     blocks, said = python_blocks("docs/losses.md"), io.StringIO()
     with open_policy(config, init_reference_model=False) as policy, redirect_stdout(said):
-        made: dict[str, Any] = {"policy": policy, "data": DATA}
-        exec(blocks[0] + blocks[3], made)
+        made: dict[str, Any] = {"policy": policy, "batch": DATA}
+        exec(blocks[0] + "loss = NLL()\n" + blocks[3], made)
     return said.getvalue()
 
 

@@ -67,7 +67,7 @@ def report(document: Mapping[str, Any]) -> Iterator[str]:
             told = translated(model, engine, optim, checkpoint)
             config = told.parsed()
             table, _ = model_tables(config)
-            topology = checked_topology(config, table.architecture, ranks)
+            topology = checked_topology(config, table.architecture, ranks, planned=True)
         made[role] = config, topology
         axes = " x ".join(f"{axis}={getattr(topology, axis)}" for axis in _AXES)
         yield f"{role}: {config.model_name} in {config.precision} on {ranks} ranks, {axes}"
