@@ -1,8 +1,8 @@
 """Cases that `make test` and `make test-latest` share out. What an environment does not run of a
 test is a sweep there: `make sweep` runs it.
 
-In `SHARED` the cases of every test are shared out that has not done so itself; in `ALONE`, where
-processes are started, so are tests with one case. Of a test that starts processes each environment
+In `SHARED` the cases of every test are shared out that has not done so itself, and tests with one
+case are run by one environment. Of a test in `ALONE`, where processes are started, each environment
 runs every eighth case; the sweeps of both are the rest. Of others each runs every second one.
 """
 
@@ -51,7 +51,10 @@ SHARED = ("tests/dist/", "tests/hosts/test_", "tests/hosts/verl/", "tests/ray/",
 ALONE = ("tests/dist/", "tests/hosts/test_", "tests/ray/")
 WHOLE = tuple(
     f"tests/unit/test_{name}.py"
-    for name in ("fake_device", "triton_tiles", "varlen_attention", "norm", "english", "turns")
+    for name in (
+        *("fake_device", "triton_tiles", "varlen_attention", "norm"),
+        *("device", "package", "english", "turns"),
+    )
 )
 """Of these files some tests run in one environment alone, or all cases belong together."""
 
@@ -69,10 +72,8 @@ def share_out(items: Iterable[pytest.Item]) -> None:
         # In an order of their own: every second one in the order of a table with two columns is one
         # column.
         for number, case in enumerate(sorted(cases, key=lambda each: crc32(each.nodeid.encode()))):
-            if nodeid.startswith(ALONE) and len(cases) == 1:
+            if len(cases) == 1:
                 number = crc32(nodeid.encode())
-            elif len(cases) == 1:
-                continue
             if number % parts != _LATEST:
                 case.add_marker(pytest.mark.sweep)
 

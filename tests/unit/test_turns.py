@@ -61,19 +61,16 @@ def test_a_table_in_turns_is_shared_out_in_its_order(
 
 
 @pytest.mark.parametrize("latest", [0, 1])
-def test_what_stands_alone_or_elsewhere_or_is_shared_out_already_stays(monkeypatch, latest) -> None:
-    alone = [Item("tests/unit/test_a.py::test_alone"), Item("tests/unit/test_a.py::test_b[1]")]
+def test_what_stands_elsewhere_or_is_shared_out_already_stays(monkeypatch, latest) -> None:
     elsewhere = [Item(f"tests/hosts/real/test_a.py::test_b[{i}]") for i in range(4)]
     whole = [Item(f"{turns.WHOLE[0]}::test_b[{i}]") for i in range(4)]
     already = [Item(f"tests/dist/test_a.py::test_c[{i}]", swept=i % 2 == 0) for i in range(4)]
-    left = kept(monkeypatch, latest, [*alone, *elsewhere, *whole, *already])
-    assert left == [item.nodeid for item in [*alone, *elsewhere, *whole, *already[1::2]]]
+    left = kept(monkeypatch, latest, [*elsewhere, *whole, *already])
+    assert left == [item.nodeid for item in [*elsewhere, *whole, *already[1::2]]]
 
 
-@pytest.mark.parametrize("folder", turns.ALONE)
-def test_tests_of_one_case_that_start_processes_are_run_by_one_environment(
-    folder: str, monkeypatch
-) -> None:
+@pytest.mark.parametrize("folder", turns.SHARED)
+def test_tests_of_one_case_are_run_by_one_environment(folder: str, monkeypatch) -> None:
     names = [f"{folder}test_a.py::test_{i}" for i in range(20)]
     first = kept(monkeypatch, 0, [Item(name) for name in names])
     second = kept(monkeypatch, 1, [Item(name) for name in names])
