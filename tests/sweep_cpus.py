@@ -54,6 +54,7 @@ TESTS = (
     "tests/dist/test_plain_engine.py",
     "tests/dist/test_reference_model.py",
     "tests/dist/test_resume.py",
+    "tests/dist/test_rope_length.py",
     "tests/dist/test_router_replay.py",
     "tests/dist/test_router_training.py",
     "tests/dist/test_scalar_heads.py",

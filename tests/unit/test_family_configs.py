@@ -403,8 +403,8 @@ def test_numbers_that_no_model_can_have_are_one_error(
     ("fields", "said"),
     [
         ({"quantization_config": "fp8"}, "quantization_config is 'fp8', not a section of fields"),
-        ({"torch_dtype": "float8"}, "torch_dtype is 'float8', not the name of a dtype of torch"),
-        ({"dtype": 16}, "dtype is 16, not the name of a dtype of torch"),
+        ({"torch_dtype": "float8"}, "torch_dtype: 'float8' is not the name of a dtype of tensors"),
+        ({"dtype": 16}, "dtype: 16 is not the name of a dtype of tensors"),
     ],
 )
 def test_a_field_at_which_transformers_fails_is_named(

@@ -61,7 +61,6 @@ def planned(name: str) -> dict[str, Any]:
 
 LINEAR = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {}}
 POLYNOMIAL = {"name": "torch.optim.lr_scheduler.PolynomialLR", "kwargs": {"total_iters": "many"}}
-ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 FROZEN = {"names": ["*"], "freeze": True}
 
 # Model, number of ranks, and keys of the policy.
@@ -138,11 +137,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         fsdp({"hf_config_overrides": {"attention_dropout": 0.5}}, tensor_parallel_size=2),
     ),
     "ranks that no expert's weights divide": ("mixtral", 7, fsdp({"rows": 7})),
-    "frequencies of the length": (
-        "llama",
-        1,
-        fsdp({"hf_config_overrides": {"rope_parameters": ROPE}}) | packed(),
-    ),
+    "frequencies of each row": ("llama", 1, fsdp({"rope_length": "row"})),
     "an attention that the model lacks": ("gpt_oss", 1, fsdp(attn_implementation="sdpa")),
     "no such optimizer": ("qwen2", 1, fsdp({"optimizer": {"name": "torch.optim.Nothing"}})),
     "an optimizer with an odd state": (
@@ -171,6 +166,7 @@ MODEL = "reads the model's files, as the check does"
 CUT = "is of the cuts that `check_build` makes too: tests/unit/test_tensor_parallel.py"
 
 OTHERWISE: dict[str, str] = {
+    "checkpoint.kept_files:*": FILES,
     "checkpoint.report:check_host_data": A_CALL,
     "cli.*:*": COMMAND,
     "config.composed:*": PARSED,
@@ -184,12 +180,14 @@ OTHERWISE: dict[str, str] = {
     "converters.files.*:*": FILES,
     "converters.formats.*:*": MODEL,
     "coordination.*:*": A_CALL,
+    "engines.hugging_face.assemble:_refuse_mixing": MODEL,
     "engines.hugging_face.assemble:_shared_out": MACHINE,
     "engines.hugging_face.assemble:_tensor_parallel": MODEL,
     "engines.hugging_face.attention:*": FORWARD,
     "engines.hugging_face.decoder:Decoder.base": MODEL,
     "engines.hugging_face.tensor_plan:_of_torch": CUT,
     "engines.hugging_face.tensor_split:_Splitting.*": CUT,
+    "engines.megatron.cpu_platform:*": MACHINE,
     "engines.megatron.layer_spec:resolve_implementation": MACHINE,
     "engines.megatron.layers.experts:dispatcher_of": MACHINE,
     "engines.megatron.process_groups:*": PROGRAM,
@@ -211,6 +209,7 @@ OTHERWISE: dict[str, str] = {
     "training.losses:LossNormalization.*": A_CALL,
     "training.pieces:*": A_CALL,
     "training.reference:*": FILES,
+    "training.sharding:*": A_CALL,
     "weights.adapters:*": FILES,
     "workers.*:*": A_CALL,
 }
