@@ -86,8 +86,12 @@ def _token_ids(data: BatchedDataDict) -> torch.Tensor:
     """
     tokens_BS = data.get("input_ids")
     if not isinstance(tokens_BS, torch.Tensor):
-        given = f" (it is a {type(tokens_BS).__name__})" if "input_ids" in data else ""
-        raise BatchError(f"the data lack a tensor 'input_ids'{given}; they have {sorted(data)}")
+        if "input_ids" not in data:
+            raise BatchError(f"the data lack a tensor 'input_ids'; they have {sorted(data)}")
+        raise BatchError(
+            f"'input_ids' is a {type(tokens_BS).__name__}, not a tensor or an array [B, S]: a "
+            "tokenizer returns one with padding=True, return_tensors='pt'"
+        )
     check_kind("input_ids", tokens_BS)
     rows, width = tokens_BS.shape if tokens_BS.ndim == 2 else (0, 0)
     empty = not width or not (rows or data.micro_batch_indices)
@@ -186,7 +190,10 @@ def check_training_data(data: Any, vocab_size: int, batching: Batching = PADDED)
     checked = checked_batch(data, vocab_size)
     rows, length = checked["input_ids"].shape
     if "sample_mask" not in checked:
-        raise BatchError(f"the data lack 'sample_mask' [B]; they have {sorted(checked)}")
+        raise BatchError(
+            "the data lack 'sample_mask' [B], 1 for each row that counts (torch.ones(B)); they "
+            f"have {sorted(data)}"
+        )
     for key, value in checked.items():
         shape = shape_of(key, value)
         if shape[1:2] and shape[1] != length:
