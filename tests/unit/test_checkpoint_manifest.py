@@ -125,7 +125,7 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     [
         ({"step": "twelve"}, "twelve"),
         ({"tensors": {"a": ["float31", [2]]}}, "float31"),
-        ({"tensors": {"a": ["Tensor", [2]]}}, "'Tensor' is not a dtype"),
+        ({"tensors": {"a": ["Tensor", [2]]}}, "'Tensor' is not the name of a dtype"),
         ({"tensors": [1]}, "damaged"),
         ({"records": {"a": [[1, 2]]}}, "damaged"),
         ({"records": {"a": [[1, -2, "x"]]}}, "-2 bytes from 1 on"),
