@@ -428,8 +428,8 @@ def save_while_one_is_under_way(config: dict[str, Any], root: Path) -> dict[str,
 
         return call
 
-    with replaced(os, "fsync", late):
-        with open_policy(config, init_reference_model=False) as policy:
+    with open_policy(config, init_reference_model=False) as policy:
+        with replaced(os, "fsync", late):
             train(policy, range(1))
             policy.save_checkpoint(**paths(root))
             train(policy, [1])
@@ -438,7 +438,7 @@ def save_while_one_is_under_way(config: dict[str, Any], root: Path) -> dict[str,
             policy.save_checkpoint(**paths(root))
             between = (root / "weights" / TRACKER).read_text()
             saved = prints(weights_of(policy))
-        after = (root / "weights" / TRACKER).read_text()
+    after = (root / "weights" / TRACKER).read_text()
     with resumed(config, root, init_reference_model=False) as policy:
         differ = differing(saved, prints(weights_of(policy)))
     return {"before": before, "between": between, "after": after, "differ": differ}

@@ -257,7 +257,7 @@ def test_tensors_of_a_config_have_the_dtype_that_it_names(
     config.write_text(json.dumps(fields | ({"dtype": dtype} if dtype else {})))
     result = CliRunner().invoke(app, ["inspect", str(config), "--json"])
     if said is None:
-        assert result.exit_code == 1 and "int4" in result.stderr
+        assert result.exit_code == 2 and "int4" in result.stderr
         return
     found = json.loads(result.stdout)
     assert found["config_only"] is True and found["problems"] == []
