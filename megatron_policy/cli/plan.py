@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,6 +18,34 @@ from megatron_policy.cli.options import (
     keys_as_options,
 )
 from megatron_policy.cli.output import say, say_json
+from megatron_policy.cli.plan_advice import advise
+from megatron_policy.cli.plan_options import (
+    BucketSize,
+    Cp,
+    Dp,
+    Engine,
+    Ep,
+    Etp,
+    FirstLayers,
+    Gpu,
+    GpuMemory,
+    Gpus,
+    LastLayers,
+    MbTokens,
+    Model,
+    Pp,
+    Recompute,
+    Refit,
+    Rows,
+    SentDtype,
+    SeqLen,
+    Tensors,
+    Tp,
+    TrainedDtype,
+    Vpp,
+    given_options,
+    refuse_unread,
+)
 from megatron_policy.cli.plan_pictures import (
     PictureFile,
     TimelineFile,
@@ -30,96 +58,16 @@ from megatron_policy.cli.plan_report import (
     SHOWN,
     as_data,
     device_of,
-    fewest_gpus,
     found_lines,
     lines,
     recomputation_keys,
 )
-from megatron_policy.cli.sizes import parse_gpu_memory, parse_size, show_gib
+from megatron_policy.cli.sizes import parse_size, show_gib
 
 if TYPE_CHECKING:
     from megatron_policy.estimate.devices import DeviceFigures
     from megatron_policy.estimate.plan import Found, StepPlan
     from megatron_policy.estimate.states import ModelRows
-
-
-_Size = int | None
-Gpus = Annotated[_Size, typer.Option(min=1, help="Number of GPUs.")]
-GpuMemory = Annotated[
-    _Size, typer.Option(parser=parse_gpu_memory, metavar="SIZE", help="Its memory, if another.")
-]
-SeqLen = Annotated[
-    _Size, typer.Option(min=1, help="Tokens of each row; the most allowed by default.")
-]
-Rows = Annotated[
-    _Size, typer.Option(min=1, help="Rows of a global batch, with --model; 512 by default.")
-]
-Gpu = Annotated[str | None, typer.Option(help="A100, H100, H200 or B200; H100 by default.")]
-MbTokens = Annotated[
-    _Size, typer.Option(min=1, help="Tokens of a packed microbatch, with --model.")
-]
-Tp = Annotated[_Size, typer.Option(min=1, help="Tensor-parallel ranks.")]
-Pp = Annotated[_Size, typer.Option(min=1, help="Pipeline stages.")]
-Vpp = Annotated[_Size, typer.Option(min=1, help="Model chunks of a stage.")]
-Dp = Annotated[_Size, typer.Option(min=1, help="Data-parallel replicas.")]
-Cp = Annotated[_Size, typer.Option(min=1, help="Context-parallel ranks.")]
-Ep = Annotated[_Size, typer.Option(min=1, help="Expert-parallel ranks.")]
-Etp = Annotated[
-    _Size, typer.Option(min=1, help="Tensor-parallel ranks of experts, if not as --tp.")
-]
-FirstLayers = Annotated[
-    _Size, typer.Option(min=1, help="Layers of the first stage, if not as the others'.")
-]
-LastLayers = Annotated[
-    _Size, typer.Option(min=1, help="Layers of the last stage, if not as the others'.")
-]
-Recompute = Annotated[
-    str | None,
-    typer.Option(
-        metavar="WHAT",
-        help="none, full, or modules as in layernorm+mlp, with --model and a layout.",
-    ),
-]
-BucketSize = Annotated[
-    _Size,
-    typer.Option(
-        parser=parse_size,
-        metavar="SIZE",
-        help="With --refit: limit for the bytes that a collective moves; 512MiB by default.",
-    ),
-]
-TrainedDtype = Annotated[
-    Precision | None,
-    typer.Option(help="Dtype that the model is trained in; bfloat16 by default."),
-]
-SentDtype = Annotated[
-    Dtype | None,
-    typer.Option(help="With --refit: dtype of the sent weights, if not that of CHECKPOINT."),
-]
-Engine = Annotated[
-    float | None,
-    typer.Option(
-        "--beside-engine",
-        min=0.0,
-        metavar="GIB",
-        help="Memory that an inference engine on the same GPUs keeps during training.",
-    ),
-]
-Tensors = Annotated[
-    bool, typer.Option("--tensors", help="With --refit: print a line for every tensor.")
-]
-
-Model = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="A model, or its config.json, in place of a CONFIG."),
-]
-Refit = Annotated[
-    str | None,
-    typer.Option(
-        metavar="CHECKPOINT",
-        help="Show what a refit of this checkpoint, or of its config.json, moves.",
-    ),
-]
 
 
 def plan(
@@ -158,12 +106,12 @@ def plan(
     searched, and the best that fit are listed. Reads configs and headers, no weights. Pictures are
     of the layout that is given, or of the best.
     """
-    given = _given(locals())
+    given = given_options(locals())
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp}
     uneven = {"first": first_layers, "last": last_layers}
     trained = precision or Precision.bfloat16
     with one_line_errors(as_json):
-        _refuse_unread(given)
+        refuse_unread(given)
         check_files(picture, timeline)
     if refit is not None:
         said = (bucket_size, dtype, trained, tensors, as_json)
@@ -172,51 +120,17 @@ def plan(
     with one_line_errors(as_json):
         device = device_of(gpu or "H100", gpu_memory, beside_engine)
         if config is not None:
-            found: StepPlan | Found = _of_file(config, overrides, gpus, device, seq_len, as_json)
-            base = None
+            base, found = _of_file(config, overrides, gpus, device, seq_len, as_json)
         else:
             base = _section(model, rows or 512, seq_len, mb_tokens, trained)
             found = _of_model(base, layout, uneven, gpus, device, seq_len, recompute)
-    _print(found, gpu or "H100", device, as_json, picture, timeline)
-    if (advice := fewest_gpus(found, base, device, seq_len)) is not None:
-        say(advice, err=as_json)
+    of_model = base if config is None else None
+    _print(found, of_model, gpu or "H100", device, as_json, picture, timeline)
+    advice = list(advise(found, base, config is not None, device, seq_len))
+    for line in advice:
+        say(line, err=as_json)
+    if advice:
         raise typer.Exit(1)
-
-
-_OF_REFIT = (
-    *("refit", "gpus", "bucket-size", "dtype", "precision", "tensors", "json", "picture"),
-    *("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "first-layers", "last-layers"),
-)
-_OF_CONFIG = (
-    *("config", "overrides", "gpus", "gpu", "gpu-memory", "beside-engine", "seq-len"),
-    *("json", "picture", "timeline"),
-)
-_NOT_OF_MODEL = ("bucket-size", "dtype", "tensors")
-
-
-def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that somebody gave, by the names of options."""
-    there = {name: value for name, value in arguments.items() if value not in (None, [])}
-    return {name.replace("_", "-"): value for name, value in there.items()}
-
-
-def _refuse_unread(given: dict[str, Any]) -> None:
-    """ConfigError about options that have no effect beside the others."""
-    from megatron_policy.errors import ConfigError
-
-    names = [
-        "json" if name == "as-json" else name for name, value in given.items() if value is not False
-    ]
-    if "refit" in names:
-        unread, reason = [n for n in names if n not in _OF_REFIT], "with --refit"
-    elif "config" in names:
-        unread = [name for name in names if name not in _OF_CONFIG]
-        reason = "with a CONFIG, which says it: change the file"
-    else:
-        unread, reason = [n for n in names if n in _NOT_OF_MODEL], "without --refit"
-    if unread:
-        shown = ["a CONFIG" if name == "config" else f"--{name}" for name in unread]
-        raise ConfigError(f"{', '.join(shown)} cannot be given {reason}")
 
 
 def _of_refit(
@@ -279,20 +193,24 @@ def _of_file(
     device: DeviceFigures,
     length: int | None,
     as_json: bool,
-) -> StepPlan:
+) -> tuple[Mapping[str, Any], StepPlan | Found]:
+    """The section `policy` of the file, and its plan."""
     from megatron_policy.cli.config_report import fewest_ranks
     from megatron_policy.config import PolicyConfig
     from megatron_policy.config.adapters import trained_table
+    from megatron_policy.config.composed import compose
     from megatron_policy.estimate.plan import plan_of
     from megatron_policy.estimate.states import ModelRows
 
-    config = PolicyConfig.from_yaml(path, overrides or ())
+    section = compose(path, overrides or ()).policy
+    config = PolicyConfig.parse(section)
     rows = ModelRows.of(trained_table(config))
     found = plan_of(config, rows, gpus or fewest_ranks(config), device, length)
     if gpus is None:
         ranks = found.topology.world_size
-        say(f"without --gpus: on {ranks} ranks, the fewest that hold the layout", err=as_json)
-    return found
+        shown = f"{ranks} rank{'s' * (ranks != 1)}"
+        say(f"without --gpus: on {shown}, the fewest that hold the layout", err=as_json)
+    return section, found
 
 
 def _section(
@@ -377,6 +295,7 @@ def _of_model(
 
 def _print(
     found: StepPlan | Found,
+    base: Mapping[str, Any] | None,
     gpu: str,
     device: DeviceFigures,
     as_json: bool,
@@ -388,10 +307,12 @@ def _print(
     name = f"{gpu.upper()} of {show_gib(device.memory_bytes)}"
     plans = [*found.fitting, *found.too_large] if isinstance(found, Found) else [found]
     if as_json:
-        shown = plans[:SHOWN] if isinstance(found, Found) else plans
-        say_json([as_data(each) for each in shown])
+        say_json([as_data(each, base) for each in plans[:SHOWN]])
     else:
-        for line in found_lines(found, name) if isinstance(found, Found) else lines(found, name):
+        shown = (
+            found_lines(found, name, base or {}) if isinstance(found, Found) else lines(found, name)
+        )
+        for line in shown:
             say(line)
     if plans:
         with one_line_errors(as_json):

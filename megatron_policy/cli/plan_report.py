@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
+
+import yaml
 
 from megatron_policy.cli.sizes import show_gib
 from megatron_policy.estimate.sizes import show_count
@@ -34,15 +36,18 @@ def device_of(name: str, memory: int | None, engine_gib: float | None) -> Device
     )
 
 
-def as_data(plan: StepPlan) -> dict[str, Any]:
-    """A plan as JSON: bytes, seconds and counts."""
+def as_data(plan: StepPlan, base: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A plan as JSON: bytes, seconds and counts, and the section `policy` that has it, from the
+    `base` of a search; without a base only the keys of its layout.
+    """
     time, topology = plan.time, plan.topology
     return {
         "ranks": topology.world_size,
         "layout": {axis: getattr(topology, axis) for axis in ("tp", "cp", "ep", "dp", "pp", "vpp")}
         | {"etp": topology.expert_tp},
         "recompute": recomputation(plan.config),
-        "megatron_cfg": megatron_keys(plan),
+        "megatron_cfg": policy_section(plan, base or {})["megatron_cfg"],
+        "policy": None if base is None else policy_section(plan, base),
         "fits": plan.fits,
         "peak_bytes": plan.peak,
         "usable_bytes": plan.usable,
@@ -80,15 +85,12 @@ def as_data(plan: StepPlan) -> dict[str, Any]:
 
 def lines(plan: StepPlan, device: str) -> Iterator[str]:
     """Layout, memory of each stage's ranks, memory of the host, and time."""
-    shape, arch = plan.batch_shape, plan.architecture
+    arch = plan.architecture
     yield (
         f"{arch.num_layers} layers of width {arch.hidden_size} on {plan.topology.world_size} "
         f"{device}: {layout_of(plan)}, recompute {recomputation(plan.config)}"
     )
-    yield (
-        f"a step: {shape.rows} rows of {shape.length} tokens, "
-        f"{plan.schedule.microbatches} microbatches of {shape.tokens} on each replica"
-    )
+    yield _batch_line(plan)
     yield "GiB on each rank, by stage"
     yield from _table(_stage_cells(plan))
     if any(stage.states.step for stage in plan.stages):
@@ -108,6 +110,14 @@ def lines(plan: StepPlan, device: str) -> Iterator[str]:
         f"{show_gib(plan.staging_bytes)} for a save in the background"
     )
     yield from _time_lines(plan)
+
+
+def _batch_line(plan: StepPlan) -> str:
+    shape = plan.batch_shape
+    return (
+        f"a step: {shape.rows} rows of {shape.length} tokens, "
+        f"{plan.schedule.microbatches} microbatches of {shape.tokens} on each replica"
+    )
 
 
 def _stage_cells(plan: StepPlan) -> list[list[str]]:
@@ -147,8 +157,8 @@ def _time_lines(plan: StepPlan) -> Iterator[str]:
     )
 
 
-def found_lines(found: Found, device: str) -> Iterator[str]:
-    """The best plans that fit, or the smallest that do not and what to change."""
+def found_lines(found: Found, device: str, base: Mapping[str, Any]) -> Iterator[str]:
+    """The best plans that fit and the section of the first, or the smallest that do not."""
     plans = found.fitting or found.too_large
     if not plans:
         yield "no legal layout: the number of GPUs does not divide into one"
@@ -161,13 +171,14 @@ def found_lines(found: Found, device: str) -> Iterator[str]:
         yield f"none of {len(plans)} plans fits on {ranks} {device}; the smallest"
     yield from _table([_HEADER, *(_row(plan) for plan in plans[:SHOWN])])
     if not found.fitting:
-        yield _advice(plans[0])
+        yield _batch_line(plans[0])
         return
     yield "times are bounds in seconds: `least` if all overlaps, `serial` if nothing does"
     yield from lines(plans[0], device)
-    yield f"to ask for it again: {_options(plans[0])}"
-    yield "megatron_cfg:"
-    yield from (f"  {key}: {_yaml(value)}" for key, value in megatron_keys(plans[0]).items())
+    yield f"to ask for it again: {layout_options(plans[0])}"
+    section = {"policy": policy_section(plans[0], base)}
+    yield f"a CONFIG that has it, with --gpus {ranks}:"
+    yield from yaml.safe_dump(section, sort_keys=False).splitlines()
 
 
 _HEADER = ["tp", "pp", "vpp", "cp", "ep", "dp", "recompute", "GiB", "least", "serial", "mainly"]
@@ -194,50 +205,6 @@ def dearest(plan: StepPlan) -> str:
     costs["optimizer"] = time.optimizer
     name = max(costs, key=lambda each: costs[each])
     return f"{name} {costs[name] / time.serial:.0%}"
-
-
-def _advice(plan: StepPlan) -> str:
-    stage = plan.stages[plan.fullest]
-    states = stage.states.resident
-    if states > plan.usable:
-        return (
-            f"states alone take {show_gib(states)} on a rank: use more GPUs, or GPUs with more "
-            "memory"
-        )
-    return (
-        f"activations take {show_gib(stage.activations)} on a rank beside {show_gib(states)} of "
-        "states: use smaller microbatches (--mb-tokens), shorter rows (--seq-len) or more GPUs"
-    )
-
-
-def fewest_gpus(
-    found: StepPlan | Found, base: dict[str, Any] | None, device: DeviceFigures, length: int | None
-) -> str | None:
-    """On how many GPUs something would fit, if nothing does: what is searched for the model of
-    `base`, or more replicas of the only layout. None if something fits.
-    """
-    from megatron_policy.errors import ConfigError
-    from megatron_policy.estimate.plan import MOST_DEVICES, Found, fewest_devices, plan_of, search
-
-    plans = [*found.fitting, *found.too_large] if isinstance(found, Found) else [found]
-    if not plans:
-        return "use another --gpus, such as a multiple of 8"
-    first, what = plans[0], "this layout" if base is None else "a plan"
-    if first.fits:
-        return None
-
-    def fits(gpus: int) -> bool:
-        try:
-            if base is not None:
-                return bool(search(base, first.rows, gpus, device, length).fitting)
-            return plan_of(first.config, first.rows, gpus, device, length).fits
-        except ConfigError:
-            return False
-
-    number = fewest_devices(fits, first.topology.world_size)
-    if number is None:
-        return f"no number of GPUs up to {MOST_DEVICES:,} is enough for {what}"
-    return f"{what} fits on {number} GPUs, the fewest of 2^n and 3 x 2^n"
 
 
 def layout_of(plan: StepPlan) -> str:
@@ -297,7 +264,13 @@ def megatron_keys(plan: StepPlan) -> dict[str, Any]:
     }
 
 
-def _options(plan: StepPlan) -> str:
+def policy_section(plan: StepPlan, base: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `policy` of `base` with the layout of the plan."""
+    return {**base, "megatron_cfg": {**megatron_keys(plan), **base.get("megatron_cfg", {})}}
+
+
+def layout_options(plan: StepPlan) -> str:
+    """The options of `plan --model` that ask for this plan."""
     at, megatron = plan.topology, plan.config.megatron_cfg
     axes = ("tp", "pp", "vpp", "cp", "dp", *(("ep",) if plan.architecture.moe else ()))
     said = [f"--{axis} {getattr(at, axis)}" for axis in axes if getattr(at, axis) > 1]
@@ -307,13 +280,6 @@ def _options(plan: StepPlan) -> str:
         said.append(f"--last-layers {megatron.num_layers_in_last_pipeline_stage}")
     said.append(f"--recompute {recomputation(plan.config)}")
     return " ".join(said)
-
-
-def _yaml(value: object) -> str:
-    """A value of one key on one line."""
-    if isinstance(value, list):
-        return f"[{', '.join(value)}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

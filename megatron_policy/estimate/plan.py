@@ -169,6 +169,25 @@ def _check_positions(arch: Architecture, length: int) -> None:
         )
 
 
+SEARCHED = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "activation_checkpointing",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+)
+"""The keys of `megatron_cfg` that a search sets or leaves at their defaults."""
+
+
 @dataclass(frozen=True)
 class Found:
     """What a search came to: legal plans, the fastest first, by whether they fit."""
@@ -185,7 +204,8 @@ def search(
     device: DeviceFigures,
     length: int | None = None,
 ) -> Found:
-    """Try every legal layout and recomputation with the keys of `base`, a `policy` section.
+    """Try every legal layout and recomputation with the keys of `base`, a `policy` section, which
+    take the place of its own.
 
     Ordered by the time of a step in which nothing overlaps. Of those as fast as the fastest within
     `EQUAL`, the simplest come first: with fewer pipeline stages and chunks, then with less memory.
@@ -193,8 +213,10 @@ def search(
     if length is not None:
         _check_positions(rows.architecture, length)
     plans = []
+    written = base.get("megatron_cfg") or {}
+    kept = {key: value for key, value in written.items() if key not in SEARCHED}
     for keys in _layouts(rows.architecture, world_size, length or _length(base)):
-        megatron = {**base.get("megatron_cfg", {}), **keys}
+        megatron = {**kept, **keys}
         try:
             config = PolicyConfig.parse({**base, "megatron_cfg": megatron})
             plan = plan_of(config, rows, world_size, device, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -278,6 +279,7 @@ def test_plan_says_what_to_change_if_nothing_fits(tmp_path: Path) -> None:
     result = run("--model", path, "--gpus", 1)
     assert result.exit_code == 1
     assert "states alone take" in result.stdout and "use more GPUs" in result.stdout
+    assert "a step: 512 rows of 4096 tokens, 512 microbatches of 4096" in result.stdout
     assert "a plan fits on 2 GPUs, the fewest of 2^n and 3 x 2^n" in result.stdout
     assert run("--model", path, "--gpus", 2).exit_code == 0
     small = tmp_path / "small"
@@ -296,6 +298,30 @@ def test_replicas_of_a_layout_that_does_not_fit_are_counted(tmp_path: Path) -> N
     never = run("--model", path, "--gpus", 1, "--gpu-memory", "1GiB")
     assert never.exit_code == 1
     assert "no number of GPUs up to 16,384 is enough for a plan" in never.stdout
+
+
+def test_a_config_that_does_not_fit_names_the_layout_that_would(tmp_path: Path) -> None:
+    section = {**BASE, "model_name": str(model(tmp_path, QWEN_7B))}
+    keys = {"activation_checkpointing": True, "recompute_num_layers": 2, **BASE["megatron_cfg"]}
+    file = tmp_path / "policy.yaml"
+    file.write_text(yaml.safe_dump({"policy": {**section, "megatron_cfg": keys}}))
+    alone = run(file)
+    assert alone.exit_code == 1 and "on 1 rank, the fewest" in alone.stdout
+    assert "no layout that is searched fits on 1 GPU\n" in alone.stdout
+    whole = run(file, "--gpus", 4, "--gpu-memory", "50GiB")
+    assert whole.exit_code == 1
+    said = re.search(r"another layout fits on 4 GPUs: (.*), recompute .*; give (.*)", whole.stdout)
+    assert said, whole.stdout
+    again = run(file, *shlex.split(said[2]), "--gpus", 4, "--gpu-memory", "50GiB")
+    assert again.exit_code == 0 and f"4 H100 of 50 GiB: {said[1]}, recompute" in again.stdout
+    asked = run("--model", tmp_path, "--dp", 4, "--gpu-memory", "50GiB")
+    assert f"another layout fits on 4 GPUs: {said[1]}, recompute" in asked.stdout
+    none = run(file, "--gpus", 4, "--gpu-memory", "1GiB")
+    assert none.stdout.splitlines()[-3:] == [
+        "no layout that is searched fits on 4 GPUs",
+        "no number of GPUs up to 16,384 is enough for this layout",
+        "no number of GPUs up to 16,384 is enough for a plan",
+    ]
 
 
 def test_an_engine_beside_the_policy_takes_memory_from_the_plan(tmp_path: Path) -> None:
@@ -339,8 +365,6 @@ def test_the_shipped_configuration_is_the_first_answer_and_its_plan_is_beside_it
     own = json.loads(run(local, "--gpus", 8, "--json").stdout)[0]
     assert own["layout"] == answer["layout"] and own["recompute"] == answer["recompute"]
     assert own["peak_bytes"] == answer["peak_bytes"]
-    refused = run(local, "--tp", 2)
-    assert refused.exit_code == 2 and "--tp cannot be given with a CONFIG" in refused.stderr
 
 
 @pytest.mark.parametrize("name", ["Llama 70B", "DeepSeek-V3"])
@@ -349,17 +373,39 @@ def test_the_first_answer_can_be_asked_for_again(tmp_path: Path, name: str) -> N
     path = model(tmp_path, fields)
     said = run("--model", path, "--gpus", ranks).stdout.splitlines()
     again = next(line for line in said if line.startswith("to ask for it again: "))
-    keys = yaml.safe_load("\n".join(said[said.index("megatron_cfg:") :]))["megatron_cfg"]
+    section = yaml.safe_load("\n".join(said[said.index("policy:") :]))["policy"]
     options = again.removeprefix("to ask for it again: ").split()
     answer = json.loads(run("--model", path, "--gpus", ranks, "--json").stdout)[0]
-    assert answer["megatron_cfg"] == keys and answer["ranks"] == ranks
+    assert answer["policy"] == section and answer["ranks"] == ranks
     assert json.loads(run("--model", path, *options, "--json").stdout) == [answer]
-    fused = {"bias_activation_fusion": True, "apply_rope_fusion": True}
-    config = PolicyConfig.parse(
-        {**BASE, "model_name": name, "megatron_cfg": {**BASE["megatron_cfg"], **fused, **keys}}
-    )
-    plan = plan_of(config, rows_of(name), ranks, SHORT["H100"])
-    assert plan.peak == answer["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Qwen2.5-7B", ("--gpus", 8)),
+        ("Qwen2.5-7B", ("--gpus", 4, "--precision", "float32", "--rows", 64)),
+        ("Qwen2.5-7B", ("--gpus", 8, "--seq-len", 1000, "--mb-tokens", 16384)),
+        ("Qwen2.5-7B", ("--tp", 2, "--pp", 2, "--first-layers", 13, "--recompute", "mlp")),
+        ("Qwen3-30B-A3B", ("--gpus", 16)),
+        (
+            "DeepSeek-V3",
+            ("--pp", 16, "--ep", 16, "--tp", 8, "--etp", 1, "--dp", 2, "--last-layers", 1),
+        ),
+    ],
+)
+def test_a_config_of_what_is_printed_has_the_same_plan(
+    tmp_path: Path, name: str, options: tuple[object, ...]
+) -> None:
+    path, file = model(tmp_path, MODELS[name][0]), tmp_path / "policy.yaml"
+    printed = json.loads(run("--model", path, *options, "--json").stdout)
+    assert len(printed) == 5 or "--gpus" not in options
+    for each in printed:
+        file.write_text(yaml.safe_dump({"policy": each.pop("policy")}))
+        (again,) = json.loads(run(file, "--gpus", each["ranks"], "--json").stdout)
+        assert again.pop("policy") is None
+        assert again.pop("megatron_cfg").items() <= each.pop("megatron_cfg").items()
+        assert again == each
 
 
 def test_a_configuration_without_gpus_says_how_many_were_assumed(tmp_path: Path) -> None:
@@ -403,8 +449,21 @@ def test_printed_parts_add_up_to_the_peak(tmp_path: Path) -> None:
     [
         (("--refit", "{}", "--seq-len", "8"), "--seq-len cannot be given with --refit"),
         (("c.yaml", "--refit", "{}"), "a CONFIG cannot be given with --refit"),
-        (("c.yaml", "--rows", "16"), "--rows cannot be given with a CONFIG"),
-        (("c.yaml", "--precision", "float32"), "--precision cannot be given with a CONFIG"),
+        (
+            ("c.yaml", "--rows", "16", "--tp", "2"),
+            "--rows, --tp cannot be given with a CONFIG, which says it: write "
+            "train_global_batch_size=16 megatron_cfg.tensor_model_parallel_size=2 after the file",
+        ),
+        (("c.yaml", "--precision", "float32"), "write precision=float32 after the file"),
+        (
+            ("c.yaml", "--recompute", "full"),
+            "write megatron_cfg.activation_checkpointing=true "
+            "megatron_cfg.recompute_granularity=full after the file",
+        ),
+        (
+            ("c.yaml", "--dp", "2"),
+            "--dp cannot be given with a CONFIG, which says it: give --gpus, and replicas follow",
+        ),
         (("--model", "{}", "--gpus", "8", "--tensors"), "--tensors cannot be given without"),
         (("--model", "{}", "--gpus", "8", "--dtype", "float16"), "--dtype cannot be given without"),
         (

@@ -1,0 +1,168 @@
+"""The options of `plan`, and which of them have an effect beside others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from shlex import quote
+from typing import Annotated, Any
+
+import typer
+
+from megatron_policy.cli.options import Dtype, Precision
+from megatron_policy.cli.plan_report import recomputation_keys
+from megatron_policy.cli.sizes import parse_gpu_memory, parse_size
+
+_Size = int | None
+Gpus = Annotated[_Size, typer.Option(min=1, help="Number of GPUs.")]
+GpuMemory = Annotated[
+    _Size, typer.Option(parser=parse_gpu_memory, metavar="SIZE", help="Its memory, if another.")
+]
+SeqLen = Annotated[
+    _Size,
+    typer.Option(
+        min=1,
+        help="Tokens of each row. By default the least of 4096 (of a CONFIG, its "
+        "max_total_sequence_length), --mb-tokens and the model's positions.",
+    ),
+]
+Rows = Annotated[
+    _Size, typer.Option(min=1, help="Rows of a global batch, with --model; 512 by default.")
+]
+Gpu = Annotated[str | None, typer.Option(help="A100, H100, H200 or B200; H100 by default.")]
+MbTokens = Annotated[
+    _Size, typer.Option(min=1, help="Tokens of a packed microbatch, with --model.")
+]
+Tp = Annotated[_Size, typer.Option(min=1, help="Tensor-parallel ranks.")]
+Pp = Annotated[_Size, typer.Option(min=1, help="Pipeline stages.")]
+Vpp = Annotated[_Size, typer.Option(min=1, help="Model chunks of a stage.")]
+Dp = Annotated[_Size, typer.Option(min=1, help="Data-parallel replicas.")]
+Cp = Annotated[_Size, typer.Option(min=1, help="Context-parallel ranks.")]
+Ep = Annotated[_Size, typer.Option(min=1, help="Expert-parallel ranks.")]
+Etp = Annotated[
+    _Size, typer.Option(min=1, help="Tensor-parallel ranks of experts, if not as --tp.")
+]
+FirstLayers = Annotated[
+    _Size, typer.Option(min=1, help="Layers of the first stage, if not as the others'.")
+]
+LastLayers = Annotated[
+    _Size, typer.Option(min=1, help="Layers of the last stage, if not as the others'.")
+]
+Recompute = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHAT",
+        help="none, full, or modules as in layernorm+mlp, with --model and a layout.",
+    ),
+]
+BucketSize = Annotated[
+    _Size,
+    typer.Option(
+        parser=parse_size,
+        metavar="SIZE",
+        help="With --refit: limit for the bytes that a collective moves; 512MiB by default.",
+    ),
+]
+TrainedDtype = Annotated[
+    Precision | None,
+    typer.Option(help="Dtype that the model is trained in; bfloat16 by default."),
+]
+SentDtype = Annotated[
+    Dtype | None,
+    typer.Option(help="With --refit: dtype of the sent weights, if not that of CHECKPOINT."),
+]
+Engine = Annotated[
+    float | None,
+    typer.Option(
+        "--beside-engine",
+        min=0.0,
+        metavar="GIB",
+        help="Memory that an inference engine on the same GPUs keeps during training.",
+    ),
+]
+Tensors = Annotated[
+    bool, typer.Option("--tensors", help="With --refit: print a line for every tensor.")
+]
+
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="A model, or its config.json, in place of a CONFIG."),
+]
+Refit = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CHECKPOINT",
+        help="Show what a refit of this checkpoint, or of its config.json, moves.",
+    ),
+]
+
+
+_OF_REFIT = (
+    *("refit", "gpus", "bucket-size", "dtype", "precision", "tensors", "json", "picture"),
+    *("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "first-layers", "last-layers"),
+)
+_OF_CONFIG = (
+    *("config", "overrides", "gpus", "gpu", "gpu-memory", "beside-engine", "seq-len"),
+    *("json", "picture", "timeline"),
+)
+_OF_REFIT_ALONE = ("bucket-size", "dtype", "tensors")
+_KEYS = {
+    "model": "model_name",
+    "rows": "train_global_batch_size",
+    "mb-tokens": "sequence_packing.train_mb_tokens",
+    "precision": "precision",
+    "tp": "megatron_cfg.tensor_model_parallel_size",
+    "pp": "megatron_cfg.pipeline_model_parallel_size",
+    "vpp": "megatron_cfg.virtual_pipeline_model_parallel_size",
+    "cp": "megatron_cfg.context_parallel_size",
+    "ep": "megatron_cfg.expert_model_parallel_size",
+    "etp": "megatron_cfg.expert_tensor_parallel_size",
+    "first-layers": "megatron_cfg.num_layers_in_first_pipeline_stage",
+    "last-layers": "megatron_cfg.num_layers_in_last_pipeline_stage",
+}
+"""The keys of a CONFIG that say what these options say of a --model."""
+
+
+def given_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that somebody gave, by the names of options."""
+    there = {name: value for name, value in arguments.items() if value not in (None, [])}
+    return {name.replace("_", "-"): value for name, value in there.items()}
+
+
+def refuse_unread(given: dict[str, Any]) -> None:
+    """ConfigError about options that have no effect beside the others."""
+    from megatron_policy.errors import ConfigError
+
+    names = [
+        "json" if name == "as-json" else name for name, value in given.items() if value is not False
+    ]
+    if "refit" in names:
+        unread, reason = [n for n in names if n not in _OF_REFIT], "with --refit"
+    elif "config" in names:
+        unread = [name for name in names if name not in _OF_CONFIG]
+        reason = f"with a CONFIG{_in_config(unread, given)}"
+    else:
+        unread, reason = [n for n in names if n in _OF_REFIT_ALONE], "without --refit"
+    if unread:
+        shown = ["a CONFIG" if name == "config" else f"--{name}" for name in unread]
+        raise ConfigError(f"{', '.join(shown)} cannot be given {reason}")
+
+
+def _in_config(unread: list[str], given: dict[str, Any]) -> str:
+    """How a CONFIG says what these options do, as the end of a refusal."""
+    keys = {_KEYS[name]: given[name] for name in unread if name in _KEYS}
+    if "recompute" in unread:
+        how = recomputation_keys(given["recompute"])
+        keys |= {f"megatron_cfg.{key}": value for key, value in how.items()}
+    ways = [f"write {' '.join(as_overrides(keys))} after the file"] if keys else []
+    ways += ["give --gpus, and replicas follow from the layout"] if "dp" in unread else []
+    ways += ["leave out what is for --refit"] if set(unread) & set(_OF_REFIT_ALONE) else []
+    return f", which says it: {'; '.join(ways)}"
+
+
+def as_overrides(keys: Mapping[str, Any]) -> list[str]:
+    """Keys as KEY=VALUE, for a shell."""
+    return [
+        quote(f"{key}={value if isinstance(value, str) else json.dumps(value).replace(' ', '')}")
+        for key, value in keys.items()
+    ]
