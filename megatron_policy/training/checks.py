@@ -241,20 +241,32 @@ def check_head(architecture: Architecture, scalar: bool = False) -> None:
         )
 
 
+_NOT_FED = {
+    "distillation": "to distil from a teacher's top-k, write a 'logprob' loss whose attribute "
+    "`candidates` names the key of the teacher's indices in the data",
+    "distillation_cross_tokenizer": "teachers with another tokenizer are not supported; distil "
+    "from one with the same tokenizer",
+    "draft": "training a draft model is not supported; set policy.draft.enabled to false",
+}
+"""Inputs of the host's losses that this policy does not provide, and what to do."""
+
+
 def loss_kind(loss_fn: LossFunction) -> str | None:
     """The value of a loss's `input_type` (host from 0.6), or None without one (host up to 0.5).
-    NotImplementedError for an `input_type` that this policy does not provide.
+    NotImplementedError for a host's `input_type` that this policy does not provide, LossError for
+    one that nobody has.
     """
     if not hasattr(loss_fn, "input_type"):
         return None
     # A host brings its own enumeration: compare values, not members.
     kind = getattr(loss_fn.input_type, "value", loss_fn.input_type)
+    said = f"{type(loss_fn).__name__}.input_type is {kind!r}"
+    if isinstance(kind, str) and kind in _NOT_FED:
+        raise NotImplementedError(f"{said}: {_NOT_FED[kind]}")
     if kind not in [known.value for known in LossInputType]:
-        raise NotImplementedError(
-            f"{type(loss_fn).__name__}.input_type is {kind!r}; this policy feeds 'logprob' and "
-            "'logit' losses, and with a scalar head 'value', 'score' and 'logit' ones. To distil "
-            "from a teacher's top-k, write a 'logprob' loss whose attribute `candidates` names the "
-            "key of the teacher's indices in the data"
+        raise LossError(
+            f"{said}, which is no input of a loss: use one of LossInputType, that is 'logprob' or "
+            "'logit', and with a scalar head 'value', 'score' or 'logit'"
         )
     return str(kind)
 
@@ -285,8 +297,7 @@ def for_loss(batching: Batching, loss_fn: LossFunction) -> Batching:
 
 def check_loss_inputs(loss_fn: LossFunction, data: BatchedDataDict, vocab_size: int) -> None:
     """BatchError naming key and row unless `data`, which have passed `check_training_data`, also
-    hold what this loss needs, and no labels that contradict it; NotImplementedError for an
-    unsupported `input_type`.
+    hold what this loss needs, and no labels that contradict it; for an `input_type` as `loss_kind`.
     """
     check_labels(data, reads_logprobs=loss_kind(loss_fn) == LossInputType.LOGPROB.value)
     key = candidates_key(loss_fn)

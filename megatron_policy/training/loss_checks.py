@@ -32,7 +32,7 @@ _TAKEN = {
 def check_loss(loss_fn: Any, head: ScalarHead | None) -> None:
     """LossError unless it is an object that can be called with the arguments of its kind, which a
     policy has with a scalar `head` or, if that is None, with that of a language model;
-    NotImplementedError for an unsupported `input_type`.
+    NotImplementedError for a host's `input_type` that is not provided.
     """
     if isinstance(loss_fn, type):
         name = loss_fn.__name__

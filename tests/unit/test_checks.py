@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.errors import BatchError
+from megatron_policy.errors import BatchError, LossError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.training.checks import (
@@ -201,3 +201,8 @@ def test_a_loss_that_takes_what_is_not_fed_is_told_what_is() -> None:
     loss.input_type = "distillation"
     with pytest.raises(NotImplementedError, match=r"'distillation'.*'logprob' loss.*`candidates`"):
         check_loss_inputs(loss, training(), 9)
+    loss.input_type = "logprobs"
+    with pytest.raises(LossError, match=r"'logprobs', which is no input") as error:
+        check_loss_inputs(loss, training(), 9)
+    assert "use one of LossInputType, that is 'logprob' or 'logit', and" in str(error.value)
+    assert "distil" not in str(error.value)

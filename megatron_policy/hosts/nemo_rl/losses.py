@@ -12,31 +12,25 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.hosts.nemo_rl.host_imports import part
 from megatron_policy.hosts.nemo_rl.result_types import host_batch
+from megatron_policy.training.checks import loss_kind
 
 _PREPARED = "distillation"
 _OF_PAIRS = "split_output_tensor"
 """The method by which the host's preference losses separate the rows of pairs."""
 _UNFILTERED = "next_token_logprobs_unfiltered"
-_REFUSED = {
-    "distillation_cross_tokenizer": "teachers with another tokenizer are not supported; distil "
-    "from one with the same tokenizer",
-    "draft": "training a draft model is not supported; set policy.draft.enabled to false",
-}
 
 
 def adapted(loss_fn: Any, aside: Iterable[str] = ()) -> Any:
     """`loss_fn` as this policy calls it; `aside` are the keys given to `set_aside`.
 
-    NotImplementedError, naming the reason, for an input type that is not supported.
+    NotImplementedError, naming the reason, for an input type that is not supported, LossError for
+    one that nobody has.
     """
     kind = getattr(loss_fn, "input_type", None)
     kind = getattr(kind, "value", kind)
-    if kind in _REFUSED:
-        raise NotImplementedError(
-            f"{type(loss_fn).__name__}.input_type is {kind!r}: {_REFUSED[kind]}"
-        )
     if kind == _PREPARED:
         return PreparedLoss(loss_fn, tuple(aside))
+    loss_kind(loss_fn)
     return HostLoss(loss_fn, tuple(aside))
 
 
