@@ -117,4 +117,4 @@ def not_finite(loss: Callable[..., object], value: float) -> list[Wrong]:
     """What is wrong with the value of a loss; nothing if it is finite."""
     if math.isfinite(value):
         return []
-    return [Wrong(f"{name_of(loss)} returned {value}, which is not finite,")]
+    return [Wrong(f"{name_of(loss)} returned {value}, which is not finite")]

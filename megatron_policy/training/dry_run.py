@@ -141,12 +141,12 @@ def _not_finite(
 ) -> Iterator[Wrong]:
     odd = [of for of, each in gradients.items() if not bool(each.isfinite().all())]
     if not bool(value.isfinite()):
-        yield Wrong(f"{name} returned {float(value)}, which is not finite,")
+        yield Wrong(f"{name} returned {float(value)}, which is not finite")
     elif odd:
         yield Wrong(
             f"{name} returned {float(value):g}, with a gradient of {odd[0]} that is not finite: "
             "look for the derivative of a root or a logarithm at 0, or of an exponential that "
-            "overflows, also where a mask multiplies it by 0 afterwards,"
+            "overflows, also where a mask multiplies it by 0 afterwards"
         )
 
 
@@ -282,7 +282,7 @@ _DOUBLED = ((2, 2), (2, 1), (1, 2))
 def _of_parts(whole: _Evaluated, parts: Sequence[_Evaluated]) -> Iterator[str]:
     """What is wrong with the loss of both groups of rows in a microbatch each."""
     if wrong := [each for part in parts for each in part.wrong]:
-        yield f"with these rows in two microbatches, {wrong[0].what} in one of them"
+        yield f"with these rows in two microbatches, this is wrong in one of them: {wrong[0].what}"
         return
     joined = {name: torch.cat([part.gradients[name] for part in parts]) for name in whole.gradients}
     if not whole.is_multiple(1.0, joined):

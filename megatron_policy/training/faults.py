@@ -76,7 +76,6 @@ def _said(faults: Sequence[Fault]) -> str:
     named = []
     for what, alike in list(places.items())[: _NAMED + 1]:
         more = f", and so in {len(alike) - 1} more" if alike[1:] else ""
-        named.append(f"{what} {alike[0].where()}{more}")
-    others = f" Also: {'; '.join(named[1:])}" if named[1:] else ""
+        named.append(f"{what.rstrip('.')}. This is {alike[0].where()}{more}.")
     left = len(places) - len(named)
-    return f"{named[0]}.{others}{f'; and {left} more' if left else ''}{'.' if others else ''}"
+    return f"{' Also: '.join(named)}{f' Also: {left} more.' if left else ''}"

@@ -77,7 +77,7 @@ class Call:
             cause: Exception | None = error
             wrong = raised(name, error)
             if isinstance(error, KeyError) and error.args and error.args[0] not in self.data:
-                wrong = replace(wrong, what=f"{wrong.what}; {self._lacks(error.args[0])},")
+                wrong = replace(wrong, what=f"{wrong.what}; {self._lacks(error.args[0])}")
         else:
             cause, what = None, self._broken(found, before | _nodes(self.given))
             if not what:

@@ -116,7 +116,7 @@ def shared(
     for place, (value, metrics, wrong) in enumerate(kept):
         loss = float(value)
         if not wrong and not math.isfinite(loss):
-            wrong = [Wrong(f"{name_of(loss_fn)} returned {loss}, which is not finite,")]
+            wrong = [Wrong(f"{name_of(loss_fn)} returned {loss}, which is not finite")]
         plain.append((loss, plain_metrics(metrics)))
         where = (number, engine.groups.dp.rank(), place, rows[place])
         faults += [Fault(*where, each.what, each.trace) for each in wrong]

@@ -81,7 +81,7 @@ def test_a_missing_key_is_named_with_the_line_that_reads_it_and_what_to_pass() -
         f"raised KeyError: 'advantages' {place}; the data have no 'advantages': pass" in wrong.what
     )
     assert "one entry for each row of input_ids" in wrong.what
-    assert wrong.what.endswith("They have input_ids, sample_mask,")
+    assert wrong.what.endswith("They have input_ids, sample_mask")
     assert Path(__file__).name in wrong_with(calls_a_library).what
 
 
@@ -90,15 +90,15 @@ def test_what_is_wrong_in_every_microbatch_is_said_once() -> None:
     with pytest.raises(LossError) as error:
         raise_everywhere(faults, ALONE, "Nothing has changed.")
     assert str(error.value) == (
-        "it is wrong in microbatch 0 of global batch 0 on data-parallel replica 0 (rows 0), and so "
-        "in 4 more. Nothing has changed."
+        "it is wrong. This is in microbatch 0 of global batch 0 on data-parallel replica 0 "
+        "(rows 0), and so in 4 more. Nothing has changed."
     )
     several = [Fault(0, 0, 5, (5,), f"mistake {number}") for number in range(7)]
     with pytest.raises(LossError) as error:
         raise_everywhere([*faults, *several], ALONE, "Nothing has changed.")
     said = str(error.value)
-    assert said.count("it is wrong") == 1 and "Also: mistake 0 in microbatch 5" in said
-    assert "mistake 3" in said and "mistake 4" not in said and "; and 3 more. Nothing" in said
+    assert said.count("it is wrong") == 1 and "Also: mistake 0. This is in microbatch 5" in said
+    assert "mistake 3" in said and "mistake 4" not in said and ". Also: 3 more. Nothing" in said
 
 
 @pytest.mark.parametrize("rows", [1, 2])
