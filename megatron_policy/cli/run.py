@@ -18,14 +18,20 @@ AS_PYTHON = {"allow_interspersed_args": False}
 
 def run(
     program: Annotated[
-        str, typer.Argument(metavar="PROGRAM", help="A script; after -m, a module.")
-    ],
+        str | None,
+        typer.Argument(metavar="PROGRAM", help="A script; after -m, a module.", show_default=False),
+    ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments for the program.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module's name.")] = False,
     host: Annotated[
-        str, typer.Option(help="The framework that starts this package's workers.")
+        str,
+        typer.Option(
+            help="The framework that starts this package's workers: nemo_rl, ray (this package's "
+            "own driver), or one that an installed package registers. verl needs no host: "
+            "docs/verl.md."
+        ),
     ] = "nemo_rl",
     workers: Annotated[
         str | None,
@@ -44,11 +50,16 @@ def run(
     from megatron_policy.hosts import launch
     from megatron_policy.interfaces.host import find_host
 
-    wanted = launch.Program(program, tuple(arguments or ()), module)
     if workers is not None:
         _ask_for(workers, host)
     try:
         found = find_host(host)
+        if program is None:
+            raise ConfigError(
+                "name a script, or a module after -m, as in `megatron-policy run "
+                "examples/run_grpo.py --config FILE`"
+            )
+        wanted = launch.Program(program, tuple(arguments or ()), module)
         launch.find(wanted)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None

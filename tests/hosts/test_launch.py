@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_policy.hosts.nemo_rl import redirect
+from megatron_policy.interfaces.host import OWN
 from tests.ranks import ROOT
 
 LAUNCHERS = {
@@ -169,6 +170,12 @@ def test_the_command_asks_for_our_worker_in_place_of_the_dtensor_one(
     assert not_asked.stdout == f"{theirs}\n", not_asked.stderr
 
 
+def test_help_names_every_host_of_this_package() -> None:
+    shown = python(*LAUNCHERS["command"], "--help", COLUMNS="200").stdout
+    (option,) = (line for line in shown.split("--host")[1:2])
+    assert all(name in option for name in (*OWN, "verl"))
+
+
 def test_another_host_can_be_named(programs: Path) -> None:
     told = python(*LAUNCHERS["command"], "--host", "ray", programs / "exits.py")
     assert told.returncode == 7, told.stderr
@@ -184,6 +191,8 @@ def test_another_host_can_be_named(programs: Path) -> None:
         (("module",), {}, 2, "name a script, or a module after -m"),
         (("command", "--host", "other", __file__), {}, 2, "there is no host 'other'; known hosts:"),
         (("command", "--host", "verl", __file__), {}, 2, "model_engine=megatron_policy"),
+        (("command", "--host", "verl"), {}, 2, "python -m verl.trainer.main_ppo"),
+        (("command",), {}, 2, "as in `megatron-policy run examples/run_grpo.py --config FILE`"),
         (("command", "--workers", "none", __file__), {}, 2, "'megatron', those of policy.megatron"),
         (("command", "--host", "ray", "--workers", "all", __file__), {}, 2, "leave it out with"),
         (("module", __file__), {}, 1, "NeMo RL is not installed in"),
