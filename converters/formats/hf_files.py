@@ -171,12 +171,13 @@ def inventory(root: Path, single: str = SINGLE) -> dict[Path, dict[str, Extent]]
     """
     placed = _files(root, single)
     if single == SINGLE and (root / ADAPTER_CONFIG).exists():
+        there = (root / ADAPTER_MODEL).exists()
+        moved = f"move it with {ADAPTER_MODEL}" if there else "put it with the adapters' weights"
         raise ConversionError(
             f"{root} has {ADAPTER_CONFIG} beside whole weights, and transformers adds the adapters "
             f"that it describes to them. Remove {ADAPTER_CONFIG} if the weights are whole without "
-            f"(merged already, say); otherwise move it with {ADAPTER_MODEL} to a directory of its "
-            "own, and merge that: megatron-policy convert ADAPTERS OUT --to hf --merge --base "
-            f"{root}"
+            f"(merged already, say); otherwise {moved} into a directory of its own, and merge "
+            f"that: megatron-policy convert ADAPTERS OUT --to hf --merge --base {root}"
         )
     files = {path: _read_header(path) for path in placed}
     held = {name for each in files.values() for name in each}

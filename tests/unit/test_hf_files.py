@@ -199,8 +199,9 @@ def test_a_whole_model_with_adapters_beside_it_is_refused_with_both_ways_out(
     said = refusal(tmp_path)
     assert f"{tmp_path} has adapter_config.json beside whole weights" in said
     assert "Remove adapter_config.json" in said and "--merge" in said
+    assert "put it with the adapters' weights into" in said and "adapter_model" not in said
     save_file(TENSORS, tmp_path / "adapter_model.safetensors")
-    assert "beside whole weights" in refusal(tmp_path)
+    assert "otherwise move it with adapter_model.safetensors into" in refusal(tmp_path)
     assert HfReader(tmp_path, "adapter_model.safetensors").shapes.keys() == TENSORS.keys()
 
 
