@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megatron_policy.config import PolicyConfig
+    from megatron_policy.config.layout import Shape
     from megatron_policy.converters.table import Table as ModelTable
     from megatron_policy.estimate.memory import StageMemory
     from megatron_policy.parallel.topology import Topology
@@ -247,6 +249,24 @@ def legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
         except ConfigError:
             continue
         yield topology.world_size
+
+
+def nearest_world_sizes(config: PolicyConfig, architecture: Shape, wanted: int) -> str:
+    """A line of a refusal: the numbers of ranks next to `wanted` that fit; "" if neither does."""
+    from megatron_policy.config.layout import checked_topology
+    from megatron_policy.errors import ConfigError
+
+    legal = list(legal_world_sizes(config))
+    below = max((size for size in legal if size < wanted), default=None)
+    above = min((size for size in legal if size > wanted), default=None)
+    fitting = []
+    for size in (below, above):
+        with suppress(ConfigError):
+            if size is not None:
+                fitting.append(checked_topology(config, architecture, size).world_size)
+    if not fitting:
+        return ""
+    return f"\nthe nearest --world-size that fits is {' or '.join(map(str, fitting))}"
 
 
 def listed(sizes: Iterator[int]) -> str:

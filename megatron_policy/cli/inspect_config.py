@@ -54,17 +54,28 @@ def inspect_config(
 
 
 def _checked(path: Path, overrides: list[str], world_size: int | None) -> CheckedConfig:
-    from megatron_policy.cli.config_report import CheckedConfig, fewest_ranks
+    from megatron_policy.cli.config_report import (
+        CheckedConfig,
+        fewest_ranks,
+        nearest_world_sizes,
+    )
     from megatron_policy.config import PolicyConfig, ignored_keys
     from megatron_policy.config.adapters import model_tables
     from megatron_policy.config.composed import compose
     from megatron_policy.config.layout import checked_topology
+    from megatron_policy.errors import ConfigError
 
     composed = compose(path, overrides)
     config = PolicyConfig.parse(composed.policy)
     table, trained = model_tables(config)
     ranks = world_size or fewest_ranks(config)
-    topology = checked_topology(config, table.architecture, ranks)
+    try:
+        topology = checked_topology(config, table.architecture, ranks)
+    except ConfigError as error:
+        if world_size is None:
+            raise
+        near = nearest_world_sizes(config, table.architecture, world_size)
+        raise ConfigError(f"{error}{near}") from error
     if not config.megatron_cfg.enabled:
         from megatron_policy.engines.hugging_face.assemble import check_build
 

@@ -61,6 +61,12 @@ def test_microbatches_of_tokens_are_shown_as_such_and_fit_replicas_that_share_ro
     file.write_text(yaml.safe_dump(document))
     code, said = run("inspect-config", str(file), "--world-size", "6")
     assert code == 2 and "is not a multiple of 3 data-parallel ranks" in said
+    assert "the nearest --world-size that fits is 4 or 8" in said
+    code, said = run("inspect-config", str(file), "--world-size", "1")
+    assert code == 2 and "the nearest --world-size that fits is 2" in said
+    three = ("megatron_cfg.tensor_model_parallel_size=3", "--world-size", "4")
+    code, said = run("inspect-config", str(file), *three)
+    assert code == 2 and "nearest" not in said
     code, said = run("inspect-config", str(file), "--world-size", "8")
     assert code == 0, said
     assert "8 samples on 4 data-parallel ranks in packed microbatches of 4096 tokens" in said
