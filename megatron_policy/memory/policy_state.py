@@ -54,6 +54,11 @@ class PolicyState:
         """Who uses the weights now, such as "the reference policy"; empty if nobody does."""
         return self._users[-1] if self._users else ""
 
+    @property
+    def closed(self) -> bool:
+        """Whether the policy has been shut down."""
+        return self._closed
+
     def check(self, operation: str, need: Requirement, *, repairs: bool = False) -> None:
         """ConfigError unless the state permits `operation`, such as "train()".
 

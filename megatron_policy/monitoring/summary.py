@@ -64,9 +64,11 @@ def summary_of(
     topology: Topology,
     memory: DeviceMemory,
     reference_bytes: int,
+    closed: bool = False,
 ) -> str:
-    """The lines, as one rank sees them."""
+    """The lines, as one rank sees them; the first says whether the policy is `closed`."""
     named = (
+        ("state", iter(["shut down: this is what it was; make a new policy"] * closed)),
         ("model", _model(config, engine)),
         ("parameters", _parameters(engine)),
         ("layout", _layout(config, engine, topology)),

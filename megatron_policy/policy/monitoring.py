@@ -49,10 +49,10 @@ class PolicyMonitoring:
 
     def summary(self) -> str:
         """Model, layout, precision, optimizer, batches, memory and versions, in lines of at most 80
-        columns. Rank 0 logs it at the start, at level INFO.
+        columns; after `shutdown` the first says so. Rank 0 logs it at the start, at level INFO.
         """
         held = (self._engine, self.topology, self.memory, self._session.reference_bytes)
-        return summary_of(self.config, *held)
+        return summary_of(self.config, *held, closed=self._session.state.closed)
 
     def report(self) -> PolicyReport:
         """This rank's memory now, and the speed and balance of its last training calls."""

@@ -56,6 +56,7 @@ def watched(config: dict[str, Any], folder: str) -> dict[str, Any]:
         policy.save_checkpoint(f"{folder}/saved", f"{folder}/saved")
         summary, report = policy.summary(), policy.report()
         expected = expected_memory(policy.config, policy._engine, policy.topology)
+    ended = policy.summary()
     resumed = {"weights_path": f"{folder}/saved", "optimizer_path": f"{folder}/saved"}
     with open_policy(config, **resumed) as policy:
         part = own_share(policy, data.get_batch(0, GLOBAL_BATCH))
@@ -64,6 +65,7 @@ def watched(config: dict[str, Any], folder: str) -> dict[str, Any]:
         "results": results,
         "steps of the failing writer": failing.steps,
         "summary": summary,
+        "ended": ended,
         "report": report,
         "peak": None if expected is None else expected.peak,
     }
@@ -98,6 +100,11 @@ def test_rank_0_records_what_all_ranks_have_and_goes_on_without_a_writer_that_fa
         assert record["loss/loss"] == pytest.approx(result["loss"].item(), rel=1e-5)
         assert record["speed/tokens"] == result["speed"]["tokens"]
     assert max(map(len, first["summary"].splitlines())) <= 80
+    assert "shut down" not in first["summary"]
+    assert first["ended"].splitlines()[0].split(None, 1) == [
+        "state",
+        "shut down: this is what it was; make a new policy",
+    ]
     assert "2 ranks" in first["summary"] and str(checkpoints[True])[-20:] in first["summary"]
     report = first["report"]
     assert (report.step, report.speed.calls, report.ranks) == (2, 2, 1)
