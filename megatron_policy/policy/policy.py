@@ -195,7 +195,7 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNa
         """
         self.memory.ready("dry_run()")
         given = with_temperature(data, temperature)
-        return dry_run(self._engine, self._batcher, given, loss_fn)
+        return dry_run(self._engine, self._batcher, given, loss_fn, self.pieces.empty_steps)
 
     def _step_taken(self) -> None:
         self._session.state.take_step()

@@ -29,6 +29,7 @@ from megatron_policy.training.checks import (
     loss_kind,
     rows_per_group,
 )
+from megatron_policy.training.empty_steps import EmptySteps
 from megatron_policy.training.loss_calls import Call, Wrong, name_of
 from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.training.losses import (
@@ -68,8 +69,10 @@ class DryRun:
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        rows = ", ".join(map(str, self.rows))
-        lines = [f"dry run on rows {rows}: loss {self.loss:.6g}, {self.tokens} tokens count"]
+        own = list(dict.fromkeys(self.rows))
+        rows = f"row{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
+        rows += ", taken twice" if len(own) < len(self.rows) else ""
+        lines = [f"dry run on {rows}: loss {self.loss:.6g}, {self.tokens} tokens count"]
         lines += [f"  given {name}: {shape}" for name, shape in self.inputs.items()]
         lines += [f"  metric {name}: {value}" for name, value in self.metrics.items()]
         lines += [f"  gradient of {name}: norm {n:.3g}" for name, n in self.gradients.items()]
@@ -151,7 +154,11 @@ def _not_finite(
 
 
 def dry_run(
-    engine: TrainingEngine, batcher: Batcher, data: BatchedDataDict, loss_fn: LossFunction
+    engine: TrainingEngine,
+    batcher: Batcher,
+    data: BatchedDataDict,
+    loss_fn: LossFunction,
+    empty_steps: EmptySteps,
 ) -> DryRun:
     """Try the loss on the first two rows, or groups of rows, of `data` in which a token counts;
     collective. The same row twice, if there is one. Nothing of the policy changes.
@@ -159,16 +166,19 @@ def dry_run(
     BatchError for data and LossError for a loss that could not be trained on, as in `train`.
     """
 
-    def chosen() -> tuple[BatchedDataDict, list[int]]:
+    def chosen() -> tuple[BatchedDataDict, list[int], str]:
         checked = checked_rows(engine, batcher, data, loss_fn)
-        return checked, first_groups(checked, loss_fn)
+        nothing = empty_steps.reason(loss_fn, ValidCounts(*own_counts(checked)))
+        return checked, first_groups(checked, loss_fn), nothing
 
-    (own, rows), _ = prepared_together(chosen, lambda _: 1, engine.groups.dp)
+    (own, rows, nothing), counting = prepared_together(
+        chosen, lambda found: not found[2], engine.groups.dp
+    )
     microbatches = batcher.filled_up(batcher.of_rows(own, [rows]), 1, own)
     undo = Rollback.here(engine)
 
     def read(output: Output) -> tuple[DryRun | None, list[Wrong]]:
-        return _tried(engine, loss_fn, output, undo.draw_again)
+        return _tried(engine, loss_fn, output, undo.draw_again, "" if counting else nothing)
 
     try:
         kept = engine.forward(microbatches, read)
@@ -210,7 +220,9 @@ def _tried(
     loss_fn: LossFunction,
     output: Output,
     draw_again: Callable[[], None],
+    nothing: str,
 ) -> tuple[DryRun | None, list[Wrong]]:
+    """`nothing` says why no replica has anything that counts; empty if one has."""
     own_2 = own_counts(output.microbatch.host.data)
     counts, tokens = ValidCounts(*to_device(own_2.clamp(min=1))), int(own_2[1])
     several = loss_inputs(loss_fn, loss_kind(loss_fn), output, engine.vocab_size, engine.groups)
@@ -222,6 +234,8 @@ def _tried(
     found = [call.evaluate(counts) for call in calls]
     first, whole = calls[0], found[0]
     warnings = () if whole.failed else tuple(_warnings(first, whole, counts, len(calls) == 1))
+    if nothing and not whole.failed:
+        warnings = (f"train() would skip every step of these data: {nothing} in them", *warnings)
     wrong = [each for one in found for each in one.wrong]
     if wrong:
         return None, wrong

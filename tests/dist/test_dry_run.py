@@ -191,17 +191,27 @@ def alone(config: dict[str, Any]) -> list[Any]:
     with open_policy(config, init_reference_model=False, init_optimizer=False) as policy:
         nothing = DATA.slice(0, 2)
         nothing["token_mask"] = torch.zeros_like(nothing["token_mask"])
-        return [policy.dry_run(each, SequenceNLL()) for each in (DATA.slice(0, 1), nothing)]
+        found: list[Any] = [
+            policy.dry_run(each, SequenceNLL()) for each in (DATA.slice(0, 1), nothing)
+        ]
+    taken = config | {"skip_empty_steps": False}
+    with open_policy(taken, init_reference_model=False, init_optimizer=False) as policy:
+        return [*found, policy.dry_run(nothing, SequenceNLL())]
 
 
 def test_one_row_is_taken_twice_and_rows_without_tokens_are_named(
     ranks, checkpoint: Callable[..., Path]
 ) -> None:
     config = policy_config(checkpoint("qwen2", **SIZES), {})
-    ((one, nothing),) = ranks.run(1, alone, config)
+    ((one, nothing, taken),) = ranks.run(1, alone, config)
     assert one.rows == (0, 0) and one.warnings == ()
-    assert "nothing is learnt" in nothing.warnings[0] and nothing.tokens == 0
-    assert "nothing is learnt" in str(nothing)
+    assert str(one).startswith("dry run on row 0, taken twice: loss ")
+    assert nothing.warnings[0] == (
+        "train() would skip every step of these data: no valid tokens in them"
+    )
+    assert "nothing is learnt" in nothing.warnings[1] and nothing.tokens == 0
+    assert nothing.warnings[0] in str(nothing)
+    assert taken.warnings == nothing.warnings[1:]
 
 
 def between_parts(config: dict[str, Any]) -> bool:
