@@ -5,6 +5,7 @@ load them; with whole models it has the fields that were overridden.
 from __future__ import annotations
 
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.files import publishing
 from megatron_policy.converters.formats.hf_writing import ShardFile
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import ConfigError, ExportError, RefitError
@@ -36,6 +38,7 @@ from tests.dist.resuming import replaced
 from tests.dist.test_adapter_handover import ANEW
 from tests.dist.test_adapters import adapted
 from tests.exact import Exact, InDouble, assert_equal, load_hf
+from tests.small_disk import small_disk
 from tests.turns import in_turns
 
 OVERRIDES = {"rms_norm_eps": 0.1}
@@ -248,6 +251,36 @@ def misuse(config: dict[str, Any], plain: dict[str, Any], box: Path) -> list[str
     return said
 
 
+def export_to_a_full_disk(config: dict[str, Any], full: Path, late: bool) -> str:
+    """The error of an export, of which `late` only the writing finds the disk full."""
+
+    def room_for_anything(check: Any) -> Any:
+        return (lambda final, needed: None) if late else check
+
+    with open_policy(config, init_optimizer=False) as policy:
+        checked = replaced(publishing, "check_room", room_for_anything)
+        with checked, pytest.raises(ExportError) as error:
+            policy.export_peft(full / "exported")
+        return str(error.value)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_disk_without_room_for_adapters_is_named_with_the_bytes_and_left_empty(
+    ranks, checkpoint, tmp_path: Path, late: bool
+) -> None:
+    path = checkpoint("qwen2", tied=False, **SIZES | {"hidden": 256, "ffn": 512})
+    config = config_of(path, LAYOUTS["TP2"].megatron, dim=64)
+    with small_disk(tmp_path / "full") as full:
+        for said in ranks.run(2, export_to_a_full_disk, config, Path(full), late):
+            if late:
+                assert f"{full}/exported cannot be written: No space left on device" in said
+                assert re.search(rf"it takes [\d,]+ bytes, and {full} has [\d,]+ left", said)
+            else:
+                needs = rf"{full}/exported needs [\d,]+ bytes, but {full} has 1,048,576 left"
+                assert re.search(needs, said), said
+        assert list(Path(full).iterdir()) == []
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_cannot_be_sent_is_refused_and_the_policy_goes_on(
     ranks, checkpoint, tmp_path: Path, world: int
@@ -258,7 +291,7 @@ def test_what_cannot_be_sent_is_refused_and_the_policy_goes_on(
     plain = config | {"megatron_cfg": {**config["megatron_cfg"], "peft": {"enabled": False}}}
     for said in ranks.run(world, misuse, config, plain, tmp_path):
         whole, adapters, exists, taken, full, mixed, unknown, none = said
-        assert "no room on this disk" in full
+        assert f"{tmp_path / 'new'} cannot be written: no room on this disk" in full
         assert "PeftDirectory writes adapters alone: refit with adapters=True" in whole
         assert "HfDirectory writes whole models: take PeftDirectory" in adapters
         assert "exists; choose another path" in exists

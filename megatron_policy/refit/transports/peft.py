@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,18 +91,44 @@ class PeftDirectory:
         """Rank 0's end. ConfigError if the path is taken."""
         if exporter.rank != 0:
             return None
-        staged = publishing.Staged([self.path], self.overwrite)
-        try:
-            return PeftSession(staged, exporter, plan)
-        except BaseException:
-            staged.drop()
-            raise
+        assert exporter.adapters is not None, "its plan is of adapters"
+        adapters, inventory = exporter.adapters, {t.name: (t.dtype, t.shape) for t in plan.tensors}
+        contents = peft_contents(adapters.spec, adapters.table)
+        others = len(encode(inventory)[0]) + sum(map(len, contents.values()))
+        nbytes = plan.total_bytes + others
+        publishing.check_room(self.path, nbytes)
+        with _naming_disk(self.path, nbytes):
+            staged = publishing.Staged([self.path], self.overwrite)
+            try:
+                return PeftSession(partial(_naming_disk, self.path, nbytes), staged, exporter, plan)
+            except BaseException:
+                staged.drop()
+                raise
+
+
+@contextmanager
+def _naming_disk(path: Path, nbytes: int) -> Iterator[None]:
+    """Turn an OSError of the body into an ExportError with the path, and `nbytes` if the disk is
+    full.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise publishing.not_written(path, error, nbytes) from error
 
 
 class PeftSession:
     """Rank 0's end of a `PeftDirectory`: writes tensors in turn, then publishes."""
 
-    def __init__(self, staged: publishing.Staged, exporter: Exporter, plan: RefitPlan) -> None:
+    def __init__(
+        self,
+        naming: Callable[[], AbstractContextManager[None]],
+        staged: publishing.Staged,
+        exporter: Exporter,
+        plan: RefitPlan,
+    ) -> None:
+        """What `naming` returns turns an OSError of its body into an ExportError."""
+        self._naming = naming
         assert exporter.adapters is not None, "its plan is of adapters"
         (self._partial,), self._staged, self._exporter = staged.partials, staged, exporter
         self._spec, self._table = exporter.adapters.spec, exporter.adapters.table
@@ -115,14 +145,15 @@ class PeftSession:
     def filled(self, tensor: RefitTensor, target: BufferSlice) -> None:
         """See `delivery.TransportSession`."""
         host = target.tensor(tensor.shape, tensor.dtype).cpu()
-        self._file.put(tensor.name, host)
+        with self._naming():
+            self._file.put(tensor.name, host)
         digest = Digest()
         digest.update(host.reshape(-1))
         self._digests[tensor.name] = digest.text()
 
     def finish(self, manifest: RefitManifest) -> None:
         """See `delivery.TransportSession`."""
-        with self._exporter.alive():  # for ranks that wait: the disk may be slow
+        with self._naming(), self._exporter.alive():  # for ranks that wait: the disk may be slow
             self._file.complete()
             contents = peft_contents(self._spec, self._table)
             for name, content in contents.items():
