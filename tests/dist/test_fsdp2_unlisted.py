@@ -4,6 +4,7 @@ each equal those of one process of transformers.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,26 @@ def refused(config: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error, open_policy(config):
         pass
     return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("batching", "length", "what"),
+    [
+        ("padded", "maximum", "policy.rope_length='maximum'"),
+        ("dynamic", "batch", "policy.dynamic_batching"),
+    ],
+)
+def test_a_rotary_embedding_that_cannot_be_told_the_length_of_the_text_is_refused(
+    ranks, tmp_path: Path, batching: str, length: str, what: str
+) -> None:
+    path = make("gptj", tmp_path / "model")
+    fields = json.loads((path / "config.json").read_text())
+    fields["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
+    (path / "config.json").write_text(json.dumps(fields))
+    config = fsdp_config(path, {}, rope_length=length, **BATCHINGS[batching])
+    (said,) = ranks.run(1, refused, config)
+    assert said.startswith(f"{what} needs a rotary embedding that can be told the length of the")
+    assert "that of GPTJForCausalLM, of type dynamic, cannot: use rope_length='batch'" in said
 
 
 @pytest.mark.parametrize(

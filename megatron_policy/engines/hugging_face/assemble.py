@@ -312,9 +312,9 @@ def _refuse_mixing(config: PolicyConfig, module: Any) -> None:
     if (key or config.rope_length == "maximum") and (kind := untold(module)):
         what = f"policy.{key}" if key else "policy.rope_length='maximum'"
         raise ConfigError(
-            f"{what} needs a rotary embedding that can be told the length of the text, and the one "
-            f"of {name}, of type {kind}, is not transformers' own: use rope_length='batch' and "
-            "padded batches without context parallelism"
+            f"{what} needs a rotary embedding that can be told the length of the text, and that of "
+            f"{name}, of type {kind}, cannot: use rope_length='batch' and padded batches without "
+            "context parallelism"
         )
     if key in (None, "dynamic_batching"):
         return
