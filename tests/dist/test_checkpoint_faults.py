@@ -428,16 +428,15 @@ def save_while_one_is_under_way(config: dict[str, Any], root: Path) -> dict[str,
 
         return call
 
-    with open_policy(config, init_reference_model=False) as policy:
-        with replaced(os, "fsync", late):
-            train(policy, range(1))
-            policy.save_checkpoint(**paths(root))
-            train(policy, [1])
-            before = sorted(p.name for p in (root / "weights").glob("iter_*"))
-            threading.Timer(0.5, allowed.set).start()
-            policy.save_checkpoint(**paths(root))
-            between = (root / "weights" / TRACKER).read_text()
-            saved = prints(weights_of(policy))
+    with open_policy(config, init_reference_model=False) as policy, replaced(os, "fsync", late):
+        train(policy, range(1))
+        policy.save_checkpoint(**paths(root))
+        train(policy, [1])
+        before = sorted(p.name for p in (root / "weights").glob("iter_*"))
+        threading.Timer(0.5, allowed.set).start()
+        policy.save_checkpoint(**paths(root))
+        between = (root / "weights" / TRACKER).read_text()
+        saved = prints(weights_of(policy))
     after = (root / "weights" / TRACKER).read_text()
     with resumed(config, root, init_reference_model=False) as policy:
         differ = differing(saved, prints(weights_of(policy)))
