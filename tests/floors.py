@@ -132,7 +132,6 @@ _METHODS = "the host's methods of one subject are a file"
 _TRANSPORT = "one side of one transport is a file"
 FRAGMENTS = {
     "attention.context_parallel": _LONG,
-    "cli.inspect_config": "a command is a file",
     "coordination.rank_messages": _LONG,
     "engines.megatron.layers.parallel_layer": _LAYER,
     "engines.megatron.layers.residual": _LAYER,

@@ -124,8 +124,7 @@ def plan(
         else:
             base = _section(model, rows or 512, seq_len, mb_tokens, trained)
             found = _of_model(base, layout, uneven, gpus, device, seq_len, recompute)
-    of_model = base if config is None else None
-    _print(found, of_model, gpu or "H100", device, as_json, picture, timeline)
+    _print(found, None if config else base, gpu or "H100", device, as_json, picture, timeline)
     advice = list(advise(found, base, config is not None, device, seq_len))
     for line in advice:
         say(line, err=as_json)

@@ -265,8 +265,8 @@ def loss_kind(loss_fn: LossFunction) -> str | None:
         raise NotImplementedError(f"{said}: {_NOT_FED[kind]}")
     if kind not in [known.value for known in LossInputType]:
         raise LossError(
-            f"{said}, which is no input of a loss: use one of LossInputType, that is 'logprob' or "
-            "'logit', and with a scalar head 'value', 'score' or 'logit'"
+            f"{said}, which is not an input of a loss: use one of LossInputType, that is 'logprob' "
+            "or 'logit', and with a scalar head 'value', 'score' or 'logit'"
         )
     return str(kind)
 

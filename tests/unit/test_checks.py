@@ -202,7 +202,7 @@ def test_a_loss_that_takes_what_is_not_fed_is_told_what_is() -> None:
     with pytest.raises(NotImplementedError, match=r"'distillation'.*'logprob' loss.*`candidates`"):
         check_loss_inputs(loss, training(), 9)
     loss.input_type = "logprobs"
-    with pytest.raises(LossError, match=r"'logprobs', which is no input") as error:
+    with pytest.raises(LossError, match="'logprobs', which is not an input") as error:
         check_loss_inputs(loss, training(), 9)
     assert "use one of LossInputType, that is 'logprob' or 'logit', and" in str(error.value)
     assert "distil" not in str(error.value)
