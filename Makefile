@@ -16,6 +16,7 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 3
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+NIGHTLY_ARGS ?=
 SWEEP_ARGS ?=
 
 VENV := .venv
@@ -35,7 +36,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-latest test-verl test-gpu test-gpu-image sweep sweep-cpus soak invariance compatibility pictures tour lint format bench bench-gpu clean
+.PHONY: help check demo docs test test-latest test-verl test-gpu nightly sweep-cpus soak invariance compatibility pictures tour lint format bench bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,24 +44,25 @@ help: ## show this list
 demo: $(VENV)/.installed ## train a small model by SFT and GRPO on 2 CPU workers and check its export
 	$(BIN)/python examples/quickstart/run.py $(DEMO_ARGS)
 
-test: $(VENV)/.installed ## run the tests; those that need GPUs skip where there are none
+check: lint ## lint, and the tests of what only computes: no process, no framework, about a minute
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS) tests/pure tests/test_floors.py
+
+test: $(VENV)/.installed ## run the tests of every day; those that need GPUs skip where there are none
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-test-latest: $(LATEST)/.installed ## run the tests on Python 3.13 (or 3.12) with the newest megatron-core
-	$(INTERPRETED) $(LATEST)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+# What only computes runs in one environment.
+test-latest: $(LATEST)/.installed ## the same on Python 3.13 (or 3.12) with the newest megatron-core, but for what `check` runs
+	$(INTERPRETED) $(LATEST)/bin/python -m pytest $(PARALLEL) --ignore tests/pure --ignore tests/test_floors.py $(PYTEST_ARGS)
 
 # Its wheel and its checkout have packages `tests` and `scripts` too: ours come first in every process.
 test-verl: $(VERL)/.installed ## run verl's own drivers on our engine; VERL_SOURCE=/its/checkout tests that in place of 0.9.1
 	PYTHONPATH=$(CURDIR)$(if $(VERL_SOURCE),:$(abspath $(VERL_SOURCE))) $(VERL)/bin/python -m pytest $(PYTEST_ARGS) tests/hosts/real/verl
 
-test-gpu-image: $(GPU_IMAGE)/.installed ## run the tests that need no Ray on Python 3.12 with torch 2.11 and transformers 5.17
-	$(INTERPRETED) $(GPU_IMAGE)/bin/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
-
 test-gpu: $(VENV)/.installed ## run the tests that need GPUs, as far as those visible go
 	FOR_GPUS=1 $(BIN)/python -m pytest -m "gpu or multi_gpu" $(PYTEST_ARGS)
 
-sweep: $(VENV)/.installed ## run the further cases of tests of which `make test` runs a few
-	$(BIN)/python -m pytest $(PARALLEL) -m sweep $(PYTEST_ARGS)
+nightly: $(VENV)/.installed $(LATEST)/.installed $(GPU_IMAGE)/.installed ## run every case in every environment and write docs/nightly.md (hours)
+	$(BIN)/python -m tests.nightly $(NIGHTLY_ARGS) $(PARALLEL) $(PYTEST_ARGS)
 
 sweep-cpus: $(VENV)/.installed ## compare numbers under every instruction set that this machine has (an hour)
 	$(BIN)/python -m tests.sweep_cpus $(PARALLEL) $(SWEEP_ARGS)
@@ -72,7 +74,7 @@ soak: $(VENV)/.installed ## 2,000 refits of each protocol, 200 exports at once, 
 	$(BIN)/python -m tests.soak.saves --count 200
 
 invariance: $(VENV)/.installed ## measure every layout against Hugging Face and write docs/invariance.md
-	INVARIANCE_PAGE=1 $(BIN)/python -m pytest -m "sweep or not sweep" $(PYTEST_ARGS) tests/dist/test_invariance.py tests/dist/test_adapters.py tests/dist/test_scalar_training.py
+	INVARIANCE_PAGE=1 $(BIN)/python -m pytest -m "" $(PYTEST_ARGS) tests/dist/test_invariance.py tests/dist/test_adapters.py tests/dist/test_scalar_training.py
 
 compatibility: $(VENV)/.installed ## write the pages of keys, methods and commands from the code's tables
 	$(BIN)/python -m tests.compatibility.page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 
@@ -11,6 +12,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Ray's workers get their share of a busy machine: by default every other process comes before them.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# What `tests/invariance/drawn.py` draws; set here, so that all processes of a run draw the same.
+os.environ.setdefault("LAYOUT_SEED", str(datetime.date.today().toordinal()))
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -24,7 +27,7 @@ from hypothesis import settings
 from tests import margins
 from tests.fork_server import ForkServer
 from tests.ranks import RankPool
-from tests.turns import share_out
+from tests.tiers import leave_to_the_night
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -99,7 +102,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What needs Ray comes first: it is one process's work for minutes, and mostly waits.
     items.sort(key=lambda item: share_of(item.nodeid) != "ray")
     skip_without_gpus(items)
-    share_out(items)
+    leave_to_the_night(items)
 
 
 def share_of(nodeid: str) -> str:

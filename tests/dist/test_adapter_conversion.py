@@ -24,7 +24,6 @@ from tests.dist.test_adapter_handover import ANEW
 from tests.dist.test_adapters import ALL, LATENT, adapted
 from tests.dist.test_export import tensors_of
 from tests.exact import Exact, InDouble, assert_equal
-from tests.turns import in_turns
 from tests.unit.test_merging import assert_alike
 
 DATA = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
@@ -69,7 +68,7 @@ def resume(config: dict[str, Any], path: Path) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("name", in_turns(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_what_a_policy_saves_becomes_what_it_exports_and_back(
     ranks, checkpoint, tmp_path: Path, name: str
 ) -> None:
@@ -109,7 +108,8 @@ def test_what_a_policy_saves_becomes_what_it_exports_and_back(
     assert_equal("logprobs of the merged checkpoint", seen["logprobs"][:, 1:], merged)
 
 
-@pytest.mark.parametrize("name", in_turns(["TP2+SP", "PP2xVPP2"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["TP2+SP", "PP2xVPP2"])
 def test_a_policy_resumes_from_what_peft_has_saved(
     ranks, checkpoint, tmp_path: Path, name: str
 ) -> None:
@@ -138,6 +138,7 @@ def started(config: dict[str, Any]) -> None:
         pass
 
 
+@pytest.mark.nightly
 def test_adapters_of_another_base_or_with_other_overrides_are_not_gone_on_with(
     ranks, checkpoint, tmp_path: Path
 ) -> None:
@@ -177,7 +178,8 @@ def start(config: dict[str, Any], path: Path | None) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in policy.export(adapters=True)}
 
 
-@pytest.mark.parametrize("name", in_turns(PARTS))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PARTS)
 def test_stacked_experts_and_a_head_are_converted_as_the_policy_writes_them(
     ranks, checkpoint, tmp_path: Path, name: str
 ) -> None:

@@ -33,7 +33,6 @@ from tests.dist.resuming import paths, replaced, resumed
 from tests.dist.test_adapters import ALL, adapted
 from tests.dist.test_refit_faults import KeepingTransport
 from tests.exact import Exact, InDouble, assert_equal, load_hf
-from tests.turns import in_turns
 
 ANEW: dict[str, Any] = {"lora_B_init_method": "normal"}
 """With B of zeros adapters would change nothing."""
@@ -70,7 +69,7 @@ def base_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in policy.named_parameters()}
 
 
-@pytest.mark.parametrize("name", in_turns(WHERE))
+@pytest.mark.parametrize("name", WHERE)
 def test_peft_and_transformers_compute_what_the_policy_does(
     ranks, checkpoint, tmp_path: Path, name: str
 ) -> None:
@@ -122,7 +121,8 @@ def a_hundred_steps(config: dict[str, Any], data: BatchedDataDict) -> list[str]:
         return [entry.megatron for (entry, now), was in pairs if not torch.equal(now, was)]
 
 
-@pytest.mark.parametrize("world", in_turns([1, 2]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2])
 def test_the_bits_of_the_base_outlast_a_hundred_steps_and_merged_exports(
     ranks, checkpoint, world: int
 ) -> None:
@@ -160,14 +160,12 @@ def export_and_read(config: dict[str, Any], tokens: torch.Tensor, path: Path) ->
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    in_turns(
-        [
-            ("olmoe", "EP2xTP2+SP"),
-            ("olmoe", "EP2xETP2+TP2"),
-            ("gpt_oss", "EP2xPP2"),
-            ("gpt_oss", "EP2xTP2+SP"),
-        ]
-    ),
+    [
+        ("olmoe", "EP2xTP2+SP"),
+        ("olmoe", "EP2xETP2+TP2"),
+        ("gpt_oss", "EP2xPP2"),
+        ("gpt_oss", "EP2xTP2+SP"),
+    ],
 )
 def test_peft_computes_what_the_policy_does_with_adapters_of_experts(
     ranks, checkpoint, tmp_path: Path, family: str, name: str
@@ -236,7 +234,8 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "other", "family"), in_turns(RESUMED))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "other", "family"), RESUMED)
 def test_a_checkpoint_of_adapters_goes_on_in_any_layout(
     ranks, checkpoint, tmp_path: Path, name: str, other: str, family: str
 ) -> None:
@@ -299,6 +298,7 @@ def refused(policy: Any, path: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.nightly
 def test_checkpoints_of_another_kind_or_base_are_refused(ranks, checkpoint, tmp_path: Path) -> None:
     path = checkpoint("qwen2", tied=False, **SIZES)
     other = checkpoint("qwen2", tied=False, seed=3, **SIZES)

@@ -25,7 +25,6 @@ from tests.dist.test_refit_faults import KeepingTransport
 from tests.dist.test_scalar_heads import BATCHINGS, expected_of, heads
 from tests.dist.test_scalar_training import TRAINED, data, score_level, steps_of, value_level
 from tests.exact import Exact, InDouble, assert_equal
-from tests.turns import in_turns
 
 __all__ = ["heads"]
 
@@ -116,7 +115,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "batching", "name", "family"), in_turns(CASES))
+@pytest.mark.parametrize(("layout", "batching", "name", "family"), CASES)
 def test_adapters_and_the_head_are_trained_like_pefts_by_torchs_optimizer(
     ranks, started, layout: str, batching: str, name: str, family: str
 ) -> None:
@@ -169,16 +168,15 @@ def go_on(config: dict[str, Any], name: str, root: Path, steps: list[Any]) -> di
         return seen_of(policy, taken) | handed
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "other", "name"),
-    in_turns(
-        [
-            ("TP2+SP", "PP2", "values"),
-            ("PP2xVPP2", "TP2", "scores"),
-            ("one process", "TP2xCP2+SP", "values"),
-            ("DP2 distributed optimizer, both overlaps", "one process", "scores"),
-        ]
-    ),
+    [
+        ("TP2+SP", "PP2", "values"),
+        ("PP2xVPP2", "TP2", "scores"),
+        ("one process", "TP2xCP2+SP", "values"),
+        ("DP2 distributed optimizer, both overlaps", "one process", "scores"),
+    ],
 )
 def test_they_go_on_from_a_checkpoint_in_another_layout_and_are_handed_over(
     ranks, started, tmp_path: Path, layout: str, other: str, name: str
@@ -216,6 +214,7 @@ def fresh(config: dict[str, Any], target: Path | None) -> dict[str, Any]:
         return seen_of(policy, [])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["regression", "bradley_terry"])
 def test_a_fresh_head_is_handed_over_with_adapters_of_a_language_model(
     ranks, checkpoints, tmp_path: Path, kind: str

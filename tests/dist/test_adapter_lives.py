@@ -23,7 +23,6 @@ from tests.dist.test_generate import NEW, PROMPT_LENGTHS, Tokenizer, generation,
 from tests.dist.test_memory_states import memory_of
 from tests.dist.test_refit_faults import KeepingTransport
 from tests.dist.test_resume import Case, assert_went_on, from_checkpoint, straight
-from tests.turns import in_turns
 
 DROPPED: dict[str, Any] = {"dropout": 0.3, **ANEW}
 
@@ -69,7 +68,8 @@ WITH_DROPOUT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "family", "position"), in_turns(WITH_DROPOUT))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "family", "position"), WITH_DROPOUT)
 def test_dropout_follows_from_the_seed_and_leaves_ranks_with_the_same_adapters(
     ranks, checkpoint, name: str, family: str, position: str
 ) -> None:
@@ -103,7 +103,7 @@ def test_dropout_is_of_adapters_alone(ranks, checkpoint) -> None:
     assert not same(dropped["norms"], plain["norms"])
 
 
-@pytest.mark.parametrize("name", in_turns(["one process", "PP2", "TP2+SP"]))
+@pytest.mark.parametrize("name", ["one process", "PP2", "TP2+SP"])
 def test_what_is_recomputed_is_dropped_again(ranks, checkpoint, name: str) -> None:
     path, case, data = checkpoint("qwen2", tied=False, **SIZES), LAYOUTS[name], batches(1)
     plain, recomputed = (
@@ -125,7 +125,8 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("name", in_turns(SAME))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SAME)
 def test_four_steps_with_dropout_equal_two_a_save_a_load_and_two(
     ranks, checkpoint, tmp_path: Path, name: str
 ) -> None:
@@ -170,18 +171,17 @@ def between(policy: Any, root: Path) -> dict[str, Any]:
     return {"exported": exported, "sent": sent, "done": done}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "family"),
-    in_turns(
-        [
-            ("one process", "qwen2"),
-            ("TP2+SP", "qwen2"),
-            ("PP2xVPP2", "qwen3"),
-            ("DP2 distributed optimizer, both overlaps", "qwen2"),
-            ("TP2xPP2xDP2+SP", "qwen2"),
-            ("EP2xTP2+SP", "qwen3_moe"),
-        ]
-    ),
+    [
+        ("one process", "qwen2"),
+        ("TP2+SP", "qwen2"),
+        ("PP2xVPP2", "qwen3"),
+        ("DP2 distributed optimizer, both overlaps", "qwen2"),
+        ("TP2xPP2xDP2+SP", "qwen2"),
+        ("EP2xTP2+SP", "qwen3_moe"),
+    ],
 )
 def test_training_is_the_same_with_refits_exports_and_generation_between_steps(
     ranks, checkpoint, tmp_path: Path, name: str, family: str

@@ -39,7 +39,6 @@ from tests.dist.test_adapter_handover import ANEW
 from tests.dist.test_adapters import adapted
 from tests.exact import Exact, InDouble, assert_equal, load_hf
 from tests.small_disk import small_disk
-from tests.turns import in_turns
 
 OVERRIDES = {"rms_norm_eps": 0.1}
 DATA = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
@@ -154,7 +153,7 @@ def engines(box: Path, ports: tuple[int, int], world: int) -> dict[Any, Engine]:
     return made
 
 
-@pytest.mark.parametrize("name", in_turns(["TP2+SP", "PP2", "EP2"]))
+@pytest.mark.parametrize("name", ["TP2+SP", "PP2", "EP2"])
 def test_engines_have_the_adapters_and_their_scale_over_every_transport(
     ranks, checkpoint, tmp_path: Path, name: str
 ) -> None:

@@ -32,7 +32,6 @@ from tests.invariance.further import (
 )
 from tests.invariance.further import LATENT as LATENT_ATTENTION
 from tests.invariance.further import PACKED as PACKED_ROWS
-from tests.turns import in_turns
 
 STEPS = 2
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -90,7 +89,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), in_turns(CASES))
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
     ranks, checkpoint, measured: Collected, tmp_path: Path, name: str, kind: str
 ) -> None:
@@ -152,7 +151,7 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", in_turns(MORE))
+@pytest.mark.parametrize("name", MORE)
 def test_recomputed_packed_and_partly_adapted_models_are_trained_alike(
     ranks, checkpoint, measured: Collected, tmp_path: Path, name: str
 ) -> None:
@@ -176,7 +175,7 @@ def test_recomputed_packed_and_partly_adapted_models_are_trained_alike(
 EXPERTS = [name for name in EXPERT_LAYOUTS if "CP2" not in name or "EP2xCP2" in name]
 
 
-@pytest.mark.parametrize("name", [*in_turns(["one process", *EXPERTS]), "EP2, packed"])
+@pytest.mark.parametrize("name", ["one process", *EXPERTS, "EP2, packed"])
 def test_adapters_of_experts_are_trained_like_plain_torchs(
     ranks, checkpoint, measured: Collected, tmp_path: Path, name: str
 ) -> None:
@@ -200,7 +199,7 @@ def test_adapters_of_experts_are_trained_like_plain_torchs(
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
-@pytest.mark.parametrize("name", in_turns(["one process", "TP2+SP", "EP2xTP2+SP"]))
+@pytest.mark.parametrize("name", ["one process", "TP2+SP", "EP2xTP2+SP"])
 def test_adapters_of_latent_attention_are_trained_like_pefts(
     ranks, checkpoint, measured: Collected, tmp_path: Path, name: str
 ) -> None:
@@ -231,7 +230,7 @@ STACKED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "stacks"), in_turns(STACKED))
+@pytest.mark.parametrize(("name", "stacks"), STACKED)
 def test_adapters_of_stacked_experts_are_trained_like_pefts(
     ranks, checkpoint, measured: Collected, tmp_path: Path, name: str, stacks: list[str]
 ) -> None:

@@ -116,6 +116,7 @@ def invoke(commands: list[str], cwd: Path, sites: list[str]) -> dict[str, tuple[
     return results
 
 
+@pytest.mark.nightly
 def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
     site: Path, models: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
     assert error.startswith("error: ")
 
 
+@pytest.mark.nightly
 def test_the_documents_family_with_experts_inspects_converts_verifies_and_computes_like_hf(
     site: Path, models: Path
 ) -> None:
@@ -154,6 +156,7 @@ def test_the_documents_family_with_experts_inspects_converts_verifies_and_comput
     assert all(float(line.split()[-4 if "log" in line else -3]) < 1e-4 for line in lines[2:])
 
 
+@pytest.mark.nightly
 def test_a_row_that_is_left_out_is_named_as_the_document_says(models: Path, tmp_path: Path) -> None:
     source, *_ = python_blocks(DOCUMENT)
     start, end = source.index("    Qkv("), source.index(")\n\n\ndef ")

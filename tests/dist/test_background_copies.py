@@ -37,7 +37,6 @@ from tests.dist.resuming import (
     train,
 )
 from tests.ranks import RankPool
-from tests.turns import in_turns
 
 ASYNC = {"checkpoint": {"async_save": True}}
 LAYOUTS: dict[str, tuple[str, bool, Layout]] = {
@@ -170,7 +169,8 @@ def save_and_change(config: dict[str, Any], root: Path, changes: list[str]) -> d
     return wrong
 
 
-@pytest.mark.parametrize("name", in_turns(LAYOUTS))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_what_changes_or_moves_memory_waits_for_the_copies_and_reading_does_not(
     ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
@@ -208,6 +208,7 @@ def interrupt(config: dict[str, Any], root: Path) -> dict[str, list[str]]:
         return {"": differing(before, prints(everything_of(policy)))}
 
 
+@pytest.mark.nightly
 def test_who_interrupts_the_wait_for_the_copies_waits_in_the_next_step(
     ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -243,6 +244,7 @@ def fail_to_copy(config: dict[str, Any], root: Path) -> dict[str, Any]:
         return {"said": str(error.value), "left": left, "there": there, "step": step}
 
 
+@pytest.mark.nightly
 def test_a_copy_that_fails_fails_the_save_on_all_ranks_at_the_next_call(
     ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -39,7 +39,6 @@ from tests.dist.resuming import (
 )
 from tests.other_process import OtherProcess
 from tests.ranks import RankPool
-from tests.turns import in_turn, in_turns
 
 WORLD, TIMEOUT_S = 2, 2.0
 IN_TIME_S = 6 * TIMEOUT_S  # not as a measurement: nobody waits without end for who is gone
@@ -298,7 +297,7 @@ def assert_struck(outcomes: Outcomes, moments: dict[str, Moment]) -> None:
         assert all(each is None or each[1] < IN_TIME_S for each in heard), (name, heard)
 
 
-@in_turn(1)
+@pytest.mark.nightly
 def test_a_rank_killed_at_any_moment_of_a_save_costs_that_save_at_most(
     ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -313,7 +312,7 @@ def test_a_rank_killed_at_any_moment_of_a_save_costs_that_save_at_most(
     assert {steps[name] for name in chosen} == {1, 2}, "all were killed too late"
 
 
-@pytest.mark.parametrize("what", in_turns(AFTER_A_KILL))
+@pytest.mark.parametrize("what", AFTER_A_KILL)
 def test_ranks_go_on_from_the_last_whole_checkpoint_after_a_kill(
     ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path, what: str
 ) -> None:

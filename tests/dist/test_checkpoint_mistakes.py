@@ -40,14 +40,13 @@ from tests.dist.resuming import (
 )
 from tests.dist.test_launch import ROOT
 from tests.ranks import RankPool
-from tests.turns import in_turns
 from tests.unit.training_checkpoints import flip
 
 ASYNC = {"checkpoint": {"async_save": True}}
 TP2 = layout(2, tp=2).megatron
 FSDP2 = FSDP2_LAYOUTS["FSDP2 x 2"].megatron
 ENGINES = pytest.mark.parametrize(
-    "megatron", in_turns([pytest.param(TP2, id="TP2"), pytest.param(FSDP2, id="FSDP2 x 2")])
+    "megatron", [pytest.param(TP2, id="TP2"), pytest.param(FSDP2, id="FSDP2 x 2")]
 )
 
 
@@ -124,6 +123,7 @@ policy.save_checkpoint(**paths(Path(sys.argv[2])))
 """
 
 
+@pytest.mark.nightly
 def test_a_script_that_ends_leaves_its_last_save_complete(model: Path, tmp_path: Path) -> None:
     base = shutil.copytree(model, tmp_path / "base")
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
@@ -151,7 +151,7 @@ def save_for_sgd_and_adam(config: dict[str, Any], other: dict[str, Any], root: P
         return [refused, report.not_restored["optimizer"], *report.restored]
 
 
-@pytest.mark.parametrize("engine", in_turns(["FSDP2", "Megatron-Core"]))
+@pytest.mark.parametrize("engine", ["FSDP2", "Megatron-Core"])
 def test_another_optimizer_is_refused_and_started_anew_where_that_is_allowed(
     ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path, engine: str
 ) -> None:

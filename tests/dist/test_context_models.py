@@ -32,7 +32,6 @@ from megatron_policy.parallel.topology import Placement, Topology
 from megatron_policy.weights.load import held_entries, load_parameters
 from tests.dist.cases import policy_config
 from tests.exact import Exact, InDouble, assert_equal, load_hf
-from tests.turns import in_turns
 
 VOCAB, WIDTH = 200, 21
 LENGTHS = (21, 1, 9, 16)
@@ -183,7 +182,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "layout", "kind"), in_turns(CASES))
+@pytest.mark.parametrize(("family", "layout", "kind"), CASES)
 def test_a_model_computes_each_sequence_as_transformers_does_alone(
     ranks, expected, family: str, layout: str, kind: str
 ) -> None:

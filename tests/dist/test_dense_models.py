@@ -12,8 +12,7 @@ import torch
 from tests.checkpoints import FAMILIES, HEAD_DIM, make_checkpoint
 from tests.dist.cases import logits_of, open_policy, policy_config
 from tests.exact import Exact, assert_equal
-from tests.turns import in_turns
-from tests.unit.test_table import switches
+from tests.pure.test_table import switches
 
 LENGTH, MODELS = 20, 6
 FIXED = {"mimo": ("attention_bias",)}
@@ -102,7 +101,7 @@ def draw_rope(family: str, head_dim: int, random: Random) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("family", in_turns(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_random_models_compute_the_logits_of_transformers(
     ranks, tmp_path: Path, family: str
 ) -> None:

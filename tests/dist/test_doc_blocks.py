@@ -54,6 +54,7 @@ def _command(block: Block, command: str) -> None:
     assert done.exit_code == 0, f"{block.place}: {command}\n{done.output}{done.exception!r}"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", RUN)
 def test_the_blocks_of_a_page_run_and_print_what_it_says(
     page: str, checkpoint, tmp_path: Path

@@ -12,7 +12,6 @@ import pytest
 
 from megatron_policy.coordination.rendezvous import reserved_port
 from tests.dist.test_launch import ROOT
-from tests.turns import in_turn
 
 
 def python_blocks(document: str) -> list[str]:
@@ -45,7 +44,7 @@ def run(tmp_path: Path, *command: str) -> str:
     return done.stdout
 
 
-@in_turn(1)
+@pytest.mark.nightly
 def test_the_readmes_program_trains_on_the_ranks_of_torchrun(train: str, tmp_path: Path) -> None:
     with reserved_port() as port:
         pass
@@ -56,7 +55,7 @@ def test_the_readmes_program_trains_on_the_ranks_of_torchrun(train: str, tmp_pat
     assert (tmp_path / "trained" / "model.safetensors").is_file()
 
 
-@in_turn(0)
+@pytest.mark.nightly
 def test_the_readmes_programs_train_alone_and_under_ray_with_the_loss_of_the_loss_document(
     train: str, tmp_path: Path
 ) -> None:

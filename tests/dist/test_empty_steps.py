@@ -167,6 +167,7 @@ def go_on_after_nothing(config: dict[str, Any], folder: str) -> None:
         assert same(value, found[name]), name
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_resumed_after_steps_on_nothing_goes_on_as_one_without_them(
     ranks, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

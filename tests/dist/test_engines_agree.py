@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
@@ -41,6 +42,7 @@ def twenty_steps(config: dict[str, Any]) -> tuple[list[dict[str, float]], dict[s
         return steps, {n: w.clone() for n, w in tensors(exporter, exporter.plan())}
 
 
+@pytest.mark.nightly
 def test_both_engines_take_the_same_twenty_steps(ranks, checkpoint) -> None:
     path = checkpoint("qwen3", tied=True)
     two = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

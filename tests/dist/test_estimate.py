@@ -39,7 +39,6 @@ from tests.dist.layouts import EXPERT_LAYOUTS, OVERLAPPED, Layout, layout
 from tests.invariance.cases import LAYOUTS
 from tests.losses import SequenceNLL
 from tests.mtp_checkpoints import add_mtp_layers
-from tests.turns import in_turns
 
 ROWS, LENGTH, TOLERANCE = 8, 32, 0.05
 SHARES = 0.01
@@ -298,7 +297,7 @@ OF_LENGTHS = {
 CASES = OF_STATES | OF_RECOMPUTATION | OF_LENGTHS
 
 
-@pytest.mark.parametrize("case", in_turns(CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_plan_says_what_ranks_hold(ranks, checkpoint, tmp_path, case: str) -> None:
     of = CASES[case]
     if of.further:

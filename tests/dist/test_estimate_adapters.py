@@ -26,7 +26,6 @@ from tests.dist.test_estimate import (
     recomputed,
 )
 from tests.losses import SequenceNLL
-from tests.turns import in_turns
 
 PEFT = {"enabled": True, "dim": 8, "alpha": 16.0}
 PARTS = ["q_proj", "v_proj", "up_proj", "down_proj"]
@@ -127,13 +126,9 @@ FURTHER = {
         for name, of in (ONE | {"every module": RECOMPUTED["every module"]}).items()
     },
 }
-PARAMETERS = [
-    *in_turns(CASES),
-    *(pytest.param(name, marks=pytest.mark.sweep) for name in FURTHER),
-]
 
 
-@pytest.mark.parametrize("case", PARAMETERS)
+@pytest.mark.parametrize("case", [*CASES, *FURTHER])
 def test_plan_says_what_ranks_hold_beside_adapters(ranks, checkpoint, case: str) -> None:
     of = (CASES | FURTHER)[case]
     raw = of.config(checkpoint(of.family, **of.sizes))
@@ -165,7 +160,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", in_turns(OPERATIONS))
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_a_plan_counts_the_operations_that_torch_counts(
     ranks, checkpoint, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

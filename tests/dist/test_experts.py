@@ -38,7 +38,6 @@ from tests.dist.test_malformed_batches import outcome
 from tests.exact import Exact, assert_equal
 from tests.expert_families import EXPERTS, YARN, draw
 from tests.invariance.cases import MODELS
-from tests.turns import in_turns
 
 DRAWS = 6
 VOCAB, LENGTH = 200, 24
@@ -63,7 +62,8 @@ TRAINED = {
 SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
 
 
-@pytest.mark.parametrize("family", in_turns(EXPERTS))
+@pytest.mark.daily
+@pytest.mark.parametrize("family", EXPERTS)
 def test_random_models_compute_the_logits_of_transformers(
     ranks, tmp_path: Path, family: str
 ) -> None:
@@ -79,7 +79,7 @@ def test_random_models_compute_the_logits_of_transformers(
         assert_equal("logits", logits, Exact.of(path, lambda m: m(tokens).logits), sizes)
 
 
-@pytest.fixture(scope="module", params=in_turns(TRAINED))
+@pytest.fixture(scope="module", params=TRAINED)
 def learned(request, tmp_path_factory) -> tuple[str, Path, Any, Exact, oracle.Learned]:
     """A family, its checkpoint, data, HF's logits of it, and what HF learns from it."""
     family = request.param
@@ -91,6 +91,7 @@ def learned(request, tmp_path_factory) -> tuple[str, Path, Any, Exact, oracle.Le
     return family, path, data, logits, hf
 
 
+@pytest.mark.nightly
 def test_every_family_computes_and_learns_like_hf_under_its_layouts(ranks, learned) -> None:
     family, path, data, logits, hf = learned
     for name in TRAINED[family]:
@@ -209,6 +210,7 @@ def continue_own_prompts(config: dict[str, Any], eos: int) -> dict[str, Any]:
         return {"coords": policy.coords, "rows": rows, "done": [done], "read": read}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "name"),
     [

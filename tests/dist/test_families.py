@@ -4,6 +4,7 @@ split layouts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from tests.dist.cases import (
 from tests.dist.layouts import LAYOUTS
 from tests.exact import Exact, assert_equal
 from tests.losses import loss_mask, sequence_nll, token_nll
-from tests.turns import in_turns
 
 VOCAB, LENGTH = 200, 23
 LLAMA3 = {
@@ -111,11 +111,15 @@ IN_A_PIPELINE = (
     "cohere",
 )
 """What differs from stage to stage: ends of the model, kinds of layers."""
+DAILY = {*zip(IN_A_PIPELINE, itertools.cycle(("TP2+SP", "PP2xVPP2")))}
 RUNS = [(variant, "TP2+SP") for variant in VARIANTS]
 RUNS += [(variant, "PP2xVPP2") for variant in IN_A_PIPELINE]
 
 
-@pytest.mark.parametrize(("variant", "layout"), in_turns(RUNS))
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [pytest.param(*run, marks=[pytest.mark.daily] * (run in DAILY)) for run in RUNS],
+)
 def test_every_family_computes_and_learns_like_hf(
     ranks, checkpoint: Callable[..., Path], variant: str, layout: str
 ) -> None:
@@ -158,23 +162,22 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize("layout", in_turns(["TP2+SP", "PP2"]))
+@pytest.mark.parametrize("layout", ["TP2+SP", "PP2"])
 def test_recomputing_activations_changes_no_gradient(ranks, checkpoints, layout: str) -> None:
     compare_recomputed(ranks, checkpoints[False], 251, layout, *RECOMPUTED)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("variant", "kind"),
-    in_turns(
-        [
-            ("apertus with biases", "selective norms and mlp"),
-            ("gemma2", "full"),
-            ("hunyuan with a wider base", "selective core attention"),
-            ("olmo2", "selective norms and mlp"),
-            ("smollm3 with a window", "full by blocks"),
-            ("cohere", "selective norms and mlp"),
-        ]
-    ),
+    [
+        ("apertus with biases", "selective norms and mlp"),
+        ("gemma2", "full"),
+        ("hunyuan with a wider base", "selective core attention"),
+        ("olmo2", "selective norms and mlp"),
+        ("smollm3 with a window", "full by blocks"),
+        ("cohere", "selective norms and mlp"),
+    ],
 )
 def test_other_kinds_of_layers_can_be_recomputed(
     ranks, checkpoint, variant: str, kind: str

@@ -136,10 +136,7 @@ def read_and_train(config: dict[str, Any], data: BatchedDataDict) -> dict[str, A
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.sweep if "TP2" in name and "FSDP2" in name else ())
-        for name in CASES
-    ],
+    CASES,
 )
 def test_what_is_kept_is_read_and_learned_as_from_whole_logits(
     ranks, checkpoints, rows, expected, name: str

@@ -19,7 +19,6 @@ from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy, pol
 from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, decayed, resume, share, trained
 from tests.dist.layouts import LENGTH
 from tests.exact import load_hf
-from tests.turns import in_turns
 
 LOSS_OF = {"token": oracle.token_level, "logit": oracle.logit_level}
 
@@ -60,11 +59,7 @@ def named(case: tuple[Any, ...]) -> str:
 
 @pytest.mark.parametrize(
     ("family", "settings", "sharding", "batching", "loss"),
-    [
-        *(pytest.param(*case, id=named(case)) for case in CASES),
-        *in_turns(OF_FSDP1, named),
-        *(pytest.param(*case, id=named(case), marks=pytest.mark.sweep) for case in SWEPT),
-    ],
+    [pytest.param(*case, id=named(case)) for case in (*CASES, *OF_FSDP1, *SWEPT)],
 )
 def test_training_reading_and_export_equal_hf(
     ranks, checkpoint, tmp_path, family, settings, sharding, batching, loss
@@ -154,12 +149,10 @@ def one_step_in_bf16(config: dict[str, Any]) -> dict[str, Any]:
         return {"loss": found["loss"], "norm": found["grad_norm"], "weights": weights}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "sharding",
-    [
-        *in_turns(["FSDP1 x 2", "FSDP1 no shard x 2"]),
-        pytest.param("FSDP1 grad op x 2", marks=pytest.mark.sweep),
-    ],
+    ["FSDP1 x 2", "FSDP1 no shard x 2", "FSDP1 grad op x 2"],
 )
 def test_bf16_computes_the_same_whatever_shards_the_model(
     ranks, bf16_checkpoints, sharding: str
@@ -207,6 +200,7 @@ MEGATRON = {"tp2 x pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_p
 MEGATRON |= {"tp4": (4, {"tensor_model_parallel_size": 4}), "one": (1, {})}
 
 
+@pytest.mark.nightly
 def test_engines_continue_what_the_other_has_saved(ranks, checkpoint, tmp_path) -> None:
     path = checkpoint("qwen2", tied=True)
 

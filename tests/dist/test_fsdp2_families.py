@@ -23,7 +23,7 @@ TENSOR = {"tensor_parallel_size": 2}
 KEYS = {"TP2": TENSOR, "TP2+SP": TENSOR | {"sequence_parallel": True}}
 SEEDS = {"qwen3_moe": 1, "gpt_oss": 3, "deepseek_v3": 7, "mixtral": 11}
 """With which no token is about to take another expert."""
-ALWAYS = ("phi3", "TP2+SP")
+DAILY = ("phi3", "TP2+SP")
 
 
 def learnt(config: dict[str, Any]) -> dict[str, Any]:
@@ -45,10 +45,9 @@ def config_of(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        pytest.param(family, layout, marks=marks)
+        pytest.param(family, layout, marks=[pytest.mark.daily] * ((family, layout) == DAILY))
         for family in sorted(ALL_FAMILIES)
         for layout in KEYS
-        for marks in [() if (family, layout) == ALWAYS else pytest.mark.sweep]
     ],
 )
 def test_ranks_that_share_layers_read_and_learn_as_one(ranks, checkpoint, family, layout) -> None:

@@ -20,7 +20,6 @@ from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy
 from tests.dist.fsdp_cases import BATCHINGS, data, share
 from tests.dist.layouts import VOCAB
 from tests.exact import load_hf
-from tests.turns import in_turns
 
 COMMON = {
     "hidden_size": 32,
@@ -143,16 +142,9 @@ def reference(path: Path) -> tuple[torch.Tensor, float, float, dict[str, torch.T
     ("kind", "section", "keys"),
     [
         *((kind, "dtensor_cfg", {}) for kind in MODELS),
-        *in_turns([(kind, "fsdp_cfg", {}) for kind in UNDER_FSDP1]),
-        *(
-            pytest.param(kind, "fsdp_cfg", {}, marks=pytest.mark.sweep)
-            for kind in MODELS
-            if kind not in UNDER_FSDP1
-        ),
-        *(
-            pytest.param(kind, "dtensor_cfg", {"tensor_parallel_size": 2}, marks=pytest.mark.sweep)
-            for kind in SHARED
-        ),
+        *((kind, "fsdp_cfg", {}) for kind in UNDER_FSDP1),
+        *((kind, "fsdp_cfg", {}) for kind in MODELS if kind not in UNDER_FSDP1),
+        *((kind, "dtensor_cfg", {"tensor_parallel_size": 2}) for kind in SHARED),
     ],
 )
 def test_one_step_equals_transformers(

@@ -20,14 +20,7 @@ from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
 from megatron_policy.lm_head.tile_work import Implementation
 from tests.exact import Exact, assert_equal
-from tests.unit.test_filters import (
-    ALL,
-    finite,
-    plain_filtered_scores,
-    plain_kept,
-    with_likely_targets,
-)
-from tests.unit.test_fused import (
+from tests.pure.test_fused import (
     Case,
     Watch,
     assert_close,
@@ -35,6 +28,13 @@ from tests.unit.test_fused import (
     make_case,
     plain_logits,
     plain_scores,
+)
+from tests.unit.test_filters import (
+    ALL,
+    finite,
+    plain_filtered_scores,
+    plain_kept,
+    with_likely_targets,
 )
 from tests.unit.test_triton_tiles import interpreted
 

@@ -20,7 +20,6 @@ from tests import oracle
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import LAYOUTS, VOCAB
 from tests.exact import Exact, assert_equal
-from tests.turns import in_turns
 from tests.unit.test_filters import plain_kept
 
 NEW, PAD = 9, 0
@@ -114,7 +113,7 @@ GENERATING = (
 )
 
 
-@pytest.mark.parametrize("name", in_turns(GENERATING))
+@pytest.mark.parametrize("name", GENERATING)
 def test_greedy_continuations_are_those_of_transformers(ranks, checkpoints, name: str) -> None:
     path = checkpoints[False]
     config = policy_config(path, LAYOUTS[name].megatron, **generation())
@@ -151,7 +150,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", in_turns(KINDS))
+@pytest.mark.parametrize("family", KINDS)
 def test_every_kind_of_layer_works_with_a_cache(ranks, checkpoint, family: str) -> None:
     name, sizes = KINDS[family]
     path = checkpoint(family, vocab=VOCAB, **sizes)
@@ -163,7 +162,7 @@ def test_every_kind_of_layer_works_with_a_cache(ranks, checkpoint, family: str) 
         assert_written_as_read(path, seen)
 
 
-@pytest.mark.parametrize("kind", in_turns(["dynamic", "longrope"]))
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_follow_the_growth_of_the_text(ranks, checkpoint, kind: str) -> None:
     """Each token's log-probability is that of reading the text up to it, whatever was cached."""
     limit = max(PROMPT_LENGTHS) + 2
@@ -205,6 +204,7 @@ def test_nothing_grows_beyond_the_longest_allowed_sequence(ranks, checkpoints) -
     assert seen["done"][0].lengths_B.tolist() == [min(n + NEW, 10) for n in PROMPT_LENGTHS]
 
 
+@pytest.mark.nightly
 def test_samples_agree_within_a_replica_and_differ_between_replicas_and_draws(
     ranks, checkpoints
 ) -> None:

@@ -18,7 +18,6 @@ from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import SP, VOCAB, Layout, layout
 from tests.losses import TokenNLL
 from tests.ranks import RankFailure
-from tests.turns import in_turns
 
 LENGTH, ROWS = 13, 16
 LAYOUTS = {
@@ -139,7 +138,7 @@ def with_a_shape_left(config: dict[str, Any]) -> None:
         use(config)
 
 
-@pytest.mark.parametrize(("name", "batching"), in_turns(COMPARED, "-".join))
+@pytest.mark.parametrize(("name", "batching"), COMPARED)
 def test_derived_shapes_are_those_that_neighbours_would_send(
     ranks: Any, checkpoint: Callable[..., Path], name: str, batching: str
 ) -> None:
@@ -158,17 +157,14 @@ def test_stages_exchange_no_shapes(ranks: Any, checkpoint: Callable[..., Path], 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
-    in_turns(
-        [
-            ("PP2", with_a_wrong_shape, WRONG),
-            ("PP2xVPP2", with_a_wrong_shape, WRONG),
-            ("PP2xVPP2", with_a_wrong_order, WRONG),
-            ("PP2", with_a_wrong_order, WRONG),
-            ("PP2", with_a_shape_left, LEFT),
-            ("PP2xVPP2", with_a_shape_left, LEFT),
-        ],
-        lambda case: f"{case[0]}-{case[1].__name__}",
-    ),
+    [
+        ("PP2", with_a_wrong_shape, WRONG),
+        ("PP2xVPP2", with_a_wrong_shape, WRONG),
+        ("PP2xVPP2", with_a_wrong_order, WRONG),
+        ("PP2", with_a_wrong_order, WRONG),
+        ("PP2", with_a_shape_left, LEFT),
+        ("PP2xVPP2", with_a_shape_left, LEFT),
+    ],
 )
 def test_a_wrong_expectation_is_an_error_and_no_wait(
     ranks: Any,

@@ -14,6 +14,7 @@ import pytest
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
 from tests import margins
+from tests.checkpoints import ALL_FAMILIES
 from tests.dist.layouts import (
     EXPERT_LAYOUTS,
     FAMILIES,
@@ -23,6 +24,7 @@ from tests.dist.layouts import (
 )
 from tests.exact import ROOM
 from tests.invariance import cases, page
+from tests.invariance.array import ARRAY, legal_cells, pairs_of
 from tests.invariance.cases import (
     CELLS,
     FSDP1_CELLS,
@@ -34,11 +36,13 @@ from tests.invariance.cases import (
     config_of,
 )
 from tests.invariance.compare import Results, differences
+from tests.invariance.drawn import draw_cell
 from tests.invariance.measure import LOSSES, run_cell
 from tests.invariance.mutations import MUTATIONS, run_broken
 from tests.invariance.oracle import data_of, few, rounding, truth
 from tests.oracle import CLIP
-from tests.turns import in_turns
+
+FURTHER_CELLS = (*FURTHER_FSDP2_CELLS, *FURTHER_FSDP1_CELLS, *FURTHER_TENSOR_PARALLEL_CELLS)
 
 
 @pytest.fixture(scope="session")
@@ -53,11 +57,8 @@ def measured() -> Iterator[dict[Cell, dict[str, page.Found]]]:
 @pytest.mark.parametrize(
     "cell",
     [
-        *in_turns(CELLS, lambda cell: cell.name, parts=2),
-        *(
-            pytest.param(cell, id=cell.name, marks=pytest.mark.sweep)
-            for cell in (*FURTHER_FSDP2_CELLS, *FURTHER_FSDP1_CELLS, *FURTHER_TENSOR_PARALLEL_CELLS)
-        ),
+        pytest.param(cell, id=cell.name, marks=[pytest.mark.daily] * (cell in ARRAY))
+        for cell in dict.fromkeys((*ARRAY, *CELLS, *FURTHER_CELLS))
     ],
 )
 def test_cell_equals_hf_computing_each_sequence_alone(
@@ -71,6 +72,18 @@ def test_cell_equals_hf_computing_each_sequence_alone(
         margins.check(name, value, allowed[name], found)
     if cell in CELLS:
         measured[cell] = {name: page.Found(value, allowed[name]) for name, value in found.items()}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", sorted(ALL_FAMILIES))
+def test_a_cell_that_nobody_chose_equals_hf_computing_each_sequence_alone(
+    ranks, checkpoint, family: str
+) -> None:
+    cell, path = draw_cell(family, checkpoint)
+    results = run(ranks, path, cell)
+    found, allowed = compared(cell, path, results), tolerances(cell, path)
+    for name, value in found.items():
+        margins.check(name, value, allowed[name], found)
 
 
 def path_of(checkpoint: Callable[..., Path], cell: Cell) -> Path:
@@ -124,6 +137,12 @@ def test_a_package_that_is_broken_in_one_place_fails_the_comparison(
         assert not found[quantity] <= 10 * allowed[quantity], (quantity, found, allowed)
     for quantity in mutation.keeps:
         assert found[quantity] <= allowed[quantity], (quantity, found, allowed)
+
+
+def test_all_choices_meet_two_by_two_in_the_cells_of_every_day() -> None:
+    everywhere = set().union(*map(pairs_of, legal_cells()))
+    assert everywhere == set().union(*map(pairs_of, ARRAY))
+    assert len(set(ARRAY)) == len(ARRAY) < 60
 
 
 LEARNED = {(cell.family, cell.loss_in_words): cell for cell in CELLS if cell.full}

@@ -20,7 +20,6 @@ from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import OVERLAPPED
 from tests.losses import TokenNLL
-from tests.turns import in_turns
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = """
@@ -49,7 +48,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", in_turns(LAUNCHERS))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_script_trains_under_each_launcher(checkpoints, tmp_path: Path, launcher: str) -> None:
     command, tp = LAUNCHERS[launcher]
     script, out = tmp_path / "script.py", tmp_path / "out.json"

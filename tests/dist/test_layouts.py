@@ -25,7 +25,6 @@ from tests.dist.cases import GLOBAL_BATCH, policy_config, train_two_steps
 from tests.dist.layouts import FAMILIES, LAYOUTS, LENGTH, VOCAB
 from tests.exact import load_hf
 from tests.margins import check
-from tests.turns import in_turns
 
 # Small enough that rounding gradients to bf16 moves no weight by a unit in its last place.
 BF16_LR = 1e-3
@@ -116,9 +115,7 @@ def assert_steps_like_hf(seen: dict[str, Any], hf: Expected) -> None:
 
 
 # The models take turns; both are under every layout in fp32 (tests/invariance).
-@pytest.mark.parametrize(
-    ("name", "tied"), in_turns(zip(LAYOUTS, itertools.cycle(FAMILIES), strict=False))
-)
+@pytest.mark.parametrize(("name", "tied"), zip(LAYOUTS, itertools.cycle(FAMILIES), strict=False))
 def test_bf16_training_is_as_near_to_exact_arithmetic_as_that_of_hf(
     ranks, bf16_checkpoints, name: str, tied: bool
 ) -> None:
@@ -139,9 +136,7 @@ IN_FP16 = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "tied"), in_turns(zip(IN_FP16, itertools.cycle(FAMILIES), strict=False))
-)
+@pytest.mark.parametrize(("name", "tied"), zip(IN_FP16, itertools.cycle(FAMILIES), strict=False))
 def test_fp16_training_is_as_near_to_exact_arithmetic_as_that_of_hf(
     ranks, fp16_checkpoints, name: str, tied: bool
 ) -> None:

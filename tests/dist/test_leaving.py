@@ -19,7 +19,6 @@ from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS
 from tests.other_process import OtherProcess
 from tests.ranks import RankPool
 from tests.soak.saves import CASES, LAG_S, MODEL, Stage
-from tests.turns import in_turns
 
 UNUSED = {"init_optimizer": False, "init_reference_model": False}
 TIMEOUT_S = 3.0
@@ -96,7 +95,7 @@ def leave_first(config: dict[str, Any], root: Path, leaving: int, what: str) -> 
 
 @pytest.mark.parametrize("what", ["export", "save"])
 @pytest.mark.parametrize("leaving", [0, 1])
-@pytest.mark.parametrize("name", in_turns(["DP2", "FSDP2 x 2"]))
+@pytest.mark.parametrize("name", ["DP2", "FSDP2 x 2"])
 def test_the_error_says_whether_a_rank_left_or_gave_no_sign_of_life(
     model: Path, tmp_path: Path, name: str, what: str, leaving: int
 ) -> None:

@@ -35,7 +35,6 @@ from tests.dist.layouts import (
 from tests.dist.resuming import modules, optimizers
 from tests.losses import sequence_nll
 from tests.mistaken import MISTAKES, READING, Mistaken, NoGradientOfSqrt
-from tests.turns import in_turns
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
 Case = tuple[int, dict[str, Any], str, dict[str, Any]]
@@ -152,7 +151,7 @@ def make_mistakes(config: dict[str, Any], kind: str, world: int) -> dict[str, An
         }
 
 
-@pytest.mark.parametrize("name", in_turns(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_all_ranks_name_the_loss_that_failed_on_one_and_go_on(ranks, checkpoints, name) -> None:
     world, megatron, kind, top = CASES[name]
     path = checkpoints[True]
@@ -269,7 +268,7 @@ def fail_in_a_part(config: dict[str, Any]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["DP2, both overlaps", "PP2", "TP2", "FSDP2 x 2", *in_turns(["FSDP1 x 2", "FSDP1 2 copies"])],
+    ["DP2, both overlaps", "PP2", "TP2", "FSDP2 x 2", "FSDP1 x 2", "FSDP1 2 copies"],
 )
 def test_a_part_that_fails_on_one_rank_fails_on_all_and_the_step_can_be_aborted(
     ranks, checkpoints, name: str

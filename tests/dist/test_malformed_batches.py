@@ -15,7 +15,6 @@ from tests import oracle
 from tests.dist.cases import LOSSES, open_policy, policy_config
 from tests.dist.layouts import FSDP2_LAYOUTS, LENGTH, VOCAB
 from tests.malformed import malformed
-from tests.turns import in_turns
 
 ROWS = 4
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
@@ -77,19 +76,15 @@ def train_on_malformed(config: dict[str, Any]) -> dict[str, str]:
         return said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    # Dynamic microbatches, of which the next test reads all, are computed as padded ones are.
     ("kind", "megatron"),
     [
-        pytest.param("dynamic", {}, id="dynamic", marks=pytest.mark.sweep),
+        pytest.param("padded", {}, id="padded"),
         # A batch is refused before any engine sees it.
-        *in_turns(
-            [
-                pytest.param("packed", FSDP2, id="FSDP2 x 2, packed"),
-                pytest.param("padded", {}, id="padded"),
-            ]
-        ),
-        pytest.param("packed", {}, id="packed", marks=pytest.mark.sweep),
+        pytest.param("packed", FSDP2, id="FSDP2 x 2, packed"),
+        pytest.param("packed", {}, id="packed"),
+        pytest.param("dynamic", {}, id="dynamic"),
     ],
 )
 def test_every_malformed_batch_of_one_rank_is_refused_on_all_or_computed(
@@ -124,10 +119,10 @@ def read_malformed(config: dict[str, Any]) -> list[str]:
         return said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    # Padded batches are read by the test above, and as dynamic ones are.
     "kind",
-    [pytest.param("padded", marks=pytest.mark.sweep), *in_turns(["packed", "dynamic"])],
+    ["packed", "dynamic", "padded"],
 )
 def test_every_malformed_batch_that_is_read_is_refused_or_computed(
     ranks, checkpoints, kind: str

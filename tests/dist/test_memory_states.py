@@ -44,7 +44,6 @@ from tests.dist.layouts import (
 )
 from tests.dist.layouts import LAYOUTS as MEGATRON_LAYOUTS
 from tests.dist.resuming import modules, optimizers
-from tests.turns import in_turns
 
 LAYOUTS = MEGATRON_LAYOUTS | FSDP2_LAYOUTS | FSDP2_TENSOR_LAYOUTS | FSDP1_LAYOUTS
 SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
@@ -171,7 +170,7 @@ def assert_bit_equal(moved: dict[str, Any], still: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", in_turns(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_training_after_every_route_through_the_states_is_bit_equal_to_staying(
     ranks, config_of, name: str
 ) -> None:

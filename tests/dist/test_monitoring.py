@@ -75,8 +75,8 @@ def watched(config: dict[str, Any], folder: str) -> dict[str, Any]:
     "megatron",
     [
         {},
-        pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.sweep),
-        pytest.param({"dtensor_cfg": {}}, marks=pytest.mark.sweep),
+        {"tensor_model_parallel_size": 2},
+        {"dtensor_cfg": {}},
     ],
     ids=["dp2", "tp2", "fsdp2"],
 )

@@ -24,7 +24,6 @@ from tests.exact import ROOM
 from tests.margins import check
 from tests.mtp_checkpoints import COPIES, add_mtp_layers
 from tests.mtp_oracle import learned
-from tests.turns import in_turns
 
 VOCAB, LENGTH = 200, 24
 SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB, "tokenizer": False}
@@ -144,7 +143,7 @@ def test_losses_norms_and_updates_are_those_of_plain_torch(ranks, made, number: 
     compare(ranks, made, *EACH_TIME[family][number])
 
 
-@pytest.mark.sweep
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("batching", BATCHINGS)
 def test_they_are_in_every_layout_and_batching(ranks, made, name: str, batching: str) -> None:
@@ -184,7 +183,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("which", in_turns(KINDS))
+@pytest.mark.parametrize("which", KINDS)
 def test_every_kind_of_prediction_trains_as_its_plain_form(
     ranks, tmp_path: Path, which: str
 ) -> None:

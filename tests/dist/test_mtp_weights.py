@@ -109,6 +109,7 @@ def _next(policy: MegatronPolicy) -> dict[str, Any]:
     return {"norm": result["grad_norm"], "weights": kept}
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_goes_on_bit_for_bit_and_converts_to_what_was_exported(
     ranks, tmp_path: Path
 ) -> None:

@@ -34,7 +34,6 @@ from tests.dist.layouts import FSDP2_LAYOUTS, LENGTH, VOCAB, layout
 from tests.dist.test_docs import python_blocks
 from tests.dist.test_layouts import shards_of
 from tests.exact import ROOM, Exact, assert_equal
-from tests.turns import in_turns
 
 TIED, CANDIDATES, STEPS = True, 4, 2
 BUDGET = {"enabled": True, "train_mb_tokens": 26, "logprob_mb_tokens": 40}
@@ -145,7 +144,7 @@ def study(case: Case, config: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("case", in_turns(cases(), lambda case: case.name))
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_a_loss_of_pairs_is_that_of_the_whole_batch_in_one_process(
     ranks, checkpoints, case: Case
 ) -> None:

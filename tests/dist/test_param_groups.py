@@ -19,7 +19,6 @@ from tests.dist.layouts import LAYOUTS, LENGTH, layout
 from tests.dist.resuming import paths, resumed
 from tests.dist.test_export import tensors_of
 from tests.exact import assert_equal
-from tests.turns import in_turns
 
 VOCAB, STEPS = 131, 3
 SMALL = {"hidden": 32, "heads": 4, "groups": 2, "layers": 4, "ffn": 40, "vocab": VOCAB}
@@ -89,7 +88,7 @@ def seen_of(policy: Any, steps: list[Any], data: BatchedDataDict) -> dict[str, A
 CASES = [(family, name) for family in ("qwen3", "qwen3_moe") for name in TRAINED]
 
 
-@pytest.mark.parametrize(("family", "name"), in_turns(CASES))
+@pytest.mark.parametrize(("family", "name"), CASES)
 def test_groups_are_trained_like_transformers_by_torchs_optimizer(
     ranks, checkpoint, family: str, name: str
 ) -> None:

@@ -29,7 +29,6 @@ from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Job, ModelOutputs
 from tests.dist.test_launch import ROOT
 from tests.exact import Exact, InDouble, assert_equal
-from tests.turns import in_turn
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -121,7 +120,7 @@ def numbers(said: str) -> dict[str, float]:
     }
 
 
-@in_turn(0)
+@pytest.mark.nightly
 def test_a_weight_that_differs_is_found_with_its_layer_on_several_ranks(
     checkpoints, tmp_path: Path
 ) -> None:
@@ -139,7 +138,7 @@ def test_a_weight_that_differs_is_found_with_its_layer_on_several_ranks(
     )
 
 
-@in_turn(1)
+@pytest.mark.nightly
 def test_what_a_rank_refuses_is_raised_as_it_was(checkpoints, tmp_path: Path) -> None:
     job = job_for(checkpoints[True], model=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="nowhere"):

@@ -273,6 +273,7 @@ def norm_of(policy: MegatronPolicy, microbatches: list[Microbatch]) -> float:
     return norm
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["TP2+SP", "PP2, dynamic", "DP2", "FSDP2 x 2, packed"])
 def test_what_cannot_be_put_together_is_refused_on_every_rank(
     ranks, checkpoint: Callable[..., Path], name: str

@@ -150,6 +150,7 @@ assert not [name for name in sys.modules if name.split(".")[0] == "megatron"], "
 """
 
 
+@pytest.mark.nightly
 def test_a_policy_over_another_engine_does_not_import_megatron_core(checkpoints) -> None:
     command = [
         sys.executable,

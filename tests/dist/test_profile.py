@@ -38,6 +38,7 @@ def is_inside(inner: TimeSpan, outer: TimeSpan) -> bool:
     return outer.begin <= inner.begin <= inner.end <= outer.end
 
 
+@pytest.mark.nightly
 def test_a_trace_of_one_rank_has_the_microbatches_in_order_inside_their_run(
     ranks, checkpoints, tmp_path: Path
 ) -> None:

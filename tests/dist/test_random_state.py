@@ -84,5 +84,6 @@ def refused(content: bytes, generator: torch.Generator) -> None:
     assert capture(ENGINE, {"sampling": generator}) == before, "a refusal has changed something"
 
 
+@pytest.mark.nightly
 def test_every_source_of_random_numbers_goes_on_where_it_was_captured(ranks) -> None:
     ranks.run(1, go_on)

@@ -25,7 +25,6 @@ from tests.dist.test_adapter_handover import altered
 from tests.dist.test_adapters import ALL, adapted
 from tests.dist.test_export import tensors_of
 from tests.exact import Exact, InDouble, assert_equal
-from tests.turns import in_turns
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}
 
@@ -102,7 +101,7 @@ LAYOUTS_OF: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "family", "top"), in_turns(LAYOUTS_OF))
+@pytest.mark.parametrize(("name", "family", "top"), LAYOUTS_OF)
 def test_the_reference_is_the_checkpoint_that_is_named(
     ranks, checkpoint, name: str, family: str, top: dict[str, Any]
 ) -> None:
@@ -132,7 +131,7 @@ WITH_ADAPTERS: list[tuple[str, dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "top", "merged"), in_turns(WITH_ADAPTERS))
+@pytest.mark.parametrize(("name", "top", "merged"), WITH_ADAPTERS)
 def test_a_policy_with_adapters_has_the_reference_that_is_named(
     ranks, checkpoint, tmp_path: Path, name: str, top: dict[str, Any], merged: bool
 ) -> None:
@@ -156,9 +155,10 @@ def resume(config: dict[str, Any], data: BatchedDataDict, root: Path) -> dict[st
         return {"after": policy.reference_logprobs(read), "own after": policy.logprobs(read)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "other", "adapters"),
-    in_turns([("TP2+SP", "PP2", False), ("TP2+SP", "PP2", True), ("PP2", "TP2xCP2+SP", True)]),
+    [("TP2+SP", "PP2", False), ("TP2+SP", "PP2", True), ("PP2", "TP2xCP2+SP", True)],
 )
 def test_a_policy_that_is_resumed_keeps_the_reference_that_is_named(
     ranks, checkpoint, tmp_path: Path, name: str, other: str, adapters: bool
@@ -286,7 +286,7 @@ def exchanges(config: dict[str, Any], data: BatchedDataDict) -> tuple[list[int],
         host_copies.swap = original
 
 
-@pytest.mark.parametrize("name", in_turns(["TP2+SP", "PP2"]))
+@pytest.mark.parametrize("name", ["TP2+SP", "PP2"])
 def test_a_reference_costs_a_copy_on_the_host_and_an_exchange_on_each_way(
     ranks, checkpoints, name: str
 ) -> None:

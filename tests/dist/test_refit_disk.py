@@ -246,6 +246,7 @@ def stall_while_writing(config: dict[str, Any], path: Path) -> float:
         return seconds
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["DP2"])
 def test_a_rank_that_stalls_while_it_writes_fails_the_others_in_time(
     ranks: RankPool, checkpoint: Any, tmp_path: Path, name: str

@@ -90,6 +90,7 @@ def test_an_engine_of_another_model_says_so_before_a_weight_is_sent(engine: Remo
         engine.call("expect", {"model.norm.weight": ((65,), torch.float32)})
 
 
+@pytest.mark.nightly
 def test_an_engine_that_dies_is_an_error_and_not_a_wait(path: Path) -> None:
     engine = RemoteEngine(str(path), TIMEOUT_S)
     engine._process.kill()
@@ -165,6 +166,7 @@ def test_a_worker_that_has_another_model_refuses(path: Path) -> None:
     assert worker.refit_state() == (None, False)
 
 
+@pytest.mark.nightly
 def test_the_example_runs_as_it_is_started(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--steps", "1", "--rounds", "1", "--tp", "1"],

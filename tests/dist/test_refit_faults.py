@@ -19,7 +19,6 @@ from megatron_policy.refit.plan import RefitPlan, RefitTensor
 from tests.dist.test_export import tensors_of
 from tests.dist.test_refit_export import LAYOUTS, config_of
 from tests.ranks import RankPool
-from tests.turns import in_turns
 
 TIMEOUT_S = 2.0
 
@@ -128,17 +127,16 @@ def test_a_rank_that_cannot_send_fails_all_with_its_reason(
     assert_recovered(results, path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "at"),
-    in_turns(
-        [
-            ("tp2", 5),
-            ("pp2", "before the first"),
-            ("dp2", 5),
-            ("dp2", "before the first"),
-            ("fsdp2", 5),
-        ]
-    ),
+    [
+        ("tp2", 5),
+        ("pp2", "before the first"),
+        ("dp2", 5),
+        ("dp2", "before the first"),
+        ("fsdp2", 5),
+    ],
 )
 def test_a_rank_that_stalls_fails_the_others_in_time_and_itself_when_it_is_back(
     ranks: RankPool, checkpoint: Any, layout: str, at: Any

@@ -209,6 +209,7 @@ def test_an_engine_that_is_not_there_is_named(group: Group) -> None:
     assert time.monotonic() - started < IN_TIME_S
 
 
+@pytest.mark.nightly
 def test_an_engine_that_nobody_sends_to_raises_and_receives_the_next_time(
     group: Group, engine: OtherProcess
 ) -> None:
@@ -345,6 +346,7 @@ def serve_and_die(port: int, seed: int, die_after: str) -> None:
     Group(port).refit(seed, during=die)
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_is_killed_fails_the_engine_and_another_at_the_same_port_is_heard(
     engines: list[OtherProcess],
 ) -> None:

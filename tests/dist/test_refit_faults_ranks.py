@@ -28,7 +28,6 @@ from tests.dist.test_export import tensors_of
 from tests.other_process import OtherProcess
 from tests.ranks import RankPool
 from tests.refit_engine import bits
-from tests.turns import in_turns
 
 BUCKET = 8192
 
@@ -116,7 +115,8 @@ def refit_with_a_stall(
         return str(error.value), seconds, after
 
 
-@pytest.mark.parametrize(("name", "by_stage"), in_turns([("TP2", False), ("PP2", True)]))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "by_stage"), [("TP2", False), ("PP2", True)])
 def test_a_training_rank_that_stalls_fails_the_others_and_the_engine_in_time(
     ranks: RankPool, checkpoint: Any, engines: list[OtherProcess], name: str, by_stage: bool
 ) -> None:

@@ -33,7 +33,6 @@ from tests.dist.test_refit_export import LAYOUTS, config_of
 from tests.losses import TokenNLL
 from tests.oracle import make_batch
 from tests.ranks import RankPool
-from tests.turns import in_turns
 
 VOCAB, ROWS, LENGTH = 256, 4, 12
 BUCKET = 48 * 1024
@@ -329,7 +328,7 @@ SWEPT = [(model, "fsdp2 tp2 x 2") for model in ("qwen2", "qwen3_moe", "gpt_oss")
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [*in_turns(CELLS), *(pytest.param(*cell, marks=pytest.mark.sweep) for cell in SWEPT)],
+    [*CELLS, *SWEPT],
 )
 def test_engines_have_the_export_bit_by_bit_over_every_transport(
     ranks: RankPool, checkpoint: Any, tmp_path: Path, model: str, layout: str

@@ -59,7 +59,6 @@ from tests.dist.test_dist_checkpoints import sharded
 from tests.exact import furthest
 from tests.margins import check
 from tests.ranks import RankPool
-from tests.turns import in_turns
 
 SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
 BF16 = {"precision": "bfloat16"}
@@ -190,7 +189,7 @@ def from_checkpoint(config: dict[str, Any], root: Path, reference: bool) -> dict
         return seen
 
 
-@pytest.mark.parametrize("name", in_turns(SAME))
+@pytest.mark.parametrize("name", SAME)
 def test_four_steps_equal_two_a_save_a_load_in_other_processes_and_two(
     ranks: RankPool, path_of: Callable[[Case], Path], tmp_path: Path, name: str
 ) -> None:
@@ -347,7 +346,7 @@ def expected(saved: dict[str, torch.Tensor], saver: Case, loader: Case) -> dict[
     return weights | trained | moments
 
 
-@pytest.mark.parametrize("name", in_turns(CHANGES))
+@pytest.mark.parametrize("name", CHANGES)
 def test_weights_moments_and_schedule_go_on_under_another_layout(
     ranks: RankPool, path_of: Callable[[Case], Path], tmp_path: Path, name: str
 ) -> None:

@@ -21,7 +21,6 @@ from tests.dist.layouts import LAYOUTS, VOCAB
 from tests.exact import Exact, assert_equal
 from tests.losses import TokenNLL
 from tests.ranks import RankPool
-from tests.turns import in_turns
 
 LENGTHS = (9, 18, 5, 12)
 ORIGINAL, MAXIMUM = 10, 20
@@ -128,7 +127,7 @@ def read_and_learn(config: dict[str, Any]) -> tuple[torch.Tensor, float, float]:
         return logprobs, float(result["loss"]), float(result["grad_norm"])
 
 
-@pytest.mark.parametrize(("kind", "place", "batching", "choice"), in_turns(CASES))
+@pytest.mark.parametrize(("kind", "place", "batching", "choice"), CASES)
 def test_a_text_is_as_long_as_was_chosen(
     ranks: RankPool,
     checkpoint: Callable[..., Path],
@@ -150,7 +149,7 @@ def test_a_text_is_as_long_as_was_chosen(
         assert_equal("logprobs", logprobs.where(inside, 0), exact)
 
 
-@pytest.mark.parametrize("kind", in_turns(list(KINDS)))
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_layers_that_are_computed_again_turn_each_row_the_same(
     ranks: RankPool, checkpoint: Callable[..., Path], kind: str
 ) -> None:
@@ -178,7 +177,7 @@ def sample_and_read(config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    in_turns([(kind, place) for kind in KINDS for place in ("one process", "FSDP2")]),
+    [(kind, place) for kind in KINDS for place in ("one process", "FSDP2")],
 )
 def test_what_is_sampled_is_what_training_reads(
     ranks: RankPool, checkpoint: Callable[..., Path], kind: str, place: str

@@ -247,7 +247,7 @@ def test_experts_are_recorded_and_replayed_exactly(ranks, model: Model, name: st
     check_case(ranks, model, CASES[name], name)
 
 
-@pytest.mark.sweep
+@pytest.mark.nightly
 def test_experts_are_recorded_and_replayed_on_all_axes_at_once(ranks, model: Model) -> None:
     check_case(ranks, model, ALL_AXES, "all axes")
 

@@ -36,7 +36,6 @@ from tests.dist.layouts import OVERLAPPED, Layout, layout
 from tests.dist.test_export import tensors_of
 from tests.exact import ROOM, UNIT
 from tests.losses import TokenNLL, sequence_nll
-from tests.turns import in_turns
 
 VOCAB, LENGTH = 131, 16
 SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
@@ -240,7 +239,7 @@ def test_routers_are_trained_as_in_one_process(
     compare(ranks, oracles, kind, name, batching)
 
 
-@pytest.mark.sweep
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "name", "batching"), sorted(EVERYWHERE - TESTED))
 def test_routers_are_trained_as_in_one_process_in_every_cell(
     ranks, oracles: Oracles, kind: str, name: str, batching: str
@@ -280,7 +279,7 @@ def test_a_planted_mistake_is_found(ranks, oracles: Oracles, planted: str) -> No
     assert max(used.values()) > 10, used
 
 
-@pytest.mark.parametrize("name", in_turns(["EP2xTP2+SP", "EP2"]))
+@pytest.mark.parametrize("name", ["EP2xTP2+SP", "EP2"])
 def test_the_dispatcher_changes_no_result(ranks, oracles: Oracles, name: str) -> None:
     """Where replicas share experts, all-to-all takes the place of all-gather."""
     asked = {"moe_token_dispatcher_type": "allgather", "moe_permute_fusion": True}

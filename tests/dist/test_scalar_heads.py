@@ -21,7 +21,6 @@ from tests.checkpoints import ALL_FAMILIES
 from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, LAYOUTS, LENGTH, SIZES, VOCAB
 from tests.exact import Exact, InDouble, assert_equal
-from tests.turns import in_turns
 
 BATCHINGS: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -88,7 +87,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "batching", "kind", "family"), in_turns(CASES))
+@pytest.mark.parametrize(("name", "batching", "kind", "family"), CASES)
 def test_values_and_scores_are_those_of_transformers(
     ranks, heads, name: str, batching: str, kind: str, family: str
 ) -> None:
@@ -142,7 +141,7 @@ def test_families_have_the_classes_that_transformers_has() -> None:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    in_turns(
+    (
         (family, next(kind for kind in turned if kind not in WITHOUT_CLASSES.get(family, ())))
         for family, turned in zip(
             [name for name in ALL_FAMILIES if WITHOUT_CLASSES.get(name) != KINDS],

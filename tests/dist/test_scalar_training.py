@@ -33,7 +33,6 @@ from tests.exact import assert_equal
 from tests.invariance import cases, page
 from tests.invariance.further import SCALAR, Collected, FurtherCell
 from tests.invariance.measure import own_rows
-from tests.turns import in_turns
 
 __all__ = ["heads"]
 
@@ -186,7 +185,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "batching", "name", "family"), in_turns(CASES))
+@pytest.mark.parametrize(("layout", "batching", "name", "family"), CASES)
 def test_losses_of_a_scalar_head_train_like_transformers_by_torchs_optimizer(
     ranks, heads, measured: Collected, layout: str, batching: str, name: str, family: str
 ) -> None:
@@ -213,8 +212,9 @@ def assert_trained(
     return path
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("layout", "name"), in_turns([("TP2+SP", "values"), ("PP2", "scores"), ("PP2", "values")])
+    ("layout", "name"), [("TP2+SP", "values"), ("PP2", "scores"), ("PP2", "values")]
 )
 def test_training_goes_on_from_a_checkpoint_and_transformers_loads_the_export(
     ranks, heads, tmp_path: Path, layout: str, name: str
@@ -313,7 +313,7 @@ PAIRED = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "batching"), in_turns(PAIRED))
+@pytest.mark.parametrize(("layout", "batching"), PAIRED)
 def test_the_documented_reward_model_is_trained_like_that_of_transformers(
     ranks, heads, layout: str, batching: str
 ) -> None:

@@ -37,7 +37,6 @@ from tests.dist.layouts import (
 from tests.exact import furthest
 from tests.losses import Result, SequenceNLL, TokenNLL, loss_mask, token_nll
 from tests.margins import check
-from tests.turns import in_turns
 
 EIGHT_TOKENS = 8
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
@@ -256,7 +255,7 @@ def config_of(case: Case, path: Path) -> dict[str, Any]:
     return policy_config(path, dict(case.megatron) | WARMING_UP, **schedule, **case.top)
 
 
-@pytest.mark.parametrize("name", in_turns(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_a_step_in_parts_is_the_step_that_train_takes(
     ranks, checkpoint: Callable[..., Path], name: str
 ) -> None:
@@ -399,7 +398,7 @@ def first_step(config: dict[str, Any]) -> dict[str, Any]:
         return in_one_go(policy, TokenNLL(), "at once")
 
 
-@pytest.mark.parametrize("name", in_turns(["DP2, both overlaps", "FSDP2 x 2"]))
+@pytest.mark.parametrize("name", ["DP2, both overlaps", "FSDP2 x 2"])
 def test_mistakes_around_a_step_are_refused_and_cost_nothing_of_it(
     ranks, checkpoint: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:

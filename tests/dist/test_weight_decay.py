@@ -24,8 +24,7 @@ from tests.dist.layouts import LAYOUTS, LENGTH, layout
 from tests.dist.resuming import paths, replaced, resumed
 from tests.dist.test_export import tensors_of
 from tests.exact import assert_equal
-from tests.turns import in_turns
-from tests.unit.test_table import switches
+from tests.pure.test_table import switches
 
 VOCAB = 131
 STRONG = 0.3
@@ -110,7 +109,7 @@ LEARNING = [("cohere", name) for name in TRAINED]
 LEARNING += [("apertus", "TP2 distributed optimizer"), ("apertus", "TP2+SP")]
 
 
-@pytest.mark.parametrize(("family", "name"), in_turns(LEARNING))
+@pytest.mark.parametrize(("family", "name"), LEARNING)
 def test_norms_of_each_head_and_activations_learn_like_transformers_under_strong_decay(
     ranks, checkpoint, family: str, name: str
 ) -> None:

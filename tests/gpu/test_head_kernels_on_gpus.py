@@ -8,7 +8,7 @@ import torch
 from megatron_policy.device import current_device
 from megatron_policy.lm_head.fused import HeadShape, fused_scores
 from megatron_policy.lm_head.tile_work import chosen
-from tests.unit.test_fused import ALONE, Case, differentiated, make_case, plain_scores
+from tests.pure.test_fused import ALONE, Case, differentiated, make_case, plain_scores
 from tests.unit.test_triton_tiles import DTYPES, HEADS, check_gradient, check_sums, make_tile
 
 pytestmark = pytest.mark.gpu

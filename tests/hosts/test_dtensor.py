@@ -15,7 +15,6 @@ from megatron_policy.hosts import nemo_rl as host
 from tests import oracle
 from tests.dist.cases import policy_config
 from tests.margins import check
-from tests.turns import in_turns
 
 VOCAB, LENGTH, ROWS, GBS = 251, 12, 8, 4
 TOLERANCE = 1e-5
@@ -116,7 +115,8 @@ def megatron(standin: SimpleNamespace, path: Path) -> dict[str, Any]:
     return steps(standin, "newer", settings(path, True, sizes))
 
 
-@pytest.mark.parametrize("release", in_turns(list(RELEASES)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("release", list(RELEASES))
 def test_steps_of_the_dtensor_configuration_are_those_of_megatron(
     standin: SimpleNamespace, path: Path, megatron: dict[str, Any], release: str
 ) -> None:

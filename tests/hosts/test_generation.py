@@ -54,6 +54,7 @@ def alone(path: Path) -> dict[str, Any]:
     return {"found": found, "last": whole["output_ids"]}
 
 
+@pytest.mark.nightly
 def test_a_worker_that_holds_the_whole_model_generates_while_the_others_wait(
     ranks: RankPool, checkpoint: Callable[..., Path]
 ) -> None:

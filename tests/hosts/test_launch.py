@@ -176,6 +176,7 @@ def test_help_names_every_host_of_this_package() -> None:
     assert all(name in option for name in (*OWN, "verl"))
 
 
+@pytest.mark.nightly
 def test_another_host_can_be_named(programs: Path) -> None:
     told = python(*LAUNCHERS["command"], "--host", "ray", programs / "exits.py")
     assert told.returncode == 7, told.stderr

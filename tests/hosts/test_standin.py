@@ -25,7 +25,6 @@ from tests import oracle
 from tests.dist.cases import policy_config
 from tests.fork_server import PLAIN
 from tests.hosts.methods import FORMS, REFUSED
-from tests.turns import in_turns
 
 VOCAB, LENGTH, ROWS, GBS = 251, 12, 8, 4
 TOLERANCE = 2e-4
@@ -131,6 +130,7 @@ def newer(
     return seen
 
 
+@pytest.mark.nightly
 def test_two_data_parallel_ranks_take_turns_in_the_rows_and_answer_in_order(
     standin: SimpleNamespace, path: Path, rows: BatchedDataDict, expected: oracle.Trained
 ) -> None:
@@ -154,7 +154,7 @@ def test_two_data_parallel_ranks_take_turns_in_the_rows_and_answer_in_order(
     )
 
 
-@pytest.mark.parametrize("host_name", in_turns(["older", "newer"]))
+@pytest.mark.parametrize("host_name", ["older", "newer"])
 def test_losses_and_norms_are_those_of_one_process_of_transformers(
     request: pytest.FixtureRequest, expected: oracle.Trained, host_name: str
 ) -> None:

@@ -23,6 +23,7 @@ from tests.dist.layouts import (
     VOCAB,
 )
 from tests.exact import ROOM
+from tests.invariance.array import ARRAY
 from tests.invariance.cases import (
     BATCHINGS,
     CANDIDATES,
@@ -195,6 +196,7 @@ def render(measured: Measured, further: Mapping[str, str]) -> str:
         tensor_run=len(TENSOR_PARALLEL_CELLS),
         tensor_further=len(FURTHER_TENSOR_PARALLEL_CELLS),
         fsdp_further=len(FURTHER_FSDP2_CELLS),
+        array=len(ARRAY),
         fsdp1_layouts=len(FSDP1_LAYOUTS),
         fsdp1_run=len(FSDP1_CELLS),
         fsdp1_further=len(FURTHER_FSDP1_CELLS),

@@ -67,6 +67,7 @@ def ask(group: WorkerGroup, fn: Any) -> Any:
     return ray.get(ray.get_actor(f"{group.name} rank 0").__ray_call__.remote(fn))
 
 
+@pytest.mark.nightly
 def test_a_forked_worker_is_what_ray_starts_but_has_imported_everything(
     make_group: GroupMaker, server: ForkServer
 ) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import ray
 from transformers import AutoTokenizer
 
@@ -50,6 +51,7 @@ def test_the_quickstart_leaves_a_policy_that_transformers_agrees_with(tmp_path: 
     assert AutoTokenizer.from_pretrained(output / "policy").eos_token == "<end>"
 
 
+@pytest.mark.nightly
 def test_a_layout_that_does_not_fit_ends_the_quickstart_with_the_legal_values(
     tmp_path: Path,
 ) -> None:
@@ -60,6 +62,7 @@ def test_a_layout_that_does_not_fit_ends_the_quickstart_with_the_legal_values(
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_ray_that_does_not_start_is_a_sentence(tmp_path: Path) -> None:
     told = run(tmp_path, RAY_TMPDIR="/dev/null")
     assert told.returncode == 2 and "Traceback" not in told.stdout, told.stdout

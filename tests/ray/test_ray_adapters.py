@@ -59,6 +59,7 @@ def check(engine: Engine, expected: dict[str, torch.Tensor]) -> None:
     }
 
 
+@pytest.mark.nightly
 def test_what_is_announced_is_of_the_adapters(policy: Policy, expected: Any) -> None:
     info = policy.prepare_refit_info(adapters=True)
     assert {n: (tuple(t.shape), t.dtype) for n, t in expected.items()} == info

@@ -55,6 +55,7 @@ def read_by(data: BatchedDataDict, what: str, model: Any) -> torch.Tensor:
     return torch.nn.functional.pad(-(logprobs.exp() * logprobs).sum(-1)[:, :-1], (1, 0))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rows", [1, 5])
 def test_answers_come_back_in_the_callers_order_however_few_rows_there_are(
     policy: Policy, checkpoint: Callable[..., Path], rows: int

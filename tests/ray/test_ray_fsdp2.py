@@ -17,7 +17,6 @@ from megatron_policy.workers import RayVirtualCluster
 from tests.dist.cases import fsdp_config
 from tests.losses import TokenNLL
 from tests.ray.policies import DP2, GBS, TOKENIZER, VOCAB, batch, config_of
-from tests.turns import in_turns
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 32}}
 
@@ -41,7 +40,7 @@ def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         cluster.shutdown()
 
 
-@pytest.fixture(scope="module", params=in_turns(["dtensor_cfg", "fsdp_cfg"]))
+@pytest.fixture(scope="module", params=["dtensor_cfg", "fsdp_cfg"])
 def both(
     request: pytest.FixtureRequest,
     checkpoint: Callable[..., Path],

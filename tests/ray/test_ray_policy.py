@@ -42,6 +42,7 @@ def untrained(checkpoint: Callable[..., Path]) -> Iterator[Policy]:
     cluster.shutdown()
 
 
+@pytest.mark.nightly
 def test_batches_that_do_not_divide_are_refused_and_the_policy_goes_on(untrained: Policy) -> None:
     def evaluate(rows: int, **sizes: int) -> torch.Tensor:
         return untrained.train(batch(rows=rows), TokenNLL(), eval_mode=True, **sizes)["loss"]
@@ -55,6 +56,7 @@ def test_batches_that_do_not_divide_are_refused_and_the_policy_goes_on(untrained
     assert evaluate(8, gbs=8).shape == (1,)
 
 
+@pytest.mark.nightly
 def test_a_dry_run_names_the_callers_rows_and_a_key_that_is_missing(untrained: Policy) -> None:
     data = batch(rows=8)
     data["sample_mask"][:3] = 0
@@ -188,6 +190,7 @@ def test_the_worker_is_what_a_host_takes_for_one() -> None:
         MegatronPolicyWorkerImpl({}, None, skip_weight_load=True)
 
 
+@pytest.mark.nightly
 def test_driver_and_worker_modules_leave_megatron_core_to_the_worker_process() -> None:
     code = (
         "import sys, megatron_policy.workers.driver.policy, megatron_policy.workers.worker;"

@@ -20,7 +20,6 @@ from tests.dist.cases import policy_config
 from tests.ray.actors import still_running
 from tests.ray.losses import Troubled
 from tests.ray.policies import FSDP2, TOKENIZER, TP2, VOCAB, PolicyMaker, batch
-from tests.turns import in_turns
 
 
 @pytest.mark.parametrize(
@@ -49,6 +48,7 @@ def running_actors() -> int:
     return len(ray.util.list_named_actors(all_namespaces=True))
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_that_lacks_a_tensor_is_reported_by_the_constructor(
     make_policy: PolicyMaker, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -68,9 +68,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_reported_by_the_constructor(
     assert running_actors() == actors
 
 
-@pytest.mark.parametrize(
-    "layout", in_turns([pytest.param(TP2, id="tp2"), pytest.param(FSDP2, id="fsdp2")])
-)
+@pytest.mark.parametrize("layout", [pytest.param(TP2, id="tp2"), pytest.param(FSDP2, id="fsdp2")])
 def test_a_worker_killed_during_train_is_reported_and_shutdown_returns(
     make_policy: PolicyMaker, tmp_path: Path, layout: dict[str, Any]
 ) -> None:

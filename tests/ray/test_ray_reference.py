@@ -26,6 +26,7 @@ def reference_of(policy: Policy) -> torch.Tensor:
     return found
 
 
+@pytest.mark.nightly
 def test_the_drivers_reference_is_the_checkpoint_that_is_named(
     checkpoint: Callable[..., Path],
 ) -> None:

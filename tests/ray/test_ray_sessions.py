@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import ray
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,11 +75,13 @@ def test_a_driver_without_ray_is_told_to_start_it() -> None:
     assert said.endswith("False True"), "Ray must not start by itself"
 
 
+@pytest.mark.nightly
 def test_init_ray_attaches_and_workers_import_what_the_driver_imports(tmp_path: Path) -> None:
     said = drive(ATTACHED, str(ROOT), cwd=tmp_path, RAY_ADDRESS=address())
     assert said == "['rank 0 is fine'] True 2.0"
 
 
+@pytest.mark.nightly
 def test_a_driver_that_ends_without_shutdown_leaves_no_worker(tmp_path: Path) -> None:
     from tests.ray.actors import still_running
 

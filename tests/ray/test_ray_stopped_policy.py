@@ -17,7 +17,6 @@ from megatron_policy.errors import WorkerError
 from tests.ray.actors import LONG_S, promptly, still_running, wait_until_stopped
 from tests.ray.losses import Slow, Troubled
 from tests.ray.policies import DP2, FSDP2, TP2, PolicyMaker, batch
-from tests.turns import in_turns
 
 LIMIT_S = 3.0
 
@@ -41,27 +40,24 @@ def prepare_refit_info(policy: Policy, path: Path) -> Any:
 EVERY_VERB = pytest.mark.parametrize(
     ("verb", "layout"),
     [
-        *in_turns(
-            [
-                pytest.param(train, TP2, id="train-tp2"),
-                pytest.param(get_logprobs, DP2, id="get_logprobs-dp2"),
-                pytest.param(prepare_refit_info, TP2, id="prepare_refit_info-tp2"),
-                pytest.param(save_checkpoint, DP2, id="save_checkpoint-dp2"),
-            ]
-        ),
         # Whichever verb and layout, the driver watches its workers in one place.
-        pytest.param(train, DP2, id="train-dp2", marks=pytest.mark.sweep),
-        pytest.param(get_logprobs, TP2, id="get_logprobs-tp2", marks=pytest.mark.sweep),
-        pytest.param(save_checkpoint, TP2, id="save_checkpoint-tp2", marks=pytest.mark.sweep),
-        pytest.param(prepare_refit_info, DP2, id="prepare_refit_info-dp2", marks=pytest.mark.sweep),
+        pytest.param(train, TP2, id="train-tp2"),
+        pytest.param(get_logprobs, DP2, id="get_logprobs-dp2"),
+        pytest.param(prepare_refit_info, TP2, id="prepare_refit_info-tp2"),
+        pytest.param(save_checkpoint, DP2, id="save_checkpoint-dp2"),
+        pytest.param(train, DP2, id="train-dp2"),
+        pytest.param(get_logprobs, TP2, id="get_logprobs-tp2"),
+        pytest.param(save_checkpoint, TP2, id="save_checkpoint-tp2"),
+        pytest.param(prepare_refit_info, DP2, id="prepare_refit_info-dp2"),
         *(
-            pytest.param(verb, FSDP2, id=f"{verb.__name__}-fsdp2", marks=pytest.mark.sweep)
+            pytest.param(verb, FSDP2, id=f"{verb.__name__}-fsdp2")
             for verb in (train, get_logprobs, save_checkpoint, prepare_refit_info)
         ),
     ],
 )
 
 
+@pytest.mark.nightly
 @EVERY_VERB
 def test_every_verb_ends_where_a_worker_is_stopped_and_names_it(
     make_policy: PolicyMaker,
@@ -85,9 +81,8 @@ def test_every_verb_ends_where_a_worker_is_stopped_and_names_it(
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize(
-    "layout", [TP2, pytest.param(DP2, marks=pytest.mark.sweep)], ids=["tp2", "dp2"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", [TP2, DP2], ids=["tp2", "dp2"])
 def test_futures_of_init_collective_end_where_a_worker_is_stopped_and_name_it(
     make_policy: PolicyMaker, layout: dict[str, Any]
 ) -> None:
@@ -103,9 +98,8 @@ def test_futures_of_init_collective_end_where_a_worker_is_stopped_and_name_it(
     assert policy.shutdown()
 
 
-@pytest.mark.parametrize(
-    "layout", in_turns([pytest.param(FSDP2, id="fsdp2"), pytest.param(TP2, id="tp2")])
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", [pytest.param(FSDP2, id="fsdp2"), pytest.param(TP2, id="tp2")])
 def test_a_worker_stopped_inside_its_step_is_named_and_gone(
     make_policy: PolicyMaker, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
@@ -116,6 +110,7 @@ def test_a_worker_stopped_inside_its_step_is_named_and_gone(
     assert not still_running(tmp_path, within_s=0)
 
 
+@pytest.mark.nightly
 def test_a_step_that_takes_longer_than_a_worker_may_be_stopped_is_taken(
     make_policy: PolicyMaker,
 ) -> None:
@@ -124,9 +119,8 @@ def test_a_step_that_takes_longer_than_a_worker_may_be_stopped_is_taken(
     assert policy.shutdown()
 
 
-@pytest.mark.parametrize(
-    "layout", in_turns([pytest.param(TP2, id="tp2"), pytest.param(FSDP2, id="fsdp2")])
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", [pytest.param(TP2, id="tp2"), pytest.param(FSDP2, id="fsdp2")])
 def test_collectives_of_rays_workers_end_after_the_configured_time(
     make_policy: PolicyMaker, layout: dict[str, Any]
 ) -> None:

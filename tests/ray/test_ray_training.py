@@ -36,7 +36,6 @@ from tests.ray.policies import (
     batch,
     config_of,
 )
-from tests.turns import in_turns
 
 REFUSED = (BatchError, ConfigError)
 
@@ -118,9 +117,7 @@ ALL_LAYOUTS = pytest.mark.parametrize(
 )
 LAYOUTS_IN_TURNS = pytest.mark.parametrize(
     "workers",
-    in_turns(
-        pytest.param(each, id=name) for name, each in (("tp2", TP2), ("dp2", DP2), ("pp2", PP2))
-    ),
+    (pytest.param(each, id=name) for name, each in (("tp2", TP2), ("dp2", DP2), ("pp2", PP2))),
     indirect=True,
 )
 REPLICAS = pytest.mark.parametrize("workers", [DP2], ids=["dp2"], indirect=True)
@@ -230,6 +227,7 @@ def assert_greedy_tokens(policy: Policy, model: Any, data: BatchedDataDict) -> N
         assert not found["output_ids"][row, end:].any(), "padding is the tokenizer's pad token"
 
 
+@pytest.mark.nightly
 @LAYOUTS_IN_TURNS
 def test_a_policy_computes_the_right_numbers_after_every_loss_that_failed(
     trained: tuple[Policy, Oracle],
@@ -259,6 +257,7 @@ class Everywhere(SequenceNLL):
         return kwargs["next_token_logprob"].sum(), {}
 
 
+@pytest.mark.nightly
 @REPLICAS
 def test_the_message_names_the_driver_s_rows_and_the_line_of_the_loss(
     trained: tuple[Policy, Oracle],
@@ -324,6 +323,7 @@ def test_what_cannot_leave_the_process_is_named(trained: tuple[Policy, Oracle]) 
     truth.check_step(policy)
 
 
+@pytest.mark.nightly
 @REPLICAS
 def test_a_policy_computes_the_right_numbers_after_every_malformed_batch(
     trained: tuple[Policy, Oracle],

@@ -28,12 +28,11 @@ from tests.ray.actors import (
     still_running,
     wait_until_stopped,
 )
-from tests.turns import in_turn
 
 LIMIT_S = 3.0
 
 
-@in_turn(7)
+@pytest.mark.nightly
 def test_a_worker_that_stops_in_a_call_of_its_own_ends_the_call(
     make_group: GroupMaker, diary: Path
 ) -> None:
@@ -49,7 +48,6 @@ def test_a_worker_that_stops_in_a_call_of_its_own_ends_the_call(
     assert not still_running(diary, within_s=0)
 
 
-@in_turn(6)
 def test_a_worker_that_stopped_between_calls_ends_the_next(make_group: GroupMaker) -> None:
     group = make_group(Topology(dp=2), timeout_s=LIMIT_S)
     os.kill(group.pids[0], signal.SIGSTOP)
@@ -58,7 +56,7 @@ def test_a_worker_that_stopped_between_calls_ends_the_next(make_group: GroupMake
     assert group.shutdown()
 
 
-@in_turn(3)
+@pytest.mark.nightly
 def test_a_worker_that_stops_is_named_while_another_waits_for_it_in_a_collective(
     make_group: GroupMaker,
 ) -> None:
@@ -69,7 +67,7 @@ def test_a_worker_that_stops_is_named_while_another_waits_for_it_in_a_collective
     assert group.shutdown()
 
 
-@in_turn(2)
+@pytest.mark.nightly
 def test_a_stopped_worker_is_named_although_the_failure_of_another_comes_first(
     make_group: GroupMaker,
 ) -> None:
@@ -81,7 +79,7 @@ def test_a_stopped_worker_is_named_although_the_failure_of_another_comes_first(
     assert group.shutdown()
 
 
-@in_turn(5)
+@pytest.mark.nightly
 def test_a_worker_that_stops_in_its_constructor_ends_it(diary: Path) -> None:
     cluster = RayVirtualCluster([2], use_gpus=False)
     kwargs = {"diary": str(diary), "stop_on": 1, "join": True}
@@ -91,7 +89,7 @@ def test_a_worker_that_stops_in_its_constructor_ends_it(diary: Path) -> None:
     cluster.shutdown()
 
 
-@in_turn(4)
+@pytest.mark.nightly
 def test_a_future_of_a_worker_that_stops_raises_and_has_its_rank(
     make_group: GroupMaker, diary: Path
 ) -> None:
@@ -105,7 +103,7 @@ def test_a_future_of_a_worker_that_stops_raises_and_has_its_rank(
     assert group.shutdown()
 
 
-@in_turn(1)
+@pytest.mark.nightly
 def test_work_that_takes_longer_than_a_worker_may_be_stopped_goes_on(
     make_group: GroupMaker,
 ) -> None:
@@ -151,7 +149,7 @@ def test_a_driver_that_was_stopped_itself_blames_nobody_for_that_time(
     monkeypatch.undo()
 
 
-@in_turn(0)
+@pytest.mark.nightly
 def test_a_step_over_two_nodes_is_that_of_one_process_and_a_node_that_dies_or_stops_ends_the_call(
     checkpoint: Callable[..., Path],
 ) -> None:

@@ -8,10 +8,10 @@ import re
 from io import BytesIO
 from typing import Any
 
+import pytest
 from PIL import Image
 
 from examples.pictures.tour import TOUR, executed
-from tests.turns import in_turn
 
 NOTEBOOK = json.loads(TOUR.read_text(encoding="utf-8"))
 
@@ -29,7 +29,7 @@ def without_numbers(text: str) -> str:
     return re.sub(r"\d+(\.\d+)?(e[-+]\d+)?", "#", text.partition("\nconfig.json\n")[0])
 
 
-@in_turn(1)
+@pytest.mark.nightly
 def test_the_cells_of_the_tour_run_in_order_and_show_what_is_stored() -> None:
     ran = executed(NOTEBOOK)
     cells = code_cells(ran)

@@ -13,10 +13,8 @@ from megatron_policy.errors import ConfigError, WorkerError
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers import RayVirtualCluster, WorkerGroup
 from tests.ray.actors import GroupMaker, Worker, promptly, still_running
-from tests.turns import in_turn
 
 
-@in_turn(3)
 def test_an_exception_in_one_rank_raises_while_the_others_sleep_on_and_again_when_asked(
     make_group: GroupMaker, diary: Path
 ) -> None:
@@ -42,7 +40,6 @@ def test_an_exception_in_one_rank_raises_while_the_others_sleep_on_and_again_whe
     assert group.shutdown()
 
 
-@in_turn(5)
 def test_an_exception_in_one_rank_raises_while_the_others_wait_in_a_collective(
     make_group: GroupMaker, diary: Path
 ) -> None:
@@ -87,7 +84,6 @@ def test_a_worker_that_died_between_calls_is_reported_by_the_next(
     assert group.shutdown()
 
 
-@in_turn(1)
 def test_an_error_of_our_own_kind_comes_back_as_itself(make_group: GroupMaker) -> None:
     group = make_group(Topology(tp=2))
     with (
@@ -133,7 +129,6 @@ def test_an_exception_that_cannot_travel_is_told_in_words(make_group: GroupMaker
     assert caught.value.rank == 0
 
 
-@in_turn(0)
 def test_a_constructor_that_raises_is_heard_while_the_others_wait_for_it(diary: Path) -> None:
     cluster = RayVirtualCluster([2], use_gpus=False)
     kwargs = {"diary": str(diary), "refuse_on": 1, "join": True}
@@ -158,7 +153,6 @@ def test_an_error_of_our_own_kind_is_not_mistaken_for_what_it_led_to() -> None:
     cluster.shutdown()
 
 
-@in_turn(4)
 def test_a_process_that_dies_in_its_constructor_is_reported(diary: Path) -> None:
     cluster = RayVirtualCluster([2], use_gpus=False)
     kwargs = {"diary": str(diary), "die_on": 0, "join": True}
@@ -168,7 +162,6 @@ def test_a_process_that_dies_in_its_constructor_is_reported(diary: Path) -> None
     cluster.shutdown()
 
 
-@in_turn(2)
 def test_shutdown_does_not_wait_for_workers_that_never_answer(
     make_group: GroupMaker, diary: Path
 ) -> None:

@@ -25,7 +25,7 @@ from megatron_policy.packing.microbatch import (
 from megatron_policy.packing.multiples import Multiples
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.losses import ValidCounts, own_counts, row_shares
-from tests.unit.test_rows import model
+from tests.pure.test_rows import model
 
 LENGTHS, WIDTH, RANKS = (5, 2, 4), 6, 2
 MULTIPLES = Multiples(row=8, sequence=4, context_ranks=RANKS)

@@ -338,6 +338,7 @@ def test_a_disk_that_takes_no_more_is_one_line_and_leaves_nothing(
     assert "cannot be written: File too large" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_terminal_sees_a_bar_and_its_end(checkpoint, tmp_path: Path) -> None:
     outer, inner = pty.openpty()
     done = subprocess.Popen(

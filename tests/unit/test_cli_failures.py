@@ -188,6 +188,7 @@ def test_help_of_every_command_is_light(tmp_path: Path) -> None:
     assert loaded_by(code, tmp_path) <= {"rich", "pydantic"}  # as typer likes
 
 
+@pytest.mark.nightly
 def test_a_reader_that_has_seen_enough_is_no_error(checkpoint) -> None:
     command = (
         f"{sys.executable} -m megatron_policy inspect {checkpoint('qwen2')} --json | head -c 1"

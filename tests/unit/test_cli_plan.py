@@ -32,6 +32,7 @@ def cells(said: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_tensor_of_a_family_is_planned_once_with_its_shape(
     checkpoint: Checkpoint, family: str

@@ -182,6 +182,7 @@ ASKS: dict[str, Ask] = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_a_host_that_is_killed_or_stopped_is_named_by_every_call(
     other: OtherProcess, fault: str

@@ -45,6 +45,7 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
     )
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_family_comes_back_bit_by_bit(
@@ -167,6 +168,7 @@ def test_the_revision_of_a_hub_snapshot_is_noted(checkpoint: Checkpoint, tmp_pat
     assert json.loads((tmp_path / "mcore" / MANIFEST).read_text())["source"]["revision"] == "89ef"
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("family", ["qwen2", "gpt_oss"])
 def test_the_result_is_the_same_with_any_memory(
     checkpoint: Checkpoint, tmp_path: Path, family: str

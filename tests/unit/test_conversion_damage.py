@@ -68,6 +68,7 @@ def files_of(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("kind", ["hf", "mcore"])
 def test_a_flipped_bit_anywhere_is_found_and_its_file_or_tensor_named(
     made: Path, tmp_path: Path, kind: str

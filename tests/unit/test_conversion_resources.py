@@ -87,6 +87,7 @@ def write_zeros(path: Path, fields: dict[str, Any]) -> int:
     return max(place.end - place.start for place in places.values())
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("model", "dtype"), zip(MODELS, ("float32", "bfloat16"), strict=True))
 def test_memory_is_bounded_whatever_the_largest_tensor(
     tmp_path: Path, model: str, dtype: str

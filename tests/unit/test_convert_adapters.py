@@ -37,7 +37,7 @@ from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError, ConversionError
 from tests import peft_models
 from tests.exact import load_hf
-from tests.unit.test_config import minimal
+from tests.pure.test_config import minimal
 from tests.unit.training_checkpoints import flip
 
 SMALL = {"layers": 2, "vocab": 250, "hidden": 64, "heads": 4, "groups": 2, "ffn": 96}

@@ -23,7 +23,7 @@ from megatron_policy.converters.formats.peft_files import ADAPTER_CONFIG, ADAPTE
 from megatron_policy.errors import ConversionError
 from tests import peft_models, scalar_oracle
 from tests.exact import load_hf
-from tests.unit.test_config import minimal
+from tests.pure.test_config import minimal
 from tests.unit.test_convert_adapters import (
     ALL,
     SMALL,

@@ -121,6 +121,7 @@ def reasons(fault: str, culprit: int, silence: str) -> tuple[str, ...]:
             return (silence,)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", [part.__name__ for part in OPERATIONS])

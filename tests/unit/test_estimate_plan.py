@@ -93,6 +93,7 @@ def found(name: str) -> Found:
     return search({**BASE, "model_name": name}, rows_of(name), ranks, SHORT["H100"])
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("name", MODELS)
 def test_a_search_finds_plans_that_fit_and_orders_them(name: str) -> None:
     plans = found(name)
@@ -150,6 +151,7 @@ def test_states_follow_from_bytes_per_parameter() -> None:
     assert stage.states.resident == pytest.approx(own * (6 + 12 / (at.dp * at.cp)), rel=2e-3)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("name", MODELS)
 def test_buffers_of_a_refit_are_those_of_its_plan(name: str) -> None:
     """But for rounding of shares, 2 parts in 100 of a bucket."""
@@ -367,6 +369,7 @@ def test_the_shipped_configuration_is_the_first_answer_and_its_plan_is_beside_it
     assert own["peak_bytes"] == answer["peak_bytes"]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("name", ["Llama 70B", "DeepSeek-V3"])
 def test_the_first_answer_can_be_asked_for_again(tmp_path: Path, name: str) -> None:
     fields, ranks = MODELS[name]
@@ -380,6 +383,7 @@ def test_the_first_answer_can_be_asked_for_again(tmp_path: Path, name: str) -> N
     assert json.loads(run("--model", path, *options, "--json").stdout) == [answer]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("name", "options"),
     [

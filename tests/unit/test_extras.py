@@ -72,6 +72,7 @@ def test_the_commands_and_a_policy_of_one_process_work_without_ray_and_zmq(
     assert target.is_dir()
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
@@ -135,6 +136,7 @@ def imported_files(file: Path) -> set[Path]:
     return {path for path in found if str(path) in NEED or path.is_file()}
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("package", NEED)
 def test_files_of_tests_import_without_an_optional_package_or_are_listed(package: str) -> None:
     needing = set()

@@ -16,10 +16,10 @@ from tests.dist import test_fsdp2_unlisted as unlisted
 from tests.dist.test_dense_models import WINDOWED, draw
 from tests.dist.test_families import VARIANTS
 from tests.dist.test_generate import KINDS
+from tests.pure.test_table import small
 from tests.unit.published import PUBLISHED
 from tests.unit.test_families import MODELS
 from tests.unit.test_family_configs import READ
-from tests.unit.test_table import small
 
 MAKERS_CODE = "transformers has no class of that name; tests/unit/test_makers_code.py has its tests"
 AS_CHECKPOINTS = "its layers are those of `checkpoints`, or of a family that is in the list"
@@ -99,7 +99,7 @@ def test_every_row_of_a_dense_family_applies_under_its_entry_in_full() -> None:
         }
         rows = {row.megatron for row in OF_THE_PACKAGE[family].table if not isinstance(row, Ignore)}
         assert rows == applying, (
-            f"add to FULL[{family!r}] of tests/unit/test_table.py what switches these rows on: "
+            f"add to FULL[{family!r}] of tests/pure/test_table.py what switches these rows on: "
             f"{sorted(rows - applying)}"
         )
 

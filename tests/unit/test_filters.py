@@ -18,7 +18,7 @@ from megatron_policy.config import GenerationConfig
 from megatron_policy.lm_head.filters import Filters, find_bounds, ordered
 from megatron_policy.lm_head.fused import HeadShape, fused_scores
 from megatron_policy.lm_head.fused_tiles import row_tiling
-from tests.unit.test_fused import (
+from tests.pure.test_fused import (
     ALONE,
     TOLERANCE,
     Case,
@@ -187,6 +187,7 @@ def test_integers_have_the_order_of_the_floats_they_are_of(dtype: torch.dtype) -
     assert torch.equal(ordered(ordered(bits)), bits)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("entropy", [False, True])
@@ -270,6 +271,7 @@ def test_filtered_scores_in_bf16_keep_what_their_own_logits_say() -> None:
     assert got["logprobs"].dtype == torch.float32 and got["weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [4, 60])
 def test_with_filters_no_tensor_is_larger_than_chunk_times_vocabulary(

@@ -71,6 +71,7 @@ ADAPTED = {
 }
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("case", ADAPTED)
 def test_adapters_cost_what_torch_counts_on_pefts(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, case: str
@@ -107,6 +108,7 @@ def with_all_pairs(architecture: Architecture, rows: int) -> int:
     return total
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("family", sorted(ALL_FAMILIES))
 def test_forward_and_backward_are_what_torch_counts_on_the_reference(
     checkpoint: Checkpoint, family: str

@@ -45,6 +45,7 @@ def test_toy_sizes_are_for_the_rows_of_gpus_alone() -> None:
     assert ended.value.code == 2
 
 
+@pytest.mark.nightly
 def test_every_row_of_gpus_runs_at_toy_size(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +94,7 @@ def _check_runs(runs: dict[int, dict[str, int]]) -> None:
     assert runs[19] == {}
 
 
+@pytest.mark.nightly
 def test_a_row_runs_in_processes_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -354,6 +354,7 @@ def test_megatron_core_finds_no_libraries_of_gpus_where_there_is_no_gpu(
     assert told == (["cuDNN"] if accelerated and installed else [])
 
 
+@pytest.mark.nightly
 def test_without_a_gpu_an_installed_transformer_engine_gives_no_optimizer(tmp_path: Path) -> None:
     package = tmp_path / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)

@@ -199,6 +199,7 @@ def test_a_config_that_hurts_is_one_line(model: Path, text: str) -> None:
         refused(*command)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     "value", [None, [], {}, "x", -1, 1e308, float("inf"), True, [[]]], ids=repr
 )

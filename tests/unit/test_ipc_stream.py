@@ -94,6 +94,7 @@ def send(address: str, seed: int, buffer_bytes: int = BUFFER, **exporter: Any) -
     return deliver(StandIn(weights(seed), **exporter), sink, step=seed)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize("buffer_bytes", [1024, BUFFER, 2**20])
 def test_every_bit_arrives_once_and_again_a_step_later(

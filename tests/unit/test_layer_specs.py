@@ -17,7 +17,7 @@ from megatron_policy.engines.megatron.model_config import (
 )
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import Topology
-from tests.unit.test_rows import model
+from tests.pure.test_rows import model
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def test_that_asks_for_none():
 """
 
 
+@pytest.mark.nightly
 def test_a_test_that_asks_for_more_gpus_than_there_are_is_skipped_with_the_reason(
     tmp_path: Path,
 ) -> None:

@@ -106,6 +106,7 @@ def assert_merged(
     return count
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_are_the_sums_and_all_else_is_the_base(

@@ -143,6 +143,7 @@ def texts_in(path: Path) -> Iterator[tuple[float, float, float, str]]:
         yield left, left + width, y, element.text or ""
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_text_is_small_leaves_the_sheet_or_covers_another(tmp_path: Path, name: str) -> None:
     plan = planned(name, 64 if name == "64 stages" else 256)

@@ -113,6 +113,7 @@ def test_a_raising_ranks_traceback_and_output_reach_the_test(ranks: RankPool) ->
     _assert_works(ranks)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("hang", [_wait_forever_on_rank_1, _hang_in_a_collective])
 def test_a_hang_is_ended_at_the_timeout_and_its_stack_is_shown(ranks: RankPool, hang) -> None:
     _assert_works(ranks)

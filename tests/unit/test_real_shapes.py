@@ -112,6 +112,7 @@ def size(text: str) -> float:
     return float(number) * {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}[unit]
 
 
+@pytest.mark.dear
 def test_every_field_and_tensor_of_a_config_alone_is_understood(
     model: tuple[str, Cell, Path],
 ) -> None:
@@ -123,6 +124,7 @@ def test_every_field_and_tensor_of_a_config_alone_is_understood(
     assert all(re.search(rf"^  (translated|ignored) +{each}\b", said, re.M) for each in fields)
 
 
+@pytest.mark.dear
 def test_a_refit_at_a_clusters_layout_is_planned_by_bytes(model: tuple[str, Cell, Path]) -> None:
     name, cell, path = model
     parameters, fields = PUBLISHED_EXPERTS[name]
@@ -154,6 +156,7 @@ def test_a_refit_at_a_clusters_layout_is_planned_by_bytes(model: tuple[str, Cell
     assert rounds <= collectives <= (1 + (cell.pp > 1)) * (rounds + changes)
 
 
+@pytest.mark.dear
 def test_a_configuration_at_a_clusters_layout_is_inspected(
     model: tuple[str, Cell, Path], tmp_path: Path
 ) -> None:

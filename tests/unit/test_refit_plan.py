@@ -154,6 +154,7 @@ def sizes_of(table: Table) -> list[int]:
     return [n for n in (1, 2, 4) if table.architecture.num_attention_heads % n == 0]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_shards_become_the_tensors_again_however_their_streams_are_cut(
     checkpoint: Any, family: str
@@ -192,6 +193,7 @@ EXPERT_GRIDS = (
 )
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("family", "sizes"), EXPERT_GRIDS)
 def test_experts_of_other_ranks_arrive_whole_on_every_rank(
     checkpoint: Any, family: str, sizes: dict[str, int]

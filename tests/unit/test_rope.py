@@ -26,8 +26,8 @@ from megatron_policy.engines.megatron.layers.rope import (
 from megatron_policy.engines.megatron.layers.sequences import sequence_params
 from megatron_policy.errors import ConversionError
 from megatron_policy.packing.tokens import packed_layout
+from tests.pure.test_rows import model
 from tests.unit.published import LLAMA3
-from tests.unit.test_rows import model
 
 HEAD, LONGEST = 16, 64
 FACTORS = {

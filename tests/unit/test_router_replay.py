@@ -23,8 +23,8 @@ from megatron_policy.training.longest import Longest
 from megatron_policy.training.replay import Replay, RouterReplay
 from megatron_policy.training.sharding import BatchDispatcher
 from tests.losses import TokenNLL
-from tests.unit.test_config import minimal
-from tests.unit.test_rows import model
+from tests.pure.test_config import minimal
+from tests.pure.test_rows import model
 
 ROWS, LENGTH, EXPERTS, CHOSEN = 3, 4, 5, 2
 LAYERS, NUM_LAYERS = (1, 2, 4), 6

@@ -23,7 +23,7 @@ from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion
 from megatron_policy.engines.hugging_face.tensor_split import split
 from megatron_policy.errors import ConfigError
 from megatron_policy.weights.geometry import segments
-from tests.unit.test_checkpoint_slices import architecture
+from tests.pure.test_checkpoint_slices import architecture
 
 CUTS: dict[str, tuple[tuple[Shape, ...], Cut, int | None]] = {
     "columns": (((12, 6),), Cut(2, 0), 0),

@@ -15,7 +15,7 @@ from megatron_policy.refit.receive.collective import join_collective
 from megatron_policy.refit.receive.receiver import Receiver
 from megatron_policy.training.checks import check_sizes
 from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster
-from tests.unit.test_config import minimal
+from tests.pure.test_config import minimal
 
 NO_TIMEOUTS = [float("inf"), float("nan"), 1e300, 1e-300, 0, -1.0, True, "60", None]
 

@@ -24,7 +24,7 @@ from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape, fused_scores
 from megatron_policy.lm_head.fused_tiles import Known, Sums, Tiling, VocabTile, tiling
 from megatron_policy.lm_head.tile_work import Implementation, TileWork, chosen, tile_work
-from tests.unit.test_fused import (
+from tests.pure.test_fused import (
     ALONE,
     Case,
     assert_close,

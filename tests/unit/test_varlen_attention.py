@@ -21,7 +21,7 @@ from megatron_policy.attention import varlen_attention as module
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequence_params
 from megatron_policy.packing.tokens import CausalRectangle, packed_layout
-from tests.unit.test_tiles import PIECES, pieces_of
+from tests.pure.test_tiles import PIECES, pieces_of
 from tests.varlen_oracle import varlen_oracle
 
 HEADS, GROUPS, HEAD_DIM, VALUES = 4, 2, 12, 5

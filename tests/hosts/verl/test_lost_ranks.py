@@ -41,6 +41,7 @@ def reduce_twice(rank: int, path: str, told: Connection, how: str) -> None:
         told.send(("nothing was raised", "", ""))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["killed", "hung"])
 def test_a_rank_that_waits_for_another_that_is_gone_says_so(how: str, tmp_path: Path) -> None:
     spawned = multiprocessing.get_context("spawn")

@@ -17,7 +17,7 @@ from megatron_policy.config.keys import KEYS
 from megatron_policy.config.rules import Nested
 from megatron_policy.config.section import Section
 from megatron_policy.errors import ConfigError
-from tests.unit.test_config import minimal
+from tests.pure.test_config import minimal
 
 INFINITE = float("inf")
 NO_NUMBERS = [

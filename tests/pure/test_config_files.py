@@ -13,7 +13,7 @@ from megatron_policy.config.composed import compose
 from megatron_policy.config.layout import check_layout, topology_of
 from megatron_policy.converters.architecture.traits import Moe, Scoring
 from megatron_policy.errors import ConfigError
-from tests.unit.test_layout import shape
+from tests.pure.test_layout import shape
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

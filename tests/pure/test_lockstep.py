@@ -25,7 +25,7 @@ from megatron_policy.training.batching import Batcher
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.replay import RouterReplay
 from megatron_policy.training.speed import Estimator
-from tests.unit.test_rows import model
+from tests.pure.test_rows import model
 
 CAPACITY = 60
 COST = sequence_cost(hidden_size=8)
@@ -126,7 +126,7 @@ def test_32_ranks_keep_pace_with_long_tailed_lengths(rows: int, median: int, sig
     check_pace(rows, median, sigma, seed=1)
 
 
-@pytest.mark.sweep
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(2, 42))
 @pytest.mark.parametrize(("rows", "median", "sigma"), LONG_TAILS)
 def test_32_ranks_keep_pace_with_further_long_tailed_lengths(

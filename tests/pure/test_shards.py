@@ -27,8 +27,8 @@ from megatron_policy.converters.rows.expert_rows import StackedGateUp, StackedRo
 from megatron_policy.converters.rows.regions import Indices, Region
 from megatron_policy.converters.rows.shards import is_split, spans, split_dimension, unpadded_shape
 from megatron_policy.errors import ConversionError
-from tests.unit.test_checkpoint_slices import EXPERTS, architecture, legal
-from tests.unit.test_rows import ROWS, model
+from tests.pure.test_checkpoint_slices import EXPERTS, architecture, legal
+from tests.pure.test_rows import ROWS, model
 
 MLP = ("ffn_hidden_size", "hidden_size")
 

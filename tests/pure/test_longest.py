@@ -27,8 +27,8 @@ from megatron_policy.training.longest import Longest
 from megatron_policy.training.replay import RouterReplay
 from megatron_policy.training.sharding import BatchDispatcher
 from tests.losses import TokenNLL
-from tests.unit.test_config import minimal
-from tests.unit.test_rows import model
+from tests.pure.test_config import minimal
+from tests.pure.test_rows import model
 
 PADDED = Batching("padded")
 

@@ -128,18 +128,19 @@ def without(family: str, row: Row | Ignore) -> Family:
     return replace(whole, table=tuple(other for other in whole.table if other != row))
 
 
-def rows_in_use() -> list[Any]:
-    """Each row once, with the first family whose table has it and a config to which it applies."""
-    first: dict[tuple[bool, Row], Any] = {}
+def rows_in_use() -> dict[tuple[str, bool], list[Row]]:
+    """Each row once, by the first family whose table has it and a config to which it applies."""
+    first: dict[tuple[bool, Row], str] = {}
     for tied in (False, True):
         for family in FAMILIES:
             table = small(family, tie_word_embeddings=tied)
             for row in FAMILIES[family].table:
-                if (tied, row) not in first and not isinstance(row, Ignore):
-                    name = f"{family}-{'tied' if tied else 'untied'}-{row.megatron}"
-                    if entries_of(row, table):
-                        first[tied, row] = pytest.param(family, tied, row, id=name)
-    return list(first.values())
+                if not isinstance(row, Ignore) and entries_of(row, table):
+                    first.setdefault((tied, row), family)
+    by_family: dict[tuple[str, bool], list[Row]] = {}
+    for (tied, row), family in first.items():
+        by_family.setdefault((family, tied), []).append(row)
+    return by_family
 
 
 def entries_of(row: Row, table: Table) -> list[Entry]:
@@ -147,38 +148,41 @@ def entries_of(row: Row, table: Table) -> list[Entry]:
     return [e for e in table.entries if (e.row.megatron, e.row.hf) == (row.megatron, row.hf)]
 
 
-@pytest.mark.parametrize(("family", "tied", "row"), rows_in_use())
-def test_removing_any_row_names_the_parameter_nobody_fills(
-    family: str, tied: bool, row: Row
-) -> None:
+ROWS = rows_in_use()
+of_each_family = pytest.mark.parametrize(("family", "tied"), ROWS)
+
+
+@of_each_family
+def test_removing_any_row_names_the_parameter_nobody_fills(family: str, tied: bool) -> None:
     fields = raw(family, tie_word_embeddings=tied)
     whole = bound(fields)
-    chunk = {"layers": range(3), "first": row.owns, "last": True}  # a copy is on a later stage only
-    built = {
-        entry.megatron: entry.row.local_shape(whole.architecture, 2)
-        for entry in whole.entries_of(**chunk)
-    }
-    poorer = bound(fields, without(family, row))
-    with pytest.raises(ConversionError) as caught:
-        poorer.check_megatron(built, 2, poorer.entries_of(**chunk))
-    entry = entries_of(row, whole)[0]
-    assert f"unexpected: {entry.megatron} [" in str(caught.value)
+    for row in ROWS[family, tied]:
+        # A copy is on a later stage only.
+        chunk = {"layers": range(3), "first": row.owns, "last": True}
+        built = {
+            entry.megatron: entry.row.local_shape(whole.architecture, 2)
+            for entry in whole.entries_of(**chunk)
+        }
+        poorer = bound(fields, without(family, row))
+        with pytest.raises(ConversionError) as caught:
+            poorer.check_megatron(built, 2, poorer.entries_of(**chunk))
+        entry = entries_of(row, whole)[0]
+        assert f"unexpected: {entry.megatron} [" in str(caught.value)
 
 
-@pytest.mark.parametrize(("family", "tied", "row"), rows_in_use())
-def test_removing_any_row_names_the_hf_tensors_nobody_uses(
-    family: str, tied: bool, row: Row
-) -> None:
+@of_each_family
+def test_removing_any_row_names_the_hf_tensors_nobody_uses(family: str, tied: bool) -> None:
     fields = raw(family, tie_word_embeddings=tied)
-    poorer, tensors = bound(fields, without(family, row)), bound(fields).hf_shapes()
-    if not row.owns:
-        check(poorer, tensors)  # its tensors are another row's
-        return
-    with pytest.raises(ConversionError) as caught:
-        check(poorer, tensors)
-    entry = entries_of(row, bound(fields))[0]
-    for name in entry.hf:
-        assert f"unexpected: {name} [" in str(caught.value)
+    whole = bound(fields)
+    for row in ROWS[family, tied]:
+        poorer, tensors = bound(fields, without(family, row)), whole.hf_shapes()
+        if not row.owns:
+            check(poorer, tensors)  # its tensors are another row's
+            continue
+        with pytest.raises(ConversionError) as caught:
+            check(poorer, tensors)
+        for name in entries_of(row, whole)[0].hf:
+            assert f"unexpected: {name} [" in str(caught.value), row.megatron
 
 
 @pytest.mark.parametrize("family", FAMILIES)

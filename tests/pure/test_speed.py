@@ -22,7 +22,7 @@ from megatron_policy.packing.microbatch import (
 from megatron_policy.packing.multiples import Multiples
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.speed import Estimator, Share, Workload, merged_speeds
-from tests.unit.test_rows import model
+from tests.pure.test_rows import model
 
 COST = sequence_cost(hidden_size=8)
 WIDTH = 12

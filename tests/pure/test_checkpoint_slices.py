@@ -17,7 +17,7 @@ from megatron_policy.converters.rows import Joined, Row, Whole, shard
 from megatron_policy.converters.rows.expert_rows import StackedGateUp, StackedRows, StackedWhole
 from megatron_policy.converters.rows.shards import unpadded_shape
 from megatron_policy.errors import ConversionError
-from tests.unit.test_rows import ROWS, SIZES, model
+from tests.pure.test_rows import ROWS, SIZES, model
 
 EXPERTS = [
     StackedGateUp("fc1", ("gate_up",), ("hidden_size",), expert=1),

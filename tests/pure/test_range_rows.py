@@ -15,7 +15,7 @@ from megatron_policy.converters.rows.blocks import Within, fill_parts, fill_shar
 from megatron_policy.converters.rows.shards import is_split, unpadded_shape
 from megatron_policy.engines.hugging_face.table import RangeRow
 from megatron_policy.weights.geometry import segments
-from tests.unit.test_checkpoint_slices import architecture
+from tests.pure.test_checkpoint_slices import architecture
 
 ARCH = architecture(2)
 QKV = Qkv("qkv", ("q", "k", "v"), ("hidden_size",))

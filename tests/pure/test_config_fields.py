@@ -15,7 +15,7 @@ from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.registry import FAMILIES, family_of
 from megatron_policy.converters.table import bind, draft
 from megatron_policy.errors import ConversionError
-from tests.unit.test_table import raw, small
+from tests.pure.test_table import raw, small
 
 UNKNOWN = (
     "unknown field; if it does not affect the model, {} leaves it out and the file as it is (in a "

@@ -17,7 +17,7 @@ from megatron_policy.converters.rows.blocks import fill_parts, fill_shard
 from megatron_policy.converters.rows.shards import spans
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConfigError
-from tests.unit.test_config import minimal
+from tests.pure.test_config import minimal
 
 SIZES = {"layers": 2, "heads": 8, "groups": 4, "hidden": 64, "ffn": 96}
 

@@ -1,0 +1,124 @@
+"""Every case of the suite in every environment: `make nightly`. Writes docs/nightly.md, which says
+when that last ran and what came of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "nightly.md"
+BEGIN, END = "<!-- made by `make nightly` -->", "<!-- end -->"
+ENVIRONMENTS = {"pinned": ".venv", "latest": ".venv-latest", "gpu-image": ".venv-gpu-image"}
+"""Their names in `make nightly NIGHTLY_ARGS=...`, and where `make` puts them."""
+PACKAGES = ("torch", "megatron-core", "transformers")
+COUNTS = ("passed", "failed", "skipped", "minutes", "seed")
+COLUMNS = ("environment", "Python", *PACKAGES, "commit", "day (UTC)", *COUNTS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one environment made of all cases."""
+
+    passed: int
+    failed: int
+    skipped: int
+
+    @classmethod
+    def read(cls, file: Path) -> Outcome:
+        """From the report that pytest writes with `--junitxml`."""
+        suites = list(ElementTree.parse(file).getroot().iter("testsuite"))
+
+        def total(*names: str) -> int:
+            return sum(int(suite.get(name, 0)) for suite in suites for name in names)
+
+        failed, skipped = total("failures", "errors"), total("skipped")
+        return cls(total("tests") - failed - skipped, failed, skipped)
+
+
+def run_environment(folder: str, seed: int, arguments: list[str]) -> Outcome:
+    """Run all cases with the Python of an environment; its output is this process's."""
+    report = ROOT / "build" / f"nightly-{folder.removeprefix('.')}.xml"
+    report.parent.mkdir(exist_ok=True)
+    report.unlink(missing_ok=True)
+    environment = os.environ | {"LAYOUT_SEED": str(seed)}
+    if not Path("/dev/nvidia0").exists() and folder != ENVIRONMENTS["pinned"]:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [python_of(folder), "-m", "pytest", "-m", "", f"--junitxml={report}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment)
+    if not report.exists():
+        raise SystemExit(f"{folder}: pytest ended with {done.returncode} and without a report")
+    return Outcome.read(report)
+
+
+def python_of(folder: str) -> str:
+    return str(ROOT / folder / "bin" / "python")
+
+
+def versions_of(folder: str) -> list[str]:
+    """Of Python and `PACKAGES` in an environment."""
+    code = (
+        "import json, platform; from importlib.metadata import version; "
+        f"print(json.dumps([platform.python_version(), *map(version, {PACKAGES})]))"
+    )
+    output = subprocess.run([python_of(folder), "-c", code], capture_output=True, check=True)
+    versions: list[str] = json.loads(output.stdout)
+    return versions
+
+
+def row_of(name: str, versions: list[str], outcome: Outcome, minutes: float, seed: int) -> str:
+    """A row of the page's table."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    counts = (outcome.passed, outcome.failed, outcome.skipped)
+    day = datetime.now(UTC).date().isoformat()
+    numbers = [f"{count:,}" for count in counts]
+    return line_of([name, *versions, commit, day, *numbers, f"{minutes:.0f}", seed])
+
+
+def with_row(page: str, name: str, row: str) -> str:
+    """The page with `row` in place of what it had of the environment `name`."""
+    before, rest = page.split(BEGIN)
+    table, after = rest.split(END)
+    rows = {line.split()[1]: line for line in table.splitlines() if line.startswith("| ")}
+    own = [(rows | {name: row})[key] for key in ENVIRONMENTS if key in {*rows, name}]
+    lines = [BEGIN, "", line_of(COLUMNS), line_of(["---"] * len(COLUMNS)), *own, "", END]
+    return before + "\n".join(lines) + after
+
+
+def line_of(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("environments", nargs="*", default=list(ENVIRONMENTS), metavar="NAME")
+    parser.add_argument("--seed", type=int, default=datetime.now(UTC).date().toordinal())
+    arguments, for_pytest = parser.parse_known_args()
+    if unknown := {*arguments.environments} - ENVIRONMENTS.keys():
+        parser.error(f"no environment {', '.join(unknown)}; there are {', '.join(ENVIRONMENTS)}")
+    failed = 0
+    for name in arguments.environments:
+        folder, begin = ENVIRONMENTS[name], time.monotonic()
+        outcome = run_environment(folder, arguments.seed, for_pytest)
+        minutes = (time.monotonic() - begin) / 60
+        row = row_of(name, versions_of(folder), outcome, minutes, arguments.seed)
+        PAGE.write_text(with_row(PAGE.read_text(), name, row))
+        print(row)
+        failed += outcome.failed
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
