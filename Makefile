@@ -44,7 +44,7 @@ help: ## show this list
 demo: $(VENV)/.installed ## train a small model by SFT and GRPO on 2 CPU workers and check its export
 	$(BIN)/python examples/quickstart/run.py $(DEMO_ARGS)
 
-check: lint ## lint, and the tests of what only computes: no process, no framework, about a minute
+check: lint ## lint, and the tests of what only computes: no process, no framework, a minute or two
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS) tests/pure tests/test_floors.py
 
 test: $(VENV)/.installed ## run the tests of every day; those that need GPUs skip where there are none
@@ -62,7 +62,7 @@ test-gpu: $(VENV)/.installed ## run the tests that need GPUs, as far as those vi
 	FOR_GPUS=1 $(BIN)/python -m pytest -m "gpu or multi_gpu" $(PYTEST_ARGS)
 
 nightly: $(VENV)/.installed $(LATEST)/.installed $(GPU_IMAGE)/.installed ## run every case in every environment and write docs/nightly.md (hours)
-	$(BIN)/python -m tests.nightly $(NIGHTLY_ARGS) $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m tests.nightly $(NIGHTLY_ARGS) --pytest $(PARALLEL)
 
 sweep-cpus: $(VENV)/.installed ## compare numbers under every instruction set that this machine has (an hour)
 	$(BIN)/python -m tests.sweep_cpus $(PARALLEL) $(SWEEP_ARGS)

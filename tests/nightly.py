@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "nightly.md"
 BEGIN, END = "<!-- made by `make nightly` -->", "<!-- end -->"
@@ -56,8 +58,8 @@ def run_environment(folder: str, seed: int, arguments: list[str]) -> Outcome:
         environment["TRITON_INTERPRET"] = "1"
     command = [python_of(folder), "-m", "pytest", "-m", "", f"--junitxml={report}", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment)
-    if not report.exists():
-        raise SystemExit(f"{folder}: pytest ended with {done.returncode} and without a report")
+    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise SystemExit(f"{folder}: pytest ended with {done.returncode}, before all cases had run")
     return Outcome.read(report)
 
 
@@ -76,15 +78,10 @@ def versions_of(folder: str) -> list[str]:
     return versions
 
 
-def row_of(name: str, versions: list[str], outcome: Outcome, minutes: float, seed: int) -> str:
-    """A row of the page's table."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    counts = (outcome.passed, outcome.failed, outcome.skipped)
-    day = datetime.now(UTC).date().isoformat()
-    numbers = [f"{count:,}" for count in counts]
-    return line_of([name, *versions, commit, day, *numbers, f"{minutes:.0f}", seed])
+def read_commit() -> str:
+    """The checkout's commit, and whether files differ from it."""
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def with_row(page: str, name: str, row: str) -> str:
@@ -101,19 +98,32 @@ def line_of(cells: Iterable[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def main() -> int:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("environments", nargs="*", default=list(ENVIRONMENTS), metavar="NAME")
+    parser.add_argument("environments", nargs="*", metavar="NAME", help=", ".join(ENVIRONMENTS))
     parser.add_argument("--seed", type=int, default=datetime.now(UTC).date().toordinal())
-    arguments, for_pytest = parser.parse_known_args()
-    if unknown := {*arguments.environments} - ENVIRONMENTS.keys():
+    parser.add_argument(
+        "--pytest",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="its arguments; the page takes all cases to have run",
+    )
+    parsed = parser.parse_args(arguments)
+    parsed.environments = parsed.environments or list(ENVIRONMENTS)
+    if unknown := {*parsed.environments} - ENVIRONMENTS.keys():
         parser.error(f"no environment {', '.join(unknown)}; there are {', '.join(ENVIRONMENTS)}")
-    failed = 0
+    return parsed
+
+
+def main() -> int:
+    arguments, commit, failed = parse(sys.argv[1:]), read_commit(), 0
     for name in arguments.environments:
         folder, begin = ENVIRONMENTS[name], time.monotonic()
-        outcome = run_environment(folder, arguments.seed, for_pytest)
-        minutes = (time.monotonic() - begin) / 60
-        row = row_of(name, versions_of(folder), outcome, minutes, arguments.seed)
+        outcome = run_environment(folder, arguments.seed, arguments.pytest)
+        minutes = f"{(time.monotonic() - begin) / 60:.0f}"
+        counts = [f"{n:,}" for n in (outcome.passed, outcome.failed, outcome.skipped)]
+        day = datetime.now(UTC).date().isoformat()
+        row = line_of([name, *versions_of(folder), commit, day, *counts, minutes, arguments.seed])
         PAGE.write_text(with_row(PAGE.read_text(), name, row))
         print(row)
         failed += outcome.failed

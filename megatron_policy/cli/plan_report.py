@@ -266,7 +266,7 @@ def megatron_keys(plan: StepPlan) -> dict[str, Any]:
 
 def policy_section(plan: StepPlan, base: Mapping[str, Any]) -> dict[str, Any]:
     """The section `policy` of `base` with the layout of the plan."""
-    return {**base, "megatron_cfg": {**megatron_keys(plan), **base.get("megatron_cfg", {})}}
+    return {**base, "megatron_cfg": {**base.get("megatron_cfg", {}), **megatron_keys(plan)}}
 
 
 def layout_options(plan: StepPlan) -> str:

@@ -33,7 +33,7 @@ LOSSES = {
 }
 """What each family is trained by: the oracle is dear, and one of a family's losses is like another.
 """
-CLIPPED = {"mixtral": UNCLIPPED}
+CLIP_OF = {"mixtral": UNCLIPPED}
 
 _PAIRWISE = (
     ("TP2+SP", "padded", "token", "qwen2"),
@@ -83,7 +83,7 @@ FOUND: tuple[Cell, ...] = ()
 
 
 def _cell(layout: str, batching: str, loss: str, family: str) -> Cell:
-    return Cell(layout, batching, loss, family, clip=CLIPPED.get(family, CLIP))
+    return Cell(layout, batching, loss, family, clip=CLIP_OF.get(family, CLIP))
 
 
 ARRAY = (*(_cell(*row) for row in _PAIRWISE), *FOUND)

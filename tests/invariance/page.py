@@ -197,6 +197,7 @@ def render(measured: Measured, further: Mapping[str, str]) -> str:
         tensor_further=len(FURTHER_TENSOR_PARALLEL_CELLS),
         fsdp_further=len(FURTHER_FSDP2_CELLS),
         array=len(ARRAY),
+        array_layouts=len({cell.layout for cell in ARRAY}),
         fsdp1_layouts=len(FSDP1_LAYOUTS),
         fsdp1_run=len(FSDP1_CELLS),
         fsdp1_further=len(FURTHER_FSDP1_CELLS),

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.nightly import BEGIN, COLUMNS, ENVIRONMENTS, PAGE, Outcome, line_of, with_row
+import pytest
+
+from tests.nightly import (
+    BEGIN,
+    COLUMNS,
+    ENVIRONMENTS,
+    PAGE,
+    Outcome,
+    line_of,
+    parse,
+    with_row,
+)
 
 REPORT = """<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3"/></testsuites>"""
 
@@ -30,3 +41,13 @@ def test_a_row_takes_the_place_of_the_environments_last_one() -> None:
     page = with_row(page, last, newer)
     assert newer in page and rows[0] not in page and rows[1] in page
     assert with_row(page, last, newer) == page
+
+
+def test_what_is_for_pytest_names_no_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    given = parse(["latest", "--seed", "7", "--pytest", "-n", "3", "--no-loadscope-reorder"])
+    assert (given.environments, given.seed) == (["latest"], 7)
+    assert given.pytest == ["-n", "3", "--no-loadscope-reorder"]
+    assert parse(["--pytest", "-n", "3"]).environments == list(ENVIRONMENTS)
+    with pytest.raises(SystemExit):
+        parse(["newest"])
+    assert "there are pinned, latest, gpu-image" in capsys.readouterr().err

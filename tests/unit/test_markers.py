@@ -47,3 +47,17 @@ def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
     assert {"dist", "unit", "ray", "gpu"} <= names
     skipped = pytestconfig.getini("norecursedirs")
     assert not [n for n in names for pattern in skipped if fnmatch(n, pattern)]
+
+
+def test_files_of_tests_that_only_compute_import_no_framework() -> None:
+    """Below a function, `tests/pure/conftest.py` notices."""
+    code = (
+        "import sys, importlib, pathlib, tests.conftest\n"
+        "from tests.pure.conftest import SLOW\n"
+        "for path in sorted(pathlib.Path('tests/pure').glob('test_*.py')):\n"
+        "    importlib.import_module(f'tests.pure.{path.stem}')\n"
+        "    found = [name for name in SLOW if name in sys.modules]\n"
+        "    assert not found, f'{path} imports {found}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
