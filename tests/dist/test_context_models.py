@@ -32,30 +32,14 @@ from megatron_policy.parallel.topology import Placement, Topology
 from megatron_policy.weights.load import held_entries, load_parameters
 from tests.dist.cases import policy_config
 from tests.exact import Exact, InDouble, assert_equal, load_hf
+from tests.families import SAMPLES
 
 VOCAB, WIDTH = 200, 21
 LENGTHS = (21, 1, 9, 16)
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "cohere": {},
-    "deepseek_v3": {"rope_scaling": YARN},
-    "exaone4": {"window": 7},
-    "gemma2": {},
-    "gemma3_text": {"head_dim": 32, "tied": True},
-    "glm4": {},
-    "glm4_moe": {},
-    "gpt_oss": {},
-    "hunyuan_v1_dense": {},
-    "ministral3": {"rope_scaling": YARN | {"llama_4_scaling_beta": 0.7}},
-    "mistral": {"window": 7},
-    "olmo2": {},
-    "qwen2_moe": {},
-}
+FAMILIES = {f: each.context for f, each in SAMPLES.items() if each.context is not None}
 RANKS = {"one rank": (1, 1), "CP2": (1, 2), "TP2xCP2+SP": (2, 2)}
 """Tensor- and context-parallel ranks."""
 RECOMPUTED = {"activation_checkpointing": True, "recompute_granularity": "full"}
-UNSPLIT = ("gpt_oss",)
-"""Whose experts have biases, which Megatron-Core cannot split."""
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,7 +162,7 @@ CASES = [
     for ranks in RANKS
     for kind in ("padded", "packed")
     if not (ranks == "one rank" and kind == "padded")
-    and not (ranks == "TP2xCP2+SP" and (family in UNSPLIT or kind == "padded"))
+    and not (ranks == "TP2xCP2+SP" and (SAMPLES[family].expert_biases or kind == "padded"))
 ]
 
 

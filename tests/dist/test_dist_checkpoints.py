@@ -16,10 +16,10 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_policy.convert import convert, verify
 from tests import oracle
-from tests.checkpoints import ALL_FAMILIES
 from tests.dist.cases import open_policy, policy_config, read_everything
 from tests.dist.layouts import SIZES, VOCAB
 from tests.exact import Exact, assert_equal
+from tests.families import SAMPLES
 
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2_PP2 = PP2 | {"tensor_model_parallel_size": 2}
@@ -100,7 +100,7 @@ def asked_for(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[s
     return tensors, objects
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", SAMPLES)
 def test_a_converted_checkpoint_has_every_key_that_the_model_asks_for(
     ranks, checkpoint: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:

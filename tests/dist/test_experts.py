@@ -36,7 +36,8 @@ from tests.dist.test_generate import (
 )
 from tests.dist.test_malformed_batches import outcome
 from tests.exact import Exact, assert_equal
-from tests.expert_families import EXPERTS, YARN, draw
+from tests.families import EXPERTS, draw_experts
+from tests.families.deepseek_v3 import SCALED
 from tests.invariance.cases import MODELS
 
 DRAWS = 6
@@ -47,18 +48,6 @@ EVERY_LAYOUT = {
     **EXPERT_LAYOUTS,
     UNEVEN: layout(4, pp=2, num_layers_in_first_pipeline_stage=1, expert_model_parallel_size=2),
 }
-TRAINED = {
-    "mixtral": ("one process", "PP2", "DP2", "TP2+SP"),
-    "qwen2_moe": ("PP2 uneven", "TP2+SP"),
-    "qwen3_moe": ("one process", "PP2", "DP2 distributed optimizer, both overlaps", "TP2+SP"),
-    "deepseek_v3": ("one process", UNEVEN, "DP2", "PP2xVPP2", "TP2xPP2xDP2+SP"),
-    "ernie4_5_moe": ("PP2", "EP2xTP2+SP"),
-    "glm4_moe": ("PP2", "TP2+SP"),
-    "glm4_moe_lite": ("PP2", "TP2+SP"),
-    "gpt_oss": ("one process", "PP2"),
-    "minimax_m2": ("PP2", "TP2+SP"),
-    "olmoe": ("PP2", "TP2+SP"),
-}
 SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
 
 
@@ -67,7 +56,7 @@ SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
 def test_random_models_compute_the_logits_of_transformers(
     ranks, tmp_path: Path, family: str
 ) -> None:
-    drawn = [draw(family, seed) for seed in range(DRAWS)]
+    drawn = [draw_experts(family, seed) for seed in range(DRAWS)]
     paths = [
         make_checkpoint(tmp_path / str(number), family, tokenizer=False, **sizes)
         for number, sizes in enumerate(drawn)
@@ -79,7 +68,7 @@ def test_random_models_compute_the_logits_of_transformers(
         assert_equal("logits", logits, Exact.of(path, lambda m: m(tokens).logits), sizes)
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=[f for f, each in EXPERTS.items() if each.trained])
 def learned(request, tmp_path_factory) -> tuple[str, Path, Any, Exact, oracle.Learned]:
     """A family, its checkpoint, data, HF's logits of it, and what HF learns from it."""
     family = request.param
@@ -94,7 +83,7 @@ def learned(request, tmp_path_factory) -> tuple[str, Path, Any, Exact, oracle.Le
 @pytest.mark.nightly
 def test_every_family_computes_and_learns_like_hf_under_its_layouts(ranks, learned) -> None:
     family, path, data, logits, hf = learned
-    for name in TRAINED[family]:
+    for name in EXPERTS[family].trained:
         case = EVERY_LAYOUT[name]
         config = policy_config(path, case.megatron, logprob_batch_size=GLOBAL_BATCH)
         for seen in ranks.run(case.world, train_two_steps, config, "token", data, VOCAB, True):
@@ -181,7 +170,7 @@ def widen_correction_biases(path: Path) -> None:
 def test_a_cache_of_keys_generates_what_transformers_does(
     ranks, tmp_path: Path, family: str
 ) -> None:
-    scaled = {"rope_scaling": YARN} if family == "deepseek_v3" else {}
+    scaled = {"rope_scaling": SCALED} if family == "deepseek_v3" else {}
     path = make_checkpoint(tmp_path, family, **SMALL | {"vocab": 251}, **scaled)
     config = policy_config(path, {}, **generation())
     (seen,) = ranks.run(1, continue_prompts, config, None, True)

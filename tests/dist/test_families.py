@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,95 +26,28 @@ from tests.dist.cases import (
 )
 from tests.dist.layouts import LAYOUTS
 from tests.exact import Exact, assert_equal
+from tests.families import DENSE
 from tests.losses import loss_mask, sequence_nll, token_nll
 
 VOCAB, LENGTH = 200, 23
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
+VARIANTS = {
+    name: {"family": family} | sizes
+    for family, samples in DENSE.items()
+    for name, sizes in samples.variants.items()
 }
-LINEAR = {"rope_type": "linear", "factor": 4.0}
-DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LONG = {"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6]}
-LONG |= {"long_factor": [1.5, 2.5, 4.5, 8.5]}
-ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}
-GROWING = YARN | {"original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.7}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama"},
-    "llama with llama 3 rope scaling": {"family": "llama", "rope_scaling": LLAMA3, "tied": True},
-    "llama with biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
-    "llama with one head per group": {"family": "llama", "groups": 4, "head_dim": 32},
-    "mimo": {"family": "mimo"},
-    "ministral3 with growing queries": {"family": "ministral3", "rope_scaling": GROWING},
-    "mistral with a window": {"family": "mistral", "window": 7},
-    "mistral without one": {"family": "mistral"},
-    "qwen2 with a window on later layers": {"family": "qwen2", "window": 6, "full_layers": 1},
-    "qwen3 with heads wider than hidden": {"family": "qwen3", "head_dim": 32},
-    "qwen3 with a window": {"family": "qwen3", "window": 5, "full_layers": 2},
-    "llama with biases in attention only": {"family": "llama", "attention_bias": True},
-    "llama with biases in the mlp only": {"family": "llama", "mlp_bias": True},
-    "qwen2 with dynamic scaling of longer texts": {
-        "family": "qwen2",
-        "rope_scaling": DYNAMIC,
-        "max_position": LENGTH,  # which padding exceeds under sequence parallelism
-    },
-    "qwen3 with yarn scaling": {"family": "qwen3", "rope_scaling": YARN},
-    "gemma2": {"family": "gemma2", "tied": True},
-    "gemma3": {"family": "gemma3_text", "head_dim": 32, "rope_scaling": LINEAR, "tied": True},
-    "phi3 with a window": {"family": "phi3", "window": 9},
-    "phi3 with longrope over part of a head": {
-        "family": "phi3",
-        "partial_rotary_factor": 0.5,
-        "rope_scaling": LONG,
-        "original_max_position_embeddings": LENGTH - 4,
-        "max_position": 64,
-    },
-    "apertus with biases": {"family": "apertus", "attention_bias": True},
-    "ernie4_5": {"family": "ernie4_5", "tied": True},
-    "ernie4_5 with biases": {"family": "ernie4_5", "use_bias": True},
-    "exaone4": {"family": "exaone4", "tied": True},
-    "exaone4 with a window": {"family": "exaone4", "window": 5},
-    "glm4": {"family": "glm4"},
-    "granite": {"family": "granite", "attention_bias": True, "tied": True},
-    "hunyuan with a wider base": {"family": "hunyuan_v1_dense", "rope_scaling": ALPHA},
-    "olmo2": {"family": "olmo2"},
-    "olmo3 with yarn scaling": {"family": "olmo3", "rope_scaling": YARN},
-    "seed_oss with biases": {"family": "seed_oss", "attention_out_bias": True, "mlp_bias": True},
-    "smollm3 with a window": {"family": "smollm3", "window": 5, "tied": True},
-    "starcoder2": {"family": "starcoder2", "window": 9, "tied": True},
-    "cohere": {"family": "cohere", "tied": True},
-    "cohere with norms of each head": {"family": "cohere", "use_qk_norm": True},
-}
-
-
-IN_A_PIPELINE = (
-    "llama with llama 3 rope scaling",
-    "ministral3 with growing queries",
-    "mistral with a window",
-    "qwen2 with dynamic scaling of longer texts",
-    "gemma2",
-    "gemma3",
-    "phi3 with longrope over part of a head",
-    "apertus with biases",
-    "ernie4_5",
-    "exaone4 with a window",
-    "glm4",
-    "granite",
-    "hunyuan with a wider base",
-    "olmo2",
-    "olmo3 with yarn scaling",
-    "smollm3 with a window",
-    "starcoder2",
-    "cohere",
-)
+IN_A_PIPELINE = [next(iter(samples.variants)) for samples in DENSE.values()]
 """What differs from stage to stage: ends of the model, kinds of layers."""
 DAILY = {*zip(IN_A_PIPELINE, itertools.cycle(("TP2+SP", "PP2xVPP2")))}
 RUNS = [(variant, "TP2+SP") for variant in VARIANTS]
 RUNS += [(variant, "PP2xVPP2") for variant in IN_A_PIPELINE]
+
+
+@cache
+def learn(path: Path) -> tuple[BatchedDataDict, Exact, oracle.Learned]:
+    """Data, the logits that transformers computes of them, and what it learns from them."""
+    data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
+    logits = Exact.of(path, lambda m: m(data["input_ids"]).logits)
+    return data, logits, oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +59,7 @@ def test_every_family_computes_and_learns_like_hf(
 ) -> None:
     sizes = dict(VARIANTS[variant])
     path = checkpoint(sizes.pop("family"), vocab=VOCAB, **sizes)
-    data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
-    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level)
-    logits = Exact.of(path, lambda m: m(data["input_ids"]).logits)
+    data, logits, hf = learn(path)
     config = policy_config(path, LAYOUTS[layout].megatron, logprob_batch_size=GLOBAL_BATCH)
     for read, steps in ranks.run(2, read_and_learn, config, data):
         assert_equal("logits", read, logits)
@@ -172,11 +104,11 @@ def test_recomputing_activations_changes_no_gradient(ranks, checkpoints, layout:
     ("variant", "kind"),
     [
         ("apertus with biases", "selective norms and mlp"),
-        ("gemma2", "full"),
-        ("hunyuan with a wider base", "selective core attention"),
-        ("olmo2", "selective norms and mlp"),
-        ("smollm3 with a window", "full by blocks"),
-        ("cohere", "selective norms and mlp"),
+        ("gemma2 with biases", "full"),
+        ("hunyuan_v1_dense with biases and a wider base", "selective core attention"),
+        ("olmo2 with biases", "selective norms and mlp"),
+        ("smollm3 with biases and a window", "full by blocks"),
+        ("cohere with biases", "selective norms and mlp"),
     ],
 )
 def test_other_kinds_of_layers_can_be_recomputed(

@@ -14,10 +14,10 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.engines.hugging_face.assemble import choose_experts
 from megatron_policy.engines.hugging_face.module import build_module
-from tests.checkpoints import ALL_FAMILIES
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy
 from tests.dist.fsdp_cases import BATCHINGS, data, share
 from tests.dist.layouts import SIZES
+from tests.families import SAMPLES
 
 TENSOR = {"tensor_parallel_size": 2}
 KEYS = {"TP2": TENSOR, "TP2+SP": TENSOR | {"sequence_parallel": True}}
@@ -46,7 +46,7 @@ def config_of(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
     ("family", "layout"),
     [
         pytest.param(family, layout, marks=[pytest.mark.daily] * ((family, layout) == DAILY))
-        for family in sorted(ALL_FAMILIES)
+        for family in SAMPLES
         for layout in KEYS
     ],
 )

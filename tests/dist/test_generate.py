@@ -20,6 +20,7 @@ from tests import oracle
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import LAYOUTS, VOCAB
 from tests.exact import Exact, assert_equal
+from tests.families import DENSE
 from tests.unit.test_filters import plain_kept
 
 NEW, PAD = 9, 0
@@ -129,25 +130,7 @@ def test_greedy_continuations_are_those_of_transformers(ranks, checkpoints, name
         assert done.lengths_B.tolist() == [length + NEW for length in PROMPT_LENGTHS]
 
 
-GROWING = {"rope_type": "default", "original_max_position_embeddings": 3}
-GROWING |= {"llama_4_scaling_beta": 0.7}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("one process", {"window": 6}),
-    "gemma3_text": ("TP2+SP", {"window": 5, "head_dim": 32}),
-    "apertus": ("TP2+SP", {}),
-    "ernie4_5": ("PP2", {"use_bias": True}),
-    "exaone4": ("TP2+SP", {"window": 4}),
-    "glm4": ("TP2+SP", {}),
-    "hunyuan_v1_dense": ("TP2+SP", {}),
-    "ministral3": ("TP2+SP", {"rope_scaling": GROWING}),
-    "olmo2": ("TP2+SP", {}),
-    "olmo3": ("one process", {"window": 5}),
-    "phi3": ("one process", {"partial_rotary_factor": 0.5, "window": 6}),
-    "granite": ("PP2", {}),
-    "smollm3": ("PP2", {"window": 4}),
-    "starcoder2": ("one process", {"tied": True}),
-    "cohere": ("TP2+SP", {"use_qk_norm": True}),
-}
+KINDS = {family: each.generating for family, each in DENSE.items() if each.generating}
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -14,7 +14,6 @@ import pytest
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.packing.bins import ALGORITHMS, BALANCED
 from tests import margins
-from tests.checkpoints import ALL_FAMILIES
 from tests.dist.layouts import (
     EXPERT_LAYOUTS,
     FAMILIES,
@@ -23,6 +22,7 @@ from tests.dist.layouts import (
     FSDP2_TENSOR_LAYOUTS,
 )
 from tests.exact import ROOM
+from tests.families import SAMPLES
 from tests.invariance import cases, page
 from tests.invariance.array import ARRAY, legal_cells, pairs_of
 from tests.invariance.cases import (
@@ -75,7 +75,7 @@ def test_cell_equals_hf_computing_each_sequence_alone(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", sorted(ALL_FAMILIES))
+@pytest.mark.parametrize("family", SAMPLES)
 def test_a_cell_that_nobody_chose_equals_hf_computing_each_sequence_alone(
     ranks, checkpoint, family: str
 ) -> None:

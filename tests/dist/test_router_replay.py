@@ -23,7 +23,7 @@ from tests.checkpoints import make_checkpoint
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import Layout, layout
 from tests.exact import Exact, assert_equal, load_hf
-from tests.expert_families import EXPERTS
+from tests.families import EXPERTS
 from tests.losses import TokenNLL, token_nll
 from tests.router_oracle import forced, recording
 
@@ -113,9 +113,7 @@ class Model:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Model:
-    path = make_checkpoint(
-        tmp_path_factory.mktemp("m"), "qwen3_moe", **SMALL, **EXPERTS["qwen3_moe"]
-    )
+    path = make_checkpoint(tmp_path_factory.mktemp("m"), "qwen3_moe", **SMALL)
     data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
     data["row"] = torch.arange(data.size)
     data["routed_experts"] = drawn(data.size, 3, 4, 2)
@@ -288,11 +286,13 @@ def test_experts_are_those_of_transformers_in_families_with_other_routers_and_at
     ranks, tmp_path: Path, family: str
 ) -> None:
     """In deepseek_v3 only a dense layer is on the first stage, which thus has no router."""
-    path, case = make_checkpoint(tmp_path, family, **SMALL, **EXPERTS[family]), OTHERS[family]
+    path, case = make_checkpoint(tmp_path, family, **SMALL), OTHERS[family]
     data = oracle.make_batch(4, LENGTH, VOCAB)
     expected = hf_experts(path, data)
     layers, chosen = expected.shape[2:]
-    data["routed_experts"] = drawn(4, layers, EXPERTS[family].get("n_routed_experts", 4), chosen)
+    data["routed_experts"] = drawn(
+        4, layers, EXPERTS[family].tiny.get("n_routed_experts", 4), chosen
+    )
     top = {"router_replay": {"enabled": True}, "logprob_batch_size": MICRO} | case.top
     config = policy_config(path, case.layout.megatron, **top)
     real_BS = inside(data)

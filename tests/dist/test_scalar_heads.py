@@ -17,10 +17,10 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.registry import FAMILIES as FAMILIES_OF_THE_PACKAGE
 from megatron_policy.errors import ConfigError, ConversionError
 from tests import oracle, scalar_oracle
-from tests.checkpoints import ALL_FAMILIES
 from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, LAYOUTS, LENGTH, SIZES, VOCAB
 from tests.exact import Exact, InDouble, assert_equal
+from tests.families import SAMPLES
 
 BATCHINGS: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -105,24 +105,6 @@ def test_values_and_scores_are_those_of_transformers(
         assert_equal("scores", seen["scores"], scores)
 
 
-WITHOUT_CLASSES = {
-    "cohere": KINDS,
-    "ernie4_5": KINDS,
-    "ernie4_5_moe": KINDS,
-    "glm4_moe": KINDS,
-    "glm4_moe_lite": KINDS,
-    "granite": KINDS,
-    "minimax_m2": KINDS,
-    "olmoe": KINDS,
-    "apertus": ("bradley_terry",),
-    "gemma3_text": ("regression",),
-    "hunyuan_v1_dense": ("regression",),
-    "olmo2": ("regression",),
-    "olmo3": ("regression",),
-}
-"""What transformers does not have of each family, as docs/values.md says."""
-
-
 def test_families_have_the_classes_that_transformers_has() -> None:
     for name, family in FAMILIES_OF_THE_PACKAGE.items():
         kind = family.hf_model_type or name
@@ -135,16 +117,16 @@ def test_families_have_the_classes_that_transformers_has() -> None:
             family.scalar_classes,
             strict=True,
         ):
-            lacking = head in WITHOUT_CLASSES.get(name, ())
+            lacking = head in SAMPLES[name].without_heads
             assert known.get(kind) == (None if lacking else own), (name, head)
 
 
 @pytest.mark.parametrize(
     ("family", "kind"),
     (
-        (family, next(kind for kind in turned if kind not in WITHOUT_CLASSES.get(family, ())))
+        (family, next(kind for kind in turned if kind not in SAMPLES[family].without_heads))
         for family, turned in zip(
-            [name for name in ALL_FAMILIES if WITHOUT_CLASSES.get(name) != KINDS],
+            [name for name, each in SAMPLES.items() if each.without_heads != KINDS],
             itertools.cycle((KINDS, KINDS[::-1])),
             strict=False,
         )

@@ -18,12 +18,12 @@ from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerSt
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
-from tests.checkpoints import ALL_FAMILIES
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
 from tests.dist.layouts import LAYOUTS, LENGTH, layout
 from tests.dist.resuming import paths, replaced, resumed
 from tests.dist.test_export import tensors_of
 from tests.exact import assert_equal
+from tests.families import SAMPLES
 from tests.pure.test_table import switches
 
 VOCAB = 131
@@ -80,7 +80,7 @@ def decays(model: PreTrainedModel, name: str) -> bool:
     return oracle.decays(modules[".".join(path)], last)
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", SAMPLES)
 def test_a_step_without_gradient_shrinks_just_the_matrices_of_every_family(
     ranks, checkpoint, tmp_path: Path, family: str
 ) -> None:

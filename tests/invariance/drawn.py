@@ -22,7 +22,7 @@ from tests.dist.layouts import (
     FSDP2_TENSOR_LAYOUTS,
     SIZES,
 )
-from tests.expert_families import EXPERTS
+from tests.families import EXPERTS
 from tests.invariance.cases import BATCHINGS, CLOSEST, LAYOUTS, LOSSES, UNCLIPPED, Cell, config_of
 from tests.invariance.oracle import truth
 from tests.oracle import CLIP

@@ -16,76 +16,17 @@ from megatron_policy.converters.rows.blocks import blocks_of
 from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConversionError
 from megatron_policy.parallel.topology import LayerSplit
-from tests.expert_families import EXPERTS
-
-GEMMA = {
-    "attention_bias": True,
-    "hidden_activation": "gelu",
-    "query_pre_attn_scalar": 4,
-}
-FULL: dict[str, dict[str, Any]] = {
-    "apertus": {"hidden_act": "xielu", "attention_bias": True},
-    "cohere": {
-        "attention_bias": True,
-        "layer_norm_eps": 1e-5,
-        "rms_norm_eps": None,
-        "use_qk_norm": True,
-    },
-    "ernie4_5": {"use_bias": True},
-    "exaone4": {},
-    "gemma2": GEMMA,
-    "gemma3_text": GEMMA | {"rope_local_base_freq": 1e3},
-    "glm4": {"attention_bias": True},
-    "granite": {
-        "attention_bias": True,
-        "mlp_bias": True,
-        "attention_multiplier": 0.5,
-        "embedding_multiplier": 2.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.5,
-    },
-    "hunyuan_v1_dense": {"attention_bias": True},
-    "olmo2": {"attention_bias": True},
-    "olmo3": {"attention_bias": True},
-    "phi3": {},
-    "seed_oss": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
-    "smollm3": {
-        "attention_bias": True,
-        "mlp_bias": True,
-        "no_rope_layers": [1] * 3,
-    },
-    "starcoder2": {"norm_epsilon": 1e-5, "rms_norm_eps": None, "use_bias": True},
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "mimo": {"attention_bias": True, "num_nextn_predict_layers": 1},
-    "ministral3": {},
-    "mistral": {"sliding_window": 16},
-    "qwen2": {},
-    "qwen3": {"attention_bias": True},
-    **EXPERTS,
-    **{
-        family: EXPERTS[family] | {"num_nextn_predict_layers": 1}
-        for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
-    },
-    **{family: EXPERTS[family] | {"attention_bias": True} for family in ("olmoe", "qwen3_moe")},
-}
-"""Settings under which every row of a family's table applies, but for the one choice of tying."""
-
-BY_LAYER = ("exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen2", "qwen2_moe", "qwen3")
-BY_LAYER += ("smollm3", "mimo")
-
-
-def full(family: str) -> dict[str, Any]:
-    assert family in FULL, f"give {family} an entry in FULL: settings under which all rows apply"
-    return FULL[family]
+from tests.families import SAMPLES
 
 
 def switches(family: str) -> dict[str, bool]:
     """The fields that are true or false of those under which every row of the family applies."""
-    return {name: value for name, value in full(family).items() if isinstance(value, bool)}
+    return {n: value for n, value in SAMPLES[family].full.items() if isinstance(value, bool)}
 
 
 def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
-    """The fields of a small config."""
+    """The fields of a small config, under which every row of the family applies."""
+    samples = SAMPLES[family]
     return {
         "model_type": family,
         "architectures": list(FAMILIES[family].hf_architectures),
@@ -97,12 +38,14 @@ def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
         "intermediate_size": 24,
         "vocab_size": 200,
         "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
+        samples.epsilon: 1e-6,
         "hidden_act": "silu",
         "rope_theta": 1e4,
         "tie_word_embeddings": False,
-        **({"layer_types": ["full_attention"] * layers} if family in BY_LAYER else {}),
-        **full(family),
+        **({"layer_types": ["full_attention"] * layers} if samples.layer_types else {}),
+        **samples.tiny,
+        **samples.own,
+        **samples.full,
         **changes,
     }
 

@@ -19,8 +19,7 @@ from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import CheckpointError
 from megatron_policy.formats.digests import UNSEALED, sealed
-from tests.unit.published import COMMON, PUBLISHED
-from tests.unit.published_experts import PUBLISHED_EXPERTS
+from tests.families import PUBLISHED
 
 MANIFEST = CheckpointManifest(
     id="00ff",
@@ -151,7 +150,7 @@ def test_another_model_is_refused_by_family_and_by_config(tmp_path: Path) -> Non
 def test_the_digest_of_a_model_is_that_of_its_numbers(tmp_path: Path) -> None:
     digests = set()
     for _, config in PUBLISHED.values():
-        (tmp_path / "config.json").write_text(json.dumps(COMMON | config))
+        (tmp_path / "config.json").write_text(json.dumps(config))
         found = bind(read_config(tmp_path)).architecture
         digests.add(digest_of(found))
         wider = dataclasses.replace(found, hidden_size=2 * found.hidden_size)
@@ -198,6 +197,6 @@ def test_checkpoints_of_before_are_of_the_same_model(model: str) -> None:
     """The digest has the names of an architecture's fields: a field that is renamed would make
     every checkpoint of its models one of another model.
     """
-    _, config = (PUBLISHED | PUBLISHED_EXPERTS)[model]
+    _, config = PUBLISHED[model]
     found = bind({"hidden_act": "silu"} | config).architecture
     assert digest_of(found) == SAVED_DIGESTS[model]

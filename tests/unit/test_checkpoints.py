@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
-from tests.checkpoints import FAMILIES, MAKERS_OWN, hf_config, make_checkpoint
+from tests.checkpoints import hf_config, make_checkpoint
+from tests.families import DENSE
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -24,7 +25,7 @@ LLAMA3 = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_transformers_loads_every_family_without_a_missing_or_unknown_weight(
     checkpoint, family: str, tied: bool
 ) -> None:
@@ -32,18 +33,18 @@ def test_transformers_loads_every_family_without_a_missing_or_unknown_weight(
     model, report = AutoModelForCausalLM.from_pretrained(
         path, config=hf_config(path), output_loading_info=True
     )
-    assert model.config.model_type == MAKERS_OWN.get(family, (family,))[0]
+    assert model.config.model_type == (DENSE[family].hf_model_type or family)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert model.get_input_embeddings().padding_idx is None
     assert ("lm_head.weight" in load_file(path / "model.safetensors")) is not tied
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_no_tensor_is_constant_and_the_family_has_a_row_for_each(checkpoint, family: str) -> None:
     path = checkpoint(family, layers=2)
     tensors = load_file(path / "model.safetensors")
     constant = [name for name, t in tensors.items() if t.numel() > 1 and not t.std() > 0.01]
-    assert constant == [], "draw these in _random_model of tests/checkpoints.py"
+    assert constant == [], "give their names a range in the family's file of tests/families"
     assert all(row.std() > 0.01 for row in tensors["model.embed_tokens.weight"])
     assert tensors.keys() == bind(read_config(path)).hf_shapes().keys()
 
@@ -77,7 +78,7 @@ def test_shards_dtype_scaling_and_windows_are_written_as_asked(tmp_path: Path) -
     assert (config.sliding_window, config.head_dim) == (8, 32)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_the_tokenizer_loads_and_gives_text_back(checkpoint, family: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint(family, layers=2))
     text = "Licensed under the Apache License, Version 2.0"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from megatron_policy.cli import app
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
-from tests.checkpoints import FAMILIES
+from tests.families import DENSE
 
 Change = Callable[[dict[str, torch.Tensor]], None]
 UP = "model.layers.2.mlp.up_proj.weight"
@@ -40,7 +40,7 @@ def edited(source: Path, path: Path, change: Change | None = None, **fields: Any
     return path
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_every_weight_and_field_of_a_family_is_shown(checkpoint, family: str) -> None:
     path = checkpoint(family)
     table = bind(read_config(path))

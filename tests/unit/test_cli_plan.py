@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from megatron_policy.cli import app
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
-from tests.checkpoints import ALL_FAMILIES
+from tests.families import SAMPLES
 
 Checkpoint = Callable[..., Path]
 
@@ -33,7 +33,7 @@ def cells(said: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", SAMPLES)
 def test_every_tensor_of_a_family_is_planned_once_with_its_shape(
     checkpoint: Checkpoint, family: str
 ) -> None:

@@ -18,7 +18,8 @@ from megatron_policy.convert import convert, plan_conversion, verify
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.hf_names import MANIFEST
 from megatron_policy.errors import ConfigError, ConversionError
-from tests.checkpoints import ALL_FAMILIES, make_checkpoint
+from tests.checkpoints import make_checkpoint
+from tests.families import SAMPLES
 
 MIB = 2**20
 SMALL = {"layers": 3, "vocab": 250}
@@ -47,7 +48,7 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 @pytest.mark.dear
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", SAMPLES)
 def test_every_family_comes_back_bit_by_bit(
     checkpoint: Checkpoint, tmp_path: Path, family: str, tied: bool
 ) -> None:

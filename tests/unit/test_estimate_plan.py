@@ -29,8 +29,7 @@ from megatron_policy.estimate.plan import Found, StepPlan, plan_of, search
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import ModelRows
 from megatron_policy.refit.planning import RefitModel, plan_refit
-from tests.unit.published import COMMON, PUBLISHED
-from tests.unit.published_experts import PUBLISHED_EXPERTS
+from tests.families import PUBLISHED
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 2**30
@@ -54,9 +53,9 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-3.1-8B": (PUBLISHED["Llama-3.1-8B"][-1], 8),
     "Llama 70B": (LLAMA_70B, 64),
     "Qwen2.5-7B": (QWEN_7B, 8),
-    "Qwen3-30B-A3B": (PUBLISHED_EXPERTS["Qwen3-30B-A3B"][-1], 16),
-    "Qwen3-235B-A22B": (PUBLISHED_EXPERTS["Qwen3-235B-A22B"][-1], 128),
-    "DeepSeek-V3": (PUBLISHED_EXPERTS["DeepSeek-V3 in bf16"][-1], 256),
+    "Qwen3-30B-A3B": (PUBLISHED["Qwen3-30B-A3B"][-1], 16),
+    "Qwen3-235B-A22B": (PUBLISHED["Qwen3-235B-A22B"][-1], 128),
+    "DeepSeek-V3": (PUBLISHED["DeepSeek-V3 in bf16"][-1], 256),
 }
 STACKED = "gpt-oss-20b in bf16"
 """A model with all experts of a layer in one HF tensor."""
@@ -78,7 +77,7 @@ BASE = {
 @cache
 def table_of(name: str) -> Table:
     with TemporaryDirectory() as path:
-        config = PUBLISHED_EXPERTS[name][-1] if name == STACKED else MODELS[name][0]
+        config = PUBLISHED[name][-1] if name == STACKED else MODELS[name][0]
         return bind(read_config(model(Path(path), config)))
 
 
@@ -245,7 +244,7 @@ def test_schedules_hold_what_their_warm_up_runs() -> None:
 
 
 def model(tmp_path: Path, fields: dict[str, Any]) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(COMMON | fields))
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     return tmp_path
 
 

@@ -16,19 +16,26 @@ from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConversionError
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Job
-from tests.checkpoints import MAKERS_OWN, make_checkpoint
+from tests.checkpoints import make_checkpoint
 from tests.exact import load_hf
-from tests.expert_families import draw
+from tests.families import PUBLISHED, SAMPLES, draw_experts
 from tests.mtp_checkpoints import add_mtp_layers
-from tests.unit.published import COMMON, PUBLISHED
-from tests.unit.published_experts import PUBLISHED_EXPERTS
+
+
+def put_code(path: Path) -> Path:
+    """A file that exists once anything of the code beside the checkpoint has run."""
+    ran = path.parent / "ran"
+    named = json.loads((path / "config.json").read_text())["auto_map"].values()
+    for module in {name.partition(".")[0] for name in named}:
+        (path / f"{module}.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    return ran
 
 
 def test_kimi_k2_is_read_as_a_deepseek_v3_and_no_code_beside_it_runs(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "k2", "kimi_k2", tokenizer=False, **draw("kimi_k2", 1))
-    ran = tmp_path / "ran"
-    for module in ("configuration_deepseek", "modeling_deepseek"):
-        (path / f"{module}.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    path = make_checkpoint(
+        tmp_path / "k2", "kimi_k2", tokenizer=False, **draw_experts("kimi_k2", 1)
+    )
+    ran = put_code(path)
     found = read_config(path)
     written = json.loads((path / "config.json").read_text())
     assert found["model_type"] == written["model_type"] == "kimi_k2"
@@ -50,11 +57,9 @@ def test_mimo_is_read_as_a_qwen2_and_further_layers_change_nothing(tmp_path: Pat
     with torch.no_grad():
         logits = load_hf(path)(job.draw()).logits
     add_mtp_layers(path)
-    ran = tmp_path / "ran"
-    for module in ("configuration_mimo", "modeling_mimo"):
-        (path / f"{module}.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    ran = put_code(path)
     ours = bind(read_config(path))
-    of_its_own = (*MAKERS_OWN["mimo"][1], "num_nextn_predict_layers")
+    of_its_own = (*SAMPLES["mimo"].own, "architectures", "num_nextn_predict_layers")
     fields = {n: v for n, v in read_config(path).items() if n not in of_its_own}
     twin = bind(fields | {"model_type": "qwen2"})
     added = {"further_layers": 1, "mtp_before_norm": True}
@@ -76,15 +81,15 @@ def test_mimo_is_read_as_a_qwen2_and_further_layers_change_nothing(tmp_path: Pat
 def test_a_mimo_that_its_makers_have_not_published_is_refused(
     tmp_path: Path, fields: dict[str, Any], said: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(COMMON | PUBLISHED["MiMo-7B-RL"][1] | fields))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["MiMo-7B-RL"][1] | fields))
     with pytest.raises(ConversionError, match=said):
         bind(read_config(tmp_path))
 
 
 def test_fields_that_a_kimi_k2_leaves_out_have_the_defaults_of_its_class(tmp_path: Path) -> None:
-    _, config = PUBLISHED_EXPERTS["Kimi-K2-Instruct in bf16"]
+    _, config = PUBLISHED["Kimi-K2-Instruct in bf16"]
     left_out = ("n_group", "topk_group", "num_experts_per_tok", "q_lora_rank", "rms_norm_eps")
-    fields = {name: value for name, value in (COMMON | config).items() if name not in left_out}
+    fields = {name: value for name, value in config.items() if name not in left_out}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     arch = bind(read_config(tmp_path)).architecture
     defaults = AutoConfig.for_model("deepseek_v3")

@@ -20,10 +20,11 @@ from megatron_policy.converters.rows import fill_parts, fill_shard
 from megatron_policy.converters.table import Table, bind, bind_to
 from megatron_policy.errors import ConversionError
 from tests.checkpoints import make_checkpoint
+from tests.families import SAMPLES
 from tests.mtp_checkpoints import COPIES, OWN, add_mtp_layers, layer_name
 
 SMALL = {"hidden": 16, "heads": 4, "layers": 2, "ffn": 24, "vocab": 150, "tokenizer": False}
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo")
+FAMILIES = [f for f, each in SAMPLES.items() if "num_nextn_predict_layers" in each.full]
 
 
 def made(path: Path, family: str, layers: int = 1, copies: bool = True) -> Path:

@@ -29,11 +29,10 @@ from megatron_policy.estimate.timeline import _simulated, expected_timeline, rea
 from megatron_policy.pictures.canvas import MARGIN, WIDTH
 from megatron_policy.pictures.layout import LayoutView, draw_layout
 from megatron_policy.pictures.timeline import draw_plan
-from tests.unit.published import COMMON, PUBLISHED
-from tests.unit.published_experts import PUBLISHED_EXPERTS
+from tests.families import PUBLISHED
 
 LLAMA = PUBLISHED["Llama-3.1-8B"][-1]
-FIELDS = {"dense": LLAMA | {"num_hidden_layers": 64}, "moe": PUBLISHED_EXPERTS["Qwen3-30B-A3B"][-1]}
+FIELDS = {"dense": LLAMA | {"num_hidden_layers": 64}, "moe": PUBLISHED["Qwen3-30B-A3B"][-1]}
 _SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "1 rank": ("dense", 1, {}),
@@ -59,7 +58,7 @@ def model_in(name: str) -> Path:
     from tempfile import mkdtemp
 
     path = Path(mkdtemp())
-    (path / "config.json").write_text(json.dumps(COMMON | FIELDS[name]))
+    (path / "config.json").write_text(json.dumps(FIELDS[name]))
     return path
 
 

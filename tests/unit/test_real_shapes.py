@@ -19,8 +19,7 @@ from megatron_policy.config.layout import check_layout, layer_split, topology_of
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError
-from tests.unit.published import COMMON
-from tests.unit.published_experts import PUBLISHED_EXPERTS
+from tests.families import PUBLISHED
 
 BUCKET = 512 * 2**20
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -68,13 +67,20 @@ their layouts. DeepSeek-V3, Kimi-K2 and gpt-oss are quantised as published.
 """
 
 
+def write_config(path: Path, name: str, **changes: Any) -> Path:
+    """The file of a published config; None among the changes leaves a field out."""
+    fields = PUBLISHED[name][1] | changes
+    left_out = {key for key, value in changes.items() if value is None}
+    written = {key: value for key, value in fields.items() if key not in left_out}
+    (path / "config.json").write_text(json.dumps(written))
+    return path / "config.json"
+
+
 @pytest.fixture(scope="module", params=CELLS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[str, Cell, Path]:
     """The name of a model, its cell, and the directory of its config."""
-    cell, (_, fields) = CELLS[request.param], PUBLISHED_EXPERTS[request.param]
-    path = tmp_path_factory.mktemp("model")
-    fields = COMMON | fields | ({"quantization_config": cell.quantised} if cell.quantised else {})
-    (path / "config.json").write_text(json.dumps(fields))
+    cell, path = CELLS[request.param], tmp_path_factory.mktemp("model")
+    write_config(path, request.param, quantization_config=cell.quantised or None)
     return request.param, cell, path
 
 
@@ -120,14 +126,14 @@ def test_every_field_and_tensor_of_a_config_alone_is_understood(
     said = command("inspect", path / "config.json")
     assert said.splitlines()[1].startswith("only config.json was read")
     assert "0 without their tensors; 0 tensors ignored, 0 unmatched" in said.splitlines()[-1]
-    fields = PUBLISHED_EXPERTS[name][1]
+    fields = PUBLISHED[name][1]
     assert all(re.search(rf"^  (translated|ignored) +{each}\b", said, re.M) for each in fields)
 
 
 @pytest.mark.dear
 def test_a_refit_at_a_clusters_layout_is_planned_by_bytes(model: tuple[str, Cell, Path]) -> None:
     name, cell, path = model
-    parameters, fields = PUBLISHED_EXPERTS[name]
+    parameters, fields = PUBLISHED[name]
     options = {"pp": cell.pp, "dp": cell.dp, "cp": cell.cp, "tp": cell.tp, "ep": cell.ep, "etp": 1}
     options |= {"first-layers": cell.first, "last-layers": cell.last}
     asked = [word for key, n in options.items() if n for word in (f"--{key}", n)]
@@ -166,7 +172,7 @@ def test_a_configuration_at_a_clusters_layout_is_inspected(
     said = command("inspect-config", tmp_path / "policy.yaml", "--world-size", cell.ranks)
     axes = f"pp={cell.pp} x dp={cell.dp} x cp={cell.cp} x tp={cell.tp}"
     assert f"{cell.ranks} = {axes}" in said
-    layers, first = cell.layers(PUBLISHED_EXPERTS[name][1]["num_hidden_layers"]), 0
+    layers, first = cell.layers(PUBLISHED[name][1]["num_hidden_layers"]), 0
     for stage, count in enumerate(layers):
         per_stage = cell.ranks // cell.pp
         ranks = f"{stage * per_stage}-{(stage + 1) * per_stage - 1}"
@@ -193,8 +199,7 @@ the layers of the first and of the last. Experts are never tensor parallel in th
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_layouts_of_recipes_fit_their_models(tmp_path: Path, name: str) -> None:
-    _, fields = PUBLISHED_EXPERTS[name]
-    (tmp_path / "config.json").write_text(json.dumps(COMMON | fields))
+    write_config(tmp_path, name)
     architecture = bind(read_config(tmp_path)).architecture
     assert architecture.moe is not None
     for layout in RECIPES[name].split():
@@ -213,37 +218,21 @@ def test_the_layouts_of_recipes_fit_their_models(tmp_path: Path, name: str) -> N
             check_layout(other, architecture, topology_of(other, 7 * ranks))
 
 
-def test_a_checkpoint_without_weights_names_the_way_to_its_config(tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    path.mkdir()
-    (path / "config.json").write_text(
-        json.dumps(COMMON | PUBLISHED_EXPERTS["Mixtral-8x7B-v0.1"][1])
-    )
-    result = CliRunner().invoke(app, ["inspect", str(path)])
+def test_a_directory_without_weights_is_its_config_for_a_plan_and_names_it_to_inspect(
+    tmp_path: Path,
+) -> None:
+    config = write_config(tmp_path, "Mixtral-8x7B-v0.1")
+    assert command("plan", "--refit", tmp_path) == command("plan", "--refit", config)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert result.exit_code == 1
-    assert f"has a config and no weights; give {path / 'config.json'}" in result.stderr
-
-
-def test_a_plan_takes_a_directory_without_weights_as_its_config(tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    path.mkdir()
-    (path / "config.json").write_text(
-        json.dumps(COMMON | PUBLISHED_EXPERTS["Mixtral-8x7B-v0.1"][1])
-    )
-    of_directory, of_config = (
-        CliRunner().invoke(app, ["plan", "--refit", str(source)])
-        for source in (path, path / "config.json")
-    )
-    assert of_directory.exit_code == of_config.exit_code == 0
-    assert of_directory.stdout == of_config.stdout
+    assert f"has a config and no weights; give {config}" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [["convert", "{}", "out", "--to", "mcore"], ["verify", "{}"]])
 def test_a_config_alone_is_no_checkpoint_to_convert_or_verify(
     tmp_path: Path, arguments: list[str]
 ) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(COMMON | PUBLISHED_EXPERTS["Mixtral-8x7B-v0.1"][1]))
+    config = write_config(tmp_path, "Mixtral-8x7B-v0.1")
     result = CliRunner().invoke(app, [each.format(config) for each in arguments])
     assert result.exit_code == 2 and "config.json is a file" in result.stderr
 
@@ -254,15 +243,11 @@ def test_a_config_alone_is_no_checkpoint_to_convert_or_verify(
 def test_tensors_of_a_config_have_the_dtype_that_it_names(
     tmp_path: Path, dtype: str | None, said: str | None
 ) -> None:
-    fields = COMMON | PUBLISHED_EXPERTS["OLMoE-1B-7B-0924"][1]
-    fields = {key: value for key, value in fields.items() if key not in ("dtype", "torch_dtype")}
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(fields | ({"dtype": dtype} if dtype else {})))
+    config = write_config(tmp_path, "OLMoE-1B-7B-0924", torch_dtype=None, dtype=dtype)
     result = CliRunner().invoke(app, ["inspect", str(config), "--json"])
     if said is None:
         assert result.exit_code == 2 and "int4" in result.stderr
         return
     found = json.loads(result.stdout)
     assert found["config_only"] is True and found["problems"] == []
-    dtypes = {each for weight in found["weights"] for each in weight["found"]}
-    assert dtypes == {said}
+    assert {each for weight in found["weights"] for each in weight["found"]} == {said}

@@ -27,7 +27,7 @@ from megatron_policy.refit.export import Sources, stream_alone
 from megatron_policy.refit.plan import RefitPlan, RefitTensor, packed
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.rounds import rounds_of, stream_together
-from tests.checkpoints import ALL_FAMILIES
+from tests.families import SAMPLES
 
 # What a stream has beside tensors: alignment. (Vocabularies and groups that ranks share unevenly,
 # as others here do, take more: the streams are as long as the longest.)
@@ -155,7 +155,7 @@ def sizes_of(table: Table) -> list[int]:
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", SAMPLES)
 def test_shards_become_the_tensors_again_however_their_streams_are_cut(
     checkpoint: Any, family: str
 ) -> None:
@@ -217,7 +217,7 @@ def test_an_exchange_of_experts_goes_by_bytes_and_not_by_experts(checkpoint: Any
     assert [(each.rounds, each.collectives) for each in stacked.exchanges[1:]] == [(1, 1)]
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", SAMPLES)
 def test_one_rank_alone_streams_every_tensor_bit_equal(checkpoint: Any, family: str) -> None:
     path = checkpoint(family)
     expected, model = files(path), model_of(path)

@@ -27,7 +27,7 @@ from megatron_policy.engines.megatron.layers.sequences import sequence_params
 from megatron_policy.errors import ConversionError
 from megatron_policy.packing.tokens import packed_layout
 from tests.pure.test_rows import model
-from tests.unit.published import LLAMA3
+from tests.samples import LLAMA3
 
 HEAD, LONGEST = 16, 64
 FACTORS = {

@@ -11,15 +11,18 @@ import pytest
 from megatron_policy.converters.architecture.rotary import (
     DynamicScaling,
     LinearScaling,
+    Llama3Scaling,
     LongScaling,
     Rope,
     Scaling,
     YarnScaling,
 )
-from tests.unit.published import LLAMA3
+from tests.samples import LLAMA3
 from tests.unit.test_family_configs import architecture, edited
 
-SCALINGS: dict[str, tuple[dict[str, Any], Scaling]] = {
+SCALINGS: dict[str, tuple[dict[str, Any], Scaling | None]] = {
+    "default": ({}, None),
+    "llama3": (LLAMA3, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
     "linear": ({"factor": 2.0}, LinearScaling(2.0)),
     "dynamic": ({"factor": 2.0}, DynamicScaling(2.0, 128)),
     "yarn": (
@@ -39,13 +42,17 @@ def test_every_rope_scaling_of_either_release_is_read(
     tmp_path: Path, kind: str, release: str
 ) -> None:
     written, scaling = SCALINGS[kind]
+    section = written | {"type" if release == "oldest" else "rope_type": kind}
     if release == "newer":
-        section = {"rope_type": kind, "rope_theta": 1e4} | written
-        fields = {"rope_theta": None, "rope_parameters": section}
+        fields = {"rope_theta": None, "rope_parameters": section | {"rope_theta": 5e5}}
     else:
-        section = {"rope_type" if release == "older" else "type": kind} | written
-        fields = {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": section}
-    assert architecture(edited(tmp_path, "llama", **fields)).rope == Rope(1e4, scaling)
+        fields = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": section}
+    assert architecture(edited(tmp_path, "llama", **fields)).rope == Rope(5e5, scaling)
+
+
+def test_no_scaling_of_the_older_release_is_none(tmp_path: Path) -> None:
+    path = edited(tmp_path, "llama", rope_parameters=None, rope_theta=5e5, rope_scaling=None)
+    assert architecture(path).rope == Rope(5e5)
 
 
 def test_gemma_3_has_a_rope_of_windowed_layers_in_either_release(tmp_path: Path) -> None:
@@ -77,27 +84,3 @@ def test_phi_3_writes_the_length_before_scaling_outside_of_the_section(tmp_path:
     factor = math.sqrt(1 + math.log(128 / 32) / math.log(32))
     scaling = LongScaling((1.0,), (2.0,), 32, pytest.approx(factor))
     assert architecture(path).rope == Rope(1e4, scaling, fraction=0.5)
-
-
-@pytest.mark.parametrize(
-    ("theta", "scaling"), [(5e5, {}), (5e5, LLAMA3), (1e4, {"rope_type": "default"})]
-)
-def test_the_rope_of_either_release_of_transformers_is_read_alike(
-    tmp_path: Path, theta: float, scaling: dict[str, Any]
-) -> None:
-    newer = {"rope_type": "default", **scaling, "rope_theta": theta}
-    reads = [
-        architecture(edited(tmp_path / "newer", "llama", rope_parameters=newer, rope_theta=None)),
-        architecture(
-            edited(
-                tmp_path / "older",
-                "llama",
-                rope_parameters=None,
-                rope_theta=theta,
-                rope_scaling=scaling or None,
-            )
-        ),
-    ]
-    assert reads[0] == reads[1]
-    assert reads[0].rope.base == theta
-    assert (reads[0].rope.scaling is None) == ("factor" not in scaling)

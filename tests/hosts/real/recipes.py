@@ -23,8 +23,7 @@ from megatron_policy.config.model_table import model_table
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
-from tests.unit.published import COMMON, PUBLISHED
-from tests.unit.published_experts import PUBLISHED_EXPERTS
+from tests.families import PUBLISHED
 
 LLAMA, QWEN2, QWEN3 = "Llama-3.1-8B", "Qwen2.5-0.5B", "Qwen3-0.6B"
 _OF_1_5B, _OF_7B = "1536/8960/12/2/28", "3584/18944/28/4/28"
@@ -148,11 +147,11 @@ def architecture_of(config: PolicyConfig) -> Architecture | None:
         if like == LLAMA:
             del fields["max_window_layers"]
     elif model in WITH_EXPERTS:
-        fields = dict(PUBLISHED_EXPERTS[WITH_EXPERTS[model]][1])
+        fields = dict(PUBLISHED[WITH_EXPERTS[model]][1])
     else:
         return None
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(COMMON | fields))
+        (Path(folder) / "config.json").write_text(json.dumps(fields))
         return model_table(config.model_copy(update={"model_name": folder})).architecture
 
 

@@ -32,10 +32,9 @@ from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.hosts.roles import check_alike
 from megatron_policy.hosts.verl.translate import translated
 from megatron_policy.parallel.topology import Topology
+from tests.families import PUBLISHED
 from tests.hosts.real.recipes import LLAMA, QWEN2, QWEN3, SIZES
 from tests.hosts.real.verl.shipped import MEGATRON, Example, checkout, examples
-from tests.unit.published import COMMON, PUBLISHED
-from tests.unit.published_experts import PUBLISHED_EXPERTS
 
 VISION = re.compile(r"-VL-|Qwen3\.5-|Kimi-K2\.6")
 """Models with vision towers by their names."""
@@ -195,12 +194,12 @@ def fields_of(model: str) -> dict[str, Any] | None:
     if model in DENSE:
         like, sizes = DENSE[model]
         own = dict(zip(SIZES, map(int, sizes.split("/")), strict=True))
-        fields = COMMON | PUBLISHED[like][1] | own
+        fields = PUBLISHED[like][1] | own
         return fields if like == LLAMA else fields | {"max_window_layers": own[SIZES[-1]]}
     if model in PUBLISHED:
-        return COMMON | PUBLISHED[model][1]
+        return PUBLISHED[model][1]
     if model in WITH_EXPERTS:
-        return COMMON | PUBLISHED_EXPERTS[WITH_EXPERTS[model]][1]
+        return PUBLISHED[WITH_EXPERTS[model]][1]
     return OTHERS.get(model)
 
 

@@ -23,7 +23,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
 from tests.exact import load_hf
-from tests.expert_families import EXPERTS
 from tests.hosts.real.verl.actor import EPOCHS, MINI_BATCH, made_worker, old_log_probs, update
 from tests.hosts.real.verl.comparison import check_same
 from tests.hosts.real.verl.configs import EPSILON, OPTIMIZER, Case, ppo_config
@@ -187,7 +186,7 @@ def mini_batches(case: Case) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def mixture(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("qwen3_moe", layers=LAYERS, **EXPERTS["qwen3_moe"])
+    return checkpoint("qwen3_moe", layers=LAYERS)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,126 @@
+"""What the tests know of a model family; `tests/families/` has one file of it for each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+Fields = dict[str, Any]
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGEST = 12
+"""Of the texts that random models read, all but these tokens are beyond what was trained."""
+SCALINGS: tuple[Fields | None, ...] = (
+    None,
+    {"rope_type": "linear", "factor": 2.5},
+    {"rope_type": "dynamic", "factor": 2.5},
+    YARN | {"factor": 2.5, "original_max_position_embeddings": LONGEST},
+    LLAMA3 | {"factor": 2.5, "original_max_position_embeddings": LONGEST},
+)
+
+
+def draw_scaling(random: Random, sizes: Fields) -> Fields:
+    return {"rope_scaling": random.choice(SCALINGS)}
+
+
+def set_window(layers: int, window: int | None, full_layers: int) -> Fields:
+    """Of all layers."""
+    return {"sliding_window": window}
+
+
+def set_later_windows(layers: int, window: int | None, full_layers: int) -> Fields:
+    """Of all but the first `full_layers`."""
+    if window is None:
+        return {}
+    own = {"sliding_window": window, "max_window_layers": full_layers}
+    return {"use_sliding_window": True} | own
+
+
+def set_all_windows_but_the_last(layers: int, window: int | None, full_layers: int) -> Fields:
+    types = ["sliding_attention"] * (layers - 1) + ["full_attention"]
+    return {"sliding_window": window or 7, "layer_types": types}
+
+
+def parse_published(text: str) -> Fields:
+    """What `config.json` has between its braces, behind the number of the checkpoint's parameters,
+    tied ones once, which becomes `parameters`. Left out are `model_type`, `architectures`, and what
+    `COMMON` of `tests/families` has with the same value.
+    """
+    parameters, _, fields = text.partition(" parameters\n")
+    return {"parameters": int(parameters), **json.loads("{" + fields + "}")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Configs of one family: tiny ones, all that can differ in it, and those of its makers.
+
+    Sizes and variants are arguments of `make_checkpoint`, everything else fields of `config.json`.
+    """
+
+    architecture: str
+    """The class that the makers' `config.json` names."""
+    read: tuple[tuple[Fields, Fields], ...]
+    """What transformers' class of the config is given, and attributes of our `Architecture`."""
+    published: dict[str, Fields]
+    """By the name of the model, see `parse_published`."""
+    refused: tuple[tuple[Fields, str], ...] = ()
+    """What is put into `config.json` by hand (None removes a field), and what the error says."""
+
+    tiny: Fields = field(default_factory=dict)
+    """Values that make a difference where the defaults of the class would not."""
+    epsilon: str = "rms_norm_eps"
+    """The field with the norms' epsilon."""
+    head_dim: bool = False
+    """Whether the class of the config has a `head_dim`."""
+    layer_types: bool = False
+    """Whether a config has the kind of attention of each layer."""
+    windows: Callable[[int, int | None, int], Fields] | None = None
+    """Makes the fields of a number of layers, a window in tokens or None, and how many layers do
+    without it, where a caller can say that.
+    """
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Of random weights whose names have these parts, in place of those of all families."""
+    hf_model_type: str = ""
+    """Of a family that transformers only knows from its makers' code, which no checkpoint here has:
+    the model_type of its class with the same fields.
+    """
+    own: Fields = field(default_factory=dict)
+    """What `config.json` of such a family has besides the fields of that class."""
+
+    full: Fields = field(default_factory=dict)
+    """Beside `tiny`: settings under which every row of the table applies, but for the one choice of
+    tying. Those that are true or false are also drawn.
+    """
+    draw: Callable[[Random, Fields], Fields] = draw_scaling
+    """Further random arguments for a model of the drawn sizes."""
+    variants: dict[str, Fields] = field(default_factory=dict)
+    """Of a dense family, every mode that it has; names begin with the family's. The first one also
+    runs in a pipeline: it has what differs from stage to stage.
+    """
+    generating: tuple[str, Fields] | None = ("TP2+SP", {})
+    """The layout and the variant of a dense family that generates text; None if its layers are
+    those of another family.
+    """
+    context: Fields | None = None
+    """The variant that computes under context parallelism, if its attention is unlike others'."""
+    without_heads: tuple[str, ...] = ()
+    """Kinds of scalar heads for which transformers has no class."""
+
+    experts: bool = False
+    expert_biases: bool = False
+    """Which Megatron-Core does not split over tensor-parallel ranks."""
+    trained: tuple[str, ...] = ("PP2", "TP2+SP")
+    """Layouts under which a family with experts learns."""
+
+    larger: Fields = field(default_factory=dict)
+    """What a larger model has than those published here, which are too small to be split far."""
