@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from megatron_policy.converters.architecture.traits import Moe, Scoring
+
 Fields = dict[str, Any]
 
 LLAMA3 = {
@@ -27,6 +29,12 @@ SCALINGS: tuple[Fields | None, ...] = (
     YARN | {"factor": 2.5, "original_max_position_embeddings": LONGEST},
     LLAMA3 | {"factor": 2.5, "original_max_position_embeddings": LONGEST},
 )
+
+
+def make_moe(**changes: Any) -> Moe:
+    """A small mixture of experts that differs from a plain one."""
+    plain = {"experts": 4, "chosen": 2, "ffn_hidden_size": 16, "scoring": Scoring.SOFTMAX}
+    return Moe(**plain | changes)
 
 
 def draw_scaling(random: Random, sizes: Fields) -> Fields:

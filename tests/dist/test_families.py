@@ -30,7 +30,7 @@ from tests.families import DENSE
 from tests.losses import loss_mask, sequence_nll, token_nll
 
 VOCAB, LENGTH = 200, 23
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     name: {"family": family} | sizes
     for family, samples in DENSE.items()
     for name, sizes in samples.variants.items()

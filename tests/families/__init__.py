@@ -40,7 +40,7 @@ def draw_experts(family: str, seed: int) -> dict[str, Any]:
     random = Random(f"{family} {seed}")
     heads = random.choice([2, 4, 6])
     groups = random.choice([n for n in (1, 2, 3, 6) if heads % n == 0])
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden": random.choice([24, 48]),
         "layers": random.choice([2, 3]),
         "heads": heads,

@@ -13,7 +13,7 @@ SAMPLES = Samples(
     },
     generating=("TP2+SP", {"use_qk_norm": True}),
     context={},
-    without_heads=("bradley_terry", "regression"),
+    without_heads=("regression", "bradley_terry"),
     read=(
         (
             {"logit_scale": 0.5, "use_qk_norm": True, "rope_theta": 8e6},

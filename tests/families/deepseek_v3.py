@@ -1,8 +1,8 @@
 import math
 from random import Random
 
-from megatron_policy.converters.architecture.traits import Mla, Moe, Scoring
-from tests.samples import YARN, Fields, Samples, parse_published
+from megatron_policy.converters.architecture.traits import Mla, Scoring
+from tests.samples import YARN, Fields, Samples, make_moe, parse_published
 
 SIGMOID_FIELDS = {
     "n_routed_experts": 8,
@@ -30,10 +30,9 @@ SCALED = {
     "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }
-SIGMOID = Moe(
+SIGMOID = make_moe(
     experts=8,
     chosen=3,
-    ffn_hidden_size=16,
     scoring=Scoring.SIGMOID,
     renormalized=True,
     scale=2.5,

@@ -7,7 +7,7 @@ SAMPLES = Samples(
     full={"use_bias": True},
     variants={"ernie4_5": {"tied": True}, "ernie4_5 with biases": {"use_bias": True}},
     generating=("PP2", {"use_bias": True}),
-    without_heads=("bradley_terry", "regression"),
+    without_heads=("regression", "bradley_terry"),
     read=(
         (
             {"use_bias": True, "head_dim": 8},

@@ -2,14 +2,11 @@ from dataclasses import replace
 from random import Random
 
 from megatron_policy.converters.architecture.rotary import Rope
-from megatron_policy.converters.architecture.traits import Moe, Scoring
-from tests.samples import Fields, Samples
+from tests.samples import Fields, Samples, make_moe
 
-ERNIE = Moe(
+ERNIE = make_moe(
     experts=8,
     chosen=3,
-    ffn_hidden_size=16,
-    scoring=Scoring.SOFTMAX,
     renormalized=True,
     least_sum=0.6,
     correction_bias=True,
@@ -44,7 +41,7 @@ SAMPLES = Samples(
     },
     head_dim=True,
     draw=draw,
-    without_heads=("bradley_terry", "regression"),
+    without_heads=("regression", "bradley_terry"),
     trained=("PP2", "EP2xTP2+SP"),
     read=(
         (

@@ -33,7 +33,7 @@ SAMPLES = Samples(
     full={"num_nextn_predict_layers": 1},
     draw=draw,
     context={},
-    without_heads=("bradley_terry", "regression"),
+    without_heads=("regression", "bradley_terry"),
     read=(
         (
             {"first_k_dense_replace": 0, "use_qk_norm": False},

@@ -16,7 +16,7 @@ SAMPLES = Samples(
     tiny=SIGMOID_FIELDS | LATENT_FIELDS,
     full={"num_nextn_predict_layers": 1},
     draw=draw,
-    without_heads=("bradley_terry", "regression"),
+    without_heads=("regression", "bradley_terry"),
     read=(
         (
             {"num_key_value_heads": 4, "mlp_layer_types": ["sparse", "dense", "sparse"]},

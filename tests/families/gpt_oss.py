@@ -1,9 +1,9 @@
 from random import Random
 
-from megatron_policy.converters.architecture.traits import Activation, Moe, Scoring
+from megatron_policy.converters.architecture.traits import Activation, Scoring
 from tests.families import mixtral
 from tests.families.deepseek_v3 import SCALED
-from tests.samples import Fields, Samples, parse_published
+from tests.samples import Fields, Samples, make_moe, parse_published
 
 PUBLISHED = parse_published("""20_914_757_184 parameters
     "attention_bias": true, "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880,
@@ -42,12 +42,8 @@ SAMPLES = Samples(
         (
             {"rope_theta": 1e4, "rope_scaling": {"rope_type": "default"}},
             {
-                "moe": Moe(
-                    experts=4,
-                    chosen=2,
-                    ffn_hidden_size=24,
-                    scoring=Scoring.SOFTMAX_OF_CHOSEN,
-                    router_bias=True,
+                "moe": make_moe(
+                    ffn_hidden_size=24, scoring=Scoring.SOFTMAX_OF_CHOSEN, router_bias=True
                 ),
                 "activation": Activation.CLAMPED_SWIGLU,
                 "attention_sinks": True,

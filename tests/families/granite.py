@@ -11,7 +11,7 @@ SAMPLES = Samples(
     full={"attention_bias": True, "mlp_bias": True},
     variants={"granite with biases": {"attention_bias": True, "tied": True, "mlp_bias": True}},
     generating=("PP2", {}),
-    without_heads=("bradley_terry", "regression"),
+    without_heads=("regression", "bradley_terry"),
     read=(
         (
             {

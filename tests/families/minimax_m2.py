@@ -1,8 +1,8 @@
 from random import Random
 
 from megatron_policy.converters.architecture.rotary import Rope
-from megatron_policy.converters.architecture.traits import Moe, QkNorm, Scoring
-from tests.samples import Fields, Samples, parse_published
+from megatron_policy.converters.architecture.traits import QkNorm, Scoring
+from tests.samples import Fields, Samples, make_moe, parse_published
 
 
 def draw(random: Random, sizes: Fields) -> Fields:
@@ -23,12 +23,12 @@ SAMPLES = Samples(
     tiny={"num_local_experts": 8, "num_experts_per_tok": 3, "partial_rotary_factor": 0.5},
     head_dim=True,
     draw=draw,
-    without_heads=("bradley_terry", "regression"),
+    without_heads=("regression", "bradley_terry"),
     read=(
         (
             {"head_dim": 16, "rotary_dim": 8},
             {
-                "moe": Moe(
+                "moe": make_moe(
                     experts=8,
                     chosen=3,
                     ffn_hidden_size=24,

@@ -1,7 +1,7 @@
 from random import Random
 
-from megatron_policy.converters.architecture.traits import Moe, Scoring
-from tests.samples import Fields, Samples, parse_published
+from megatron_policy.converters.architecture.traits import Scoring
+from tests.samples import Fields, Samples, make_moe, parse_published
 
 
 def draw(random: Random, sizes: Fields) -> Fields:
@@ -24,9 +24,7 @@ SAMPLES = Samples(
         (
             {"router_aux_loss_coef": 0.5, "sliding_window": 7},
             {
-                "moe": Moe(
-                    experts=4, chosen=2, ffn_hidden_size=24, scoring=Scoring.SOFTMAX_OF_CHOSEN
-                ),
+                "moe": make_moe(ffn_hidden_size=24, scoring=Scoring.SOFTMAX_OF_CHOSEN),
                 "moe_layers": (),
                 "window": 7,
                 "uniform_layers": True,

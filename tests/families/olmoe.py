@@ -1,7 +1,7 @@
 from random import Random
 
-from megatron_policy.converters.architecture.traits import Moe, QkNorm, Scoring
-from tests.samples import Fields, Samples, parse_published
+from megatron_policy.converters.architecture.traits import QkNorm, Scoring
+from tests.samples import Fields, Samples, make_moe, parse_published
 
 
 def draw(random: Random, sizes: Fields) -> Fields:
@@ -21,12 +21,12 @@ SAMPLES = Samples(
     tiny={"num_experts": 4, "num_experts_per_tok": 2},
     full={"attention_bias": True},
     draw=draw,
-    without_heads=("bradley_terry", "regression"),
+    without_heads=("regression", "bradley_terry"),
     read=(
         (
             {"attention_bias": True},
             {
-                "moe": Moe(experts=4, chosen=2, ffn_hidden_size=24, scoring=Scoring.SOFTMAX),
+                "moe": make_moe(ffn_hidden_size=24),
                 "qk_norm": QkNorm.ALL_HEADS,
                 "qkv_bias": True,
                 "proj_bias": True,
@@ -35,11 +35,7 @@ SAMPLES = Samples(
         ),
         (
             {"norm_topk_prob": True},
-            {
-                "moe": Moe(
-                    experts=4, chosen=2, ffn_hidden_size=24, scoring=Scoring.SOFTMAX_OF_CHOSEN
-                )
-            },
+            {"moe": make_moe(ffn_hidden_size=24, scoring=Scoring.SOFTMAX_OF_CHOSEN)},
         ),
     ),
     refused=(({"clip_qkv": 8.0}, "clip_qkv = 8.0"),),

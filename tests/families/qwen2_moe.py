@@ -1,7 +1,7 @@
 from random import Random
 
-from megatron_policy.converters.architecture.traits import Moe, QkNorm, Scoring
-from tests.samples import Fields, Samples, parse_published, set_later_windows
+from megatron_policy.converters.architecture.traits import QkNorm
+from tests.samples import Fields, Samples, make_moe, parse_published, set_later_windows
 
 
 def draw_softmax(random: Random, sizes: Fields) -> Fields:
@@ -37,14 +37,7 @@ SAMPLES = Samples(
         (
             {},
             {
-                "moe": Moe(
-                    experts=4,
-                    chosen=2,
-                    ffn_hidden_size=16,
-                    scoring=Scoring.SOFTMAX,
-                    shared_ffn_hidden_size=24,
-                    shared_gate=True,
-                ),
+                "moe": make_moe(shared_ffn_hidden_size=24, shared_gate=True),
                 "moe_layers": (True, False, True),
                 "qkv_bias": True,
             },

@@ -1,8 +1,8 @@
 from random import Random
 
-from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.converters.architecture.traits import Scoring
 from tests.families.qwen2_moe import draw_softmax
-from tests.samples import Fields, Samples, parse_published, set_later_windows
+from tests.samples import Fields, Samples, make_moe, parse_published, set_later_windows
 
 PUBLISHED = parse_published("""30_532_122_624 parameters
     "attention_bias": false, "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
@@ -34,9 +34,7 @@ SAMPLES = Samples(
         (
             {"attention_bias": True},
             {
-                "moe": Moe(
-                    experts=4, chosen=2, ffn_hidden_size=16, scoring=Scoring.SOFTMAX_OF_CHOSEN
-                ),
+                "moe": make_moe(scoring=Scoring.SOFTMAX_OF_CHOSEN),
                 "moe_layers": (False, True, True),
                 "qkv_bias": True,
                 "proj_bias": True,
@@ -44,13 +42,7 @@ SAMPLES = Samples(
                 "uniform_layers": False,
             },
         ),
-        (
-            {"norm_topk_prob": False},
-            {
-                "moe": Moe(experts=4, chosen=2, ffn_hidden_size=16, scoring=Scoring.SOFTMAX),
-                "window": None,
-            },
-        ),
+        ({"norm_topk_prob": False}, {"moe": make_moe(), "window": None}),
         ({"mlp_only_layers": [0, 1, 2]}, {"moe": None, "moe_layers": ()}),
         ({"decoder_sparse_step": 2, "mlp_only_layers": []}, {"moe_layers": (False, True, False)}),
     ),

@@ -41,7 +41,8 @@ def test_the_makers_balancing_coefficient_is_known(
 
 def test_two_numbers_of_experts_are_refused(tmp_path: Path) -> None:
     raw = read_config(edited(tmp_path, "qwen3_moe")) | {"num_experts": 4, "num_local_experts": 4}
-    assert bind(raw).architecture.moe.experts == 4
+    found = bind(raw).architecture.moe
+    assert found is not None and found.experts == 4
     with pytest.raises(ConversionError, match="num_local_experts = 8: contradicts num_experts"):
         bind(raw | {"num_local_experts": 8})
 

@@ -23,6 +23,7 @@ from megatron_policy.converters.rows.expert_rows import StackedWhole
 from megatron_policy.converters.table import Entry, Table, bind
 from tests.checkpoints import make_checkpoint
 from tests.families import DENSE, PUBLISHED, SAMPLES, draw_experts
+from tests.samples import Fields
 
 DRAWS = 4
 VOCAB = 150
@@ -37,11 +38,13 @@ def models(request, tmp_path_factory) -> list[Path]:
     """
     family = request.param
     folder = tmp_path_factory.mktemp(family)
-    kinds = [{"vocab": VOCAB, "layers": 3, **sizes} for sizes in SAMPLES[family].variants.values()]
+    kinds: list[Fields] = [
+        {"vocab": VOCAB, "layers": 3, **sizes} for sizes in SAMPLES[family].variants.values()
+    ]
     if family not in DENSE:
         kinds = [draw_experts(family, seed) for seed in range(DRAWS)]
     dtypes = (torch.bfloat16, torch.bfloat16 if family in DENSE else torch.float32)
-    more = {"max_shard_size": "40KB", "tokenizer": False}
+    more: Fields = {"max_shard_size": "40KB", "tokenizer": False}
     return [
         make_checkpoint(folder / str(number), family, dtype=dtypes[number % 2], **more, **kind)
         for number, kind in enumerate(kinds)
