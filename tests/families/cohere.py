@@ -9,7 +9,7 @@ SAMPLES = Samples(
     full={"attention_bias": True, "use_qk_norm": True},
     variants={
         "cohere with biases": {"tied": True, "attention_bias": True},
-        "cohere with norms of each head": {"use_qk_norm": True},
+        "cohere with norms of each head": {"use_qk_norm": True, "groups": 4},
     },
     generating=("TP2+SP", {"use_qk_norm": True}),
     context={},
