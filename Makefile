@@ -44,7 +44,7 @@ help: ## show this list
 demo: $(VENV)/.installed ## train a small model by SFT and GRPO on 2 CPU workers and check its export
 	$(BIN)/python examples/quickstart/run.py $(DEMO_ARGS)
 
-check: lint ## lint, and the tests of what only computes: no process, no framework, a minute or two
+check: lint ## lint, and the tests of what only computes: no process, no framework, a minute
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS) tests/pure tests/test_floors.py
 
 test: $(VENV)/.installed ## run the tests of every day; those that need GPUs skip where there are none
@@ -87,9 +87,10 @@ pictures: $(VENV)/.installed ## draw docs/pictures again; the curves are those o
 tour: $(VENV)/.installed ## run examples/tour.ipynb, and store it with what its cells print and draw
 	$(BIN)/python -m examples.pictures.tour
 
-lint: $(VENV)/.installed ## ruff, formatting, and mypy
+lint: $(VENV)/.installed ## ruff, formatting, who may import whom, and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 
 # Material's notice about the next major version of MkDocs is no warning about these pages.
@@ -120,7 +121,7 @@ $(LATEST)/.installed: pyproject.toml .ci/constraints-latest.txt .ci/venv
 # What the dev extra has for tests, without Ray; torch is a CUDA build, as on the machines whose versions these are.
 $(GPU_IMAGE)/.installed: pyproject.toml .ci/constraints-gpu-image.txt .ci/venv
 	@EXTRAS=docs,pictures,refit,tensorboard TORCH_INDEX= .ci/venv $(GPU_IMAGE) $(PYTHON_GPU_IMAGE) \
-		.ci/constraints-gpu-image.txt hypothesis omegaconf peft psutil pytest pytest-xdist setuptools
+		.ci/constraints-gpu-image.txt hypothesis import-linter omegaconf peft psutil pytest pytest-xdist setuptools
 
 # The last three verl imports without saying so: they come with vLLM.
 $(VERL)/.installed: pyproject.toml .ci/constraints-verl.txt .ci/venv

@@ -1,4 +1,6 @@
-"""The house rules as a syntax-tree walk: floors, who may import or name what, lengths."""
+"""The house rules that import-linter's contracts in pyproject.toml cannot say: circles of files and
+folders, what pure modules touch, words in their places, lengths, fragments, swallowed errors.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +11,19 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TypeVar
 
 PACKAGE = "megatron_policy"
 Key = TypeVar("Key", str, tuple[str, str])
 
-# Floor by the name of a top-level module or folder ("" is the package's __init__). Imports go down
-# or stay on their floor, and there is no circle, neither of files nor of folders.
-FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (0, ("batch", "dtypes", "errors", "extras", "renamed", "version")),
-    (1, ("converters", "device", "parallel")),
-    (2, ("coordination", "formats", "memory", "packing", "weights")),
-    (3, ("attention", "config", "lm_head")),
-    (4, ("estimate", "interfaces")),
-    (5, ("checkpoint", "engines", "monitoring", "pictures", "refit", "training")),
-    (6, ("convert", "policy")),
-    (7, ("parity", "workers")),
-    (8, ("hosts",)),
-    (9, ("cli", "__main__", "")),  # with the re-exports: nothing below may lean on them
-)
+Imports = Mapping[str, Collection[str]]
+"""What each module of the package imports, by absolute names."""
 
-# The same inside converters/, from folder to folder; docs/architecture.md draws it.
-CONVERTERS_FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (0, ("architecture", "files")),
-    (1, ("config_fields", "rows")),
-    (2, ("families",)),
-    (3, ("mismatch", "scalar_head")),
-    (4, ("adapters", "canonical", "inspection", "registry", "table")),
-    (5, ("formats",)),
-    (6, ("",)),
-)
-
-# Values and arithmetic: no files, no environment, and of foreign packages only PURE_IMPORTS.
+# Values and arithmetic: no files, no environment, and of foreign packages only PURE_IMPORTS. A
+# contract of import-linter would have to list all others, which nobody knows beforehand.
 PURE = ("batch", "errors", "version", "config*", "converters*", "estimate*", "interfaces*")
 PURE += (
     "lm_head*",
@@ -80,22 +62,7 @@ READS_FILES = {
     "converters.formats.side_files": "its other files, and transformers' tokenizers",
 }
 
-# Foreign packages that only some modules import.
 MEGATRON = ("engines.megatron", "engines.megatron.*")
-IMPORT_ONLY_IN: dict[str, tuple[str, ...]] = {
-    "ray": ("workers", "workers.*", "hosts", "hosts.*"),
-    "nemo_rl": ("hosts.nemo_rl", "hosts.nemo_rl.*"),
-    "megatron": MEGATRON,
-    "transformer_engine": MEGATRON,
-    "triton": ("lm_head.triton_tiles",),
-    "matplotlib": ("pictures", "pictures.*"),
-    "PIL": ("pictures", "pictures.*"),
-    "wandb": ("monitoring.writers",),
-    "tensorboard": (),
-    "zmq": ("refit.transports.ipc.sockets.*",),
-    "converters": (),  # it is imported as megatron_policy.converters, or a wheel has two of it
-}
-
 # Strings outside MEGATRON that name it, as those do that are imported by name.
 NAMES_MEGATRON = {
     ("cli.failures", "megatron"): "the logger that a command silences",
@@ -167,20 +134,19 @@ class Module:
     name: str
     path: str
     source: str
-    tree: ast.Module
-    is_package: bool
 
+    @property
+    def is_package(self) -> bool:
+        return self.path.endswith("__init__.py")
 
-def floor_of(name: str) -> int | None:
-    """The floor of a module, None if nobody has said."""
-    top = name.split(".")[0]
-    return next((floor for floor, names in FLOORS if top in names), None)
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of its syntax tree, from above."""
+        return list(ast.walk(self.tree))
 
-
-def converters_floor_of(name: str) -> int | None:
-    """The floor of a module of converters/ inside it, None if nobody has said."""
-    part = [*name.split("."), ""][1]
-    return next((floor for floor, names in CONVERTERS_FLOORS if part in names), None)
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source, self.path)
 
 
 def is_pure(name: str) -> bool:
@@ -206,108 +172,51 @@ def _modules(root: Path, folder: Path, prefix: str) -> Iterator[Module]:
                 is_package = parts[-1] == "__init__"
                 name = ".".join(part for part in parts[: -1 if is_package else None] if part)
                 source = path.read_text(encoding="utf-8")
-                relative = path.relative_to(root).as_posix()
-                yield Module(name, relative, source, ast.parse(source, relative), is_package)
+                yield Module(name, path.relative_to(root).as_posix(), source)
 
 
-def check_floors(modules: list[Module]) -> list[str]:
-    """Modules without a floor, and imports that go up."""
-    known = {module.name for module in modules}
-    problems = []
-    for module in modules:
-        floor = floor_of(module.name)
-        if floor is None:
-            problems.append(f"{module.path}: {module.name!r} has no floor in tests/floors.py")
-            continue
-        for line, target, inner in _own_imports(module, known):
-            above = floor_of(inner)
-            place = f"{module.path}:{line}"
-            if target.count(".") - len(list(filter(None, inner.split(".")))) > 1:
-                problems.append(f"{place}: imports {target!r}, which does not exist")
-            elif above is not None and above > floor:
-                what = inner or PACKAGE
-                problems.append(f"{place}: floor {floor} imports {what!r} of floor {above}")
-    return problems
-
-
-def check_converters(modules: list[Module]) -> list[str]:
-    """The same for the folders inside converters/."""
-    known = {module.name for module in modules}
-    problems = []
-    for module in modules:
-        if module.name.split(".")[0] != "converters":
-            continue
-        floor = converters_floor_of(module.name)
-        if floor is None:
-            problems.append(f"{module.path}: no floor in CONVERTERS_FLOORS of tests/floors.py")
-            continue
-        for line, _, inner in _own_imports(module, known):
-            above = converters_floor_of(inner) if inner.startswith("converters") else None
-            if above is not None and above > floor:
-                place = f"{module.path}:{line}: floor {floor} of converters/"
-                problems.append(f"{place} imports {inner!r} of floor {above}")
-    return problems
-
-
-def check_circles(modules: list[Module]) -> list[str]:
-    """Files, and folders, that import each other in a circle, imports in functions included."""
-    known = {module.name for module in modules}
-    packages = {module.name for module in modules if module.is_package}
+def check_circles(modules: list[Module], imports: Imports) -> list[str]:
+    """A circle of files, and one of folders. import-linter's `acyclic_siblings` does not see one
+    through a package's `__init__`, or of a folder with the one that it is in.
+    """
+    packages = {_absolute(module.name) for module in modules if module.is_package}
     files: dict[str, set[str]] = {}
     folders: dict[str, set[str]] = {}
     for module in modules:
         if not module.name:
-            continue  # the re-exports: `check_floors` sees who leans on them
-        for _, _, inner in _own_imports(module, known):
-            files.setdefault(module.name, set()).add(inner)
-            ours, theirs = (_folder(name, packages) for name in (module.name, inner))
-            if ours != theirs:
-                folders.setdefault(ours, set()).add(theirs)
-    return [
-        f"{what} import each other in a circle: {', '.join(circle)}"
-        for what, edges in (("files", files), ("folders", folders))
-        for circle in _circles(edges)
-    ]
+            continue  # the re-exports: a contract says who leans on them
+        name = _absolute(module.name)
+        files[name] = {each for each in imports[name] if each.startswith(f"{PACKAGE}.")}
+        ours = _folder(name, packages)
+        theirs = {_folder(each, packages) for each in files[name]}
+        folders.setdefault(ours, set()).update(theirs - {ours})
+    problems = []
+    for what, edges in (("files", files), ("folders", folders)):
+        try:
+            TopologicalSorter(edges).prepare()
+        except CycleError as error:
+            problems.append(f"{what} import each other in a circle: {' <- '.join(error.args[1])}")
+    return problems
+
+
+def _absolute(name: str) -> str:
+    return f"{PACKAGE}.{name}" if name else PACKAGE
 
 
 def _folder(name: str, packages: set[str]) -> str:
     """The folder of a module; a module at the top stands for itself."""
-    return name if name in packages or "." not in name else name.rpartition(".")[0]
+    folder = name.rpartition(".")[0]
+    return name if name in packages or folder == PACKAGE else folder
 
 
-def _circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """What reaches itself, grouped by who reaches each other."""
-    reached = {node: _reached(node, edges) for node in edges}
-    found: list[list[str]] = []
-    for node in sorted(edges):
-        if node in reached[node] and not any(node in circle for circle in found):
-            found.append(sorted(n for n in reached[node] if n in reached and node in reached[n]))
-    return found
-
-
-def _reached(start: str, edges: dict[str, set[str]]) -> set[str]:
-    seen: set[str] = set()
-    waiting = [start]
-    while waiting:
-        for target in edges.get(waiting.pop(), ()):
-            if target not in seen:
-                seen.add(target)
-                waiting.append(target)
-    return seen
-
-
-def check_foreign_imports(modules: list[Module]) -> list[str]:
-    """Foreign packages imported where they may not be."""
-    problems = []
-    for module in modules:
-        for line, target in _imports(module):
-            top = target.split(".")[0]
-            allowed = IMPORT_ONLY_IN.get(top)
-            if allowed is not None and not _matches(module.name, allowed):
-                problems.append(f"{module.path}:{line}: {top} only in {_listed(allowed)}")
-            elif is_pure(module.name) and top not in PURE_IMPORTS:
-                problems.append(f"{module.path}:{line}: {module.name} is pure, and imports {top}")
-    return problems
+def check_pure_imports(modules: list[Module], imports: Imports) -> list[str]:
+    """Foreign packages in modules that only compute."""
+    return [
+        f"{module.path}: {module.name} is pure, and imports {name}"
+        for module in modules
+        for name in sorted(imports[_absolute(module.name)])
+        if is_pure(module.name) and name.partition(".")[0] not in PURE_IMPORTS
+    ]
 
 
 def check_megatron_strings(
@@ -318,7 +227,7 @@ def check_megatron_strings(
         (module.name, text): f"{module.path}:{line}: {text!r} names megatron"
         for module in modules
         if not _matches(module.name, MEGATRON)
-        for line, text in _strings(module.tree)
+        for line, text in _strings(module)
         if f"{text}.".startswith("megatron.")
     }
     return _without(found, excepted, "NAMES_MEGATRON")
@@ -336,14 +245,19 @@ def check_files(modules: list[Module], excepted: Mapping[str, str] = READS_FILES
 
 
 def _file_accesses(module: Module) -> Iterator[tuple[int, str]]:
-    for line, target in _imports(module):
-        top, _, last = target.rpartition(".")
-        if target.split(".")[0] in PURE_FORBIDS_IMPORTS or (top and last in FILE_NAMES):
-            yield line, target
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute):
-            if node.attr in FILE_NAMES or ast.unparse(node) in FILE_CALLS:
-                yield node.lineno, ast.unparse(node)
+    for node in module.nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            above = ""
+            if isinstance(node, ast.ImportFrom):
+                above = f"{'.' * node.level}{node.module or ''}."
+            for target in (f"{above}{alias.name}" for alias in node.names):
+                top, _, last = target.rpartition(".")
+                if target.split(".")[0] in PURE_FORBIDS_IMPORTS or (top and last in FILE_NAMES):
+                    yield node.lineno, target
+        elif isinstance(node, ast.Attribute):
+            called = ast.unparse(node) if node.attr in {*FILE_NAMES, "load", "save"} else ""
+            if node.attr in FILE_NAMES or called in FILE_CALLS:
+                yield node.lineno, called
         elif isinstance(node, ast.Name) and node.id == "open":
             yield node.lineno, node.id
 
@@ -351,8 +265,9 @@ def _file_accesses(module: Module) -> Iterator[tuple[int, str]]:
 def check_names(modules: list[Module]) -> list[str]:
     """Words that stand, as a name or in a string, where they may not."""
     problems = []
+    sought = re.compile("|".join((*NAME_ONLY_IN, *PURE_FORBIDS)))
     for module in modules:
-        for line, text in _texts(module.tree):
+        for line, text in _texts(module) if sought.search(module.source) else ():
             for word in set(re.findall(r"\w+", text)):
                 allowed = NAME_ONLY_IN.get(word)
                 if allowed is not None and not _matches(module.name, allowed):
@@ -369,7 +284,7 @@ def check_lengths(modules: list[Module]) -> list[str]:
         lines = module.source.count("\n")
         if lines > FILE_LINES:
             problems.append(f"{module.path}: {lines} lines, at most {FILE_LINES}")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             limit = _limit_of(node)
             if limit is not None:
                 assert isinstance(node, ast.stmt) and node.end_lineno is not None
@@ -386,7 +301,7 @@ def check_class_names(
     """Public classes that share their name with another, Protocols left out."""
     places: dict[str, list[str]] = {}
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
                 continue
             if not _is_protocol(node):
@@ -399,13 +314,14 @@ def check_class_names(
     return _without(found, excepted, "SAME_CLASS_NAME")
 
 
-def check_fragments(modules: list[Module], excepted: Mapping[str, str] = FRAGMENTS) -> list[str]:
+def check_fragments(
+    modules: list[Module], imports: Imports, excepted: Mapping[str, str] = FRAGMENTS
+) -> list[str]:
     """Short files with at most one importer, which belong into it."""
-    known = {module.name for module in modules}
     importers: dict[str, set[str]] = {}
     for module in modules:
-        for _, _, inner in _own_imports(module, known) if module.name else ():
-            importers.setdefault(inner, set()).add(module.name)
+        for name in imports[_absolute(module.name)] if module.name else ():
+            importers.setdefault(name.removeprefix(f"{PACKAGE}."), set()).add(module.name)
     found = {
         module.name: f"{module.path}: {module.source.count(chr(10))} lines, imported by "
         f"{', '.join(importers.get(module.name, ())) or 'nobody'}: they belong into one file"
@@ -427,7 +343,7 @@ def _without(found: Mapping[Key, str], excepted: Collection[Key], table: str) ->
 
 def _stands_alone(module: Module) -> bool:
     """Packages, programs, families, and modules of nothing but Protocols."""
-    if module.is_package or floor_of(module.name) == 0 or module.name.endswith("__main__"):
+    if module.is_package or "." not in module.name or module.name.endswith("__main__"):
         return True
     if module.name.startswith("converters.families."):
         return True
@@ -450,7 +366,7 @@ def check_swallowed_errors(modules: list[Module]) -> list[str]:
     return [
         f"{module.path}:{node.lineno}: swallows every error"
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if (
             isinstance(node, ast.ExceptHandler)
             and (node.type is None or _is_everything(node.type))
@@ -458,7 +374,7 @@ def check_swallowed_errors(modules: list[Module]) -> list[str]:
         )
         or (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func).rpartition(".")[2] == "suppress"
+            and getattr(node.func, "attr", getattr(node.func, "id", "")) == "suppress"
             and any(_is_everything(kind) for kind in node.args)
         )
     ]
@@ -482,60 +398,30 @@ def _limit_of(node: ast.AST) -> int | None:
     return CLASS_LINES if isinstance(node, ast.ClassDef) else None
 
 
-def _imports(module: Module) -> Iterator[tuple[int, str]]:
-    """(line, absolute target) of every import, also in functions; `from a import b` gives a.b."""
-    here = [PACKAGE, *filter(None, module.name.split("."))]
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            up = node.level - (1 if module.is_package else 0)
-            base = here[: len(here) - up] if node.level else []
-            base = [*base, *filter(None, (node.module or "").split("."))]
-            for alias in node.names:
-                yield node.lineno, ".".join([*base, alias.name])
-
-
-def _own_imports(module: Module, known: set[str]) -> Iterator[tuple[int, str, str]]:
-    """(line, target, the module that it leads to) of every import of this package."""
-    for line, target in _imports(module):
-        if target.split(".")[0] == PACKAGE:
-            yield line, target, _longest_known(target, known)
-
-
-def _longest_known(target: str, known: set[str]) -> str:
-    """The module that `target` leads to: "policy" for megatron_policy.policy.MegatronPolicy."""
-    parts = target.split(".")[1:]
-    while parts and ".".join(parts) not in known:
-        parts.pop()
-    return ".".join(parts)
-
-
-def _documentation(tree: ast.Module) -> set[int]:
+def _documentation(module: Module) -> set[int]:
     """The ids of bare string statements."""
     return {
         id(node.value)
-        for node in ast.walk(tree)
+        for node in module.nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
 
 
-def _strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _strings(module: Module) -> Iterator[tuple[int, str]]:
     """(line, text) of every string except documentation."""
-    documentation = _documentation(tree)
-    for node in ast.walk(tree):
+    documentation = _documentation(module)
+    for node in module.nodes:
         if not isinstance(node, ast.Constant) or id(node) in documentation:
             continue
         if isinstance(node.value, str):
             yield node.lineno, node.value
 
 
-def _texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _texts(module: Module) -> Iterator[tuple[int, str]]:
     """(line, text) of every identifier and string except documentation."""
-    documentation = _documentation(tree)
+    documentation = _documentation(module)
     line = 1
-    for node in ast.walk(tree):
+    for node in module.nodes:
         line = getattr(node, "lineno", line)
         if id(node) in documentation:
             continue

@@ -18,60 +18,16 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 0.5
 """Of a tolerance: what the rest is for is the machine that has not been tried."""
 
-TESTS = (
-    "tests/dist/test_adapter_conversion.py",
-    "tests/dist/test_adapter_handover.py",
-    "tests/dist/test_adapter_heads.py",
-    "tests/dist/test_adapter_refits.py",
-    "tests/dist/test_adapters.py",
-    "tests/dist/test_config_overrides.py",
-    "tests/dist/test_context_attention.py",
-    "tests/dist/test_context_models.py",
-    "tests/dist/test_dense_models.py",
-    "tests/dist/test_dist_checkpoints.py",
-    "tests/dist/test_distillation.py",
-    "tests/dist/test_expert_capacity.py",
-    "tests/dist/test_experts.py",
-    "tests/dist/test_export.py",
-    "tests/dist/test_families.py",
-    "tests/dist/test_filtered_training.py",
-    "tests/dist/test_dtensor_names.py",
-    "tests/dist/test_engines_agree.py",
-    "tests/dist/test_fsdp2.py",
-    "tests/dist/test_fsdp2_unlisted.py",
-    "tests/dist/test_fused_ranks.py",
-    "tests/dist/test_generate.py",
-    "tests/dist/test_grouped_experts.py",
-    "tests/dist/test_invariance.py",
-    "tests/dist/test_launch.py",
-    "tests/dist/test_layouts.py",
-    "tests/dist/test_loss_mistakes.py",
-    "tests/dist/test_mtp_training.py",
-    "tests/dist/test_pairwise_losses.py",
-    "tests/dist/test_param_groups.py",
-    "tests/dist/test_parity.py",
-    "tests/dist/test_pieces.py",
-    "tests/dist/test_plain_engine.py",
-    "tests/dist/test_reference_model.py",
-    "tests/dist/test_resume.py",
-    "tests/dist/test_rope_length.py",
-    "tests/dist/test_router_replay.py",
-    "tests/dist/test_router_training.py",
-    "tests/dist/test_scalar_heads.py",
-    "tests/dist/test_scalar_training.py",
-    "tests/dist/test_split_training.py",
-    "tests/dist/test_weight_decay.py",
-    "tests/hosts/test_dtensor.py",
-    "tests/hosts/test_value_worker.py",
-    "tests/ray/test_ray_batching.py",
-    "tests/ray/test_ray_training.py",
-    "tests/ray/test_ray_values.py",
-    "tests/unit/test_convert_adapters.py",
-    "tests/unit/test_convert_parts.py",
-    "tests/unit/test_makers_code.py",
-    "tests/unit/test_merging.py",
-)
-"""All that compare by `tests.exact`, but for those that need GPUs."""
+
+def comparing_tests() -> list[str]:
+    """All that compare by `tests.exact`, but for those that need GPUs."""
+    uses = r"^from tests\.(exact|margins) import|^from tests import .*margins|oracle\.Learned"
+    names = [
+        file.relative_to(ROOT).as_posix()
+        for file in sorted((ROOT / "tests").rglob("test_*.py"))
+        if re.search(uses, file.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    return [name for name in names if not name.startswith(("tests/gpu/", "tests/hosts/real/"))]
 
 
 @dataclass(frozen=True)
@@ -145,7 +101,7 @@ def run_tests(name: str, threads: int, arguments: list[str]) -> Run:
     title = f"{name}, {threads} thread{'s' * (threads > 1)}"
     print(f"=== {title}", flush=True)
     options = ["-q", "--no-header", "-m", ""]  # with those that are marked sweep
-    command = [sys.executable, "-m", "pytest", *options, *arguments, *TESTS]
+    command = [sys.executable, "-m", "pytest", *options, *arguments, *comparing_tests()]
     done = subprocess.run(
         command, cwd=ROOT, env=environment_of(name, threads), stdout=subprocess.PIPE, text=True
     )

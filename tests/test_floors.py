@@ -1,246 +1,217 @@
-"""The floors hold for this tree, and a tree that breaks a rule is reported."""
+"""The house rules hold for this tree, and a tree that breaks one is reported."""
 
 from __future__ import annotations
 
-import ast
 import re
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import grimp
 import pytest
+from importlinter.api import read_configuration
+from importlinter.contracts.forbidden import ForbiddenContract
+from importlinter.contracts.layers import LayersContract
 
 from tests.floors import (
-    CONVERTERS_FLOORS,
+    PACKAGE,
+    Imports,
     Module,
     check_circles,
     check_class_names,
-    check_converters,
     check_files,
-    check_floors,
-    check_foreign_imports,
     check_fragments,
     check_lengths,
     check_megatron_strings,
     check_names,
+    check_pure_imports,
     check_swallowed_errors,
     package_modules,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKS = (
-    check_floors,
-    check_converters,
-    check_circles,
-    check_foreign_imports,
-    check_megatron_strings,
-    check_files,
-    check_names,
-    check_class_names,
-    check_fragments,
-    check_lengths,
-    check_swallowed_errors,
-)
+CONTRACTS = read_configuration(str(ROOT / "pyproject.toml"))
+KINDS = {"layers": LayersContract, "forbidden": ForbiddenContract}
+
+modules_of_the_package = cache(lambda: package_modules(ROOT))
 
 
 @cache
-def modules_of_the_package() -> list[Module]:
-    return package_modules(ROOT)
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph(PACKAGE, include_external_packages=True, cache_dir=None)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_package_keeps_the_house_rules(check) -> None:
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_megatron_strings,
+        check_files,
+        check_names,
+        check_class_names,
+        check_lengths,
+        check_swallowed_errors,
+    ],
+)
+def test_the_package_keeps_the_house_rules(check: Any) -> None:
     modules = modules_of_the_package()
     assert {"", "policy", "device", "converters.rows"} <= {module.name for module in modules}
-    problems = check(modules)
-    assert not problems, "\n" + "\n".join(problems)
+    assert check(modules) == []
+
+
+@pytest.mark.parametrize("check", [check_circles, check_pure_imports, check_fragments])
+def test_the_packages_imports_keep_the_house_rules(check: Any) -> None:
+    names = {f"{PACKAGE}.{module.name}".rstrip(".") for module in modules_of_the_package()}
+    imports = {name: graph().find_modules_directly_imported_by(name) for name in names}
+    assert check(modules_of_the_package(), imports) == []
 
 
 @pytest.mark.parametrize("folder", ["examples", "benchmarks"])
 def test_code_around_the_package_keeps_the_lengths(folder: str) -> None:
-    files = sorted((ROOT / folder).rglob("*.py"))
     modules = [
-        Module("", path.relative_to(ROOT).as_posix(), source, ast.parse(source), False)
-        for path in files
-        for source in [path.read_text(encoding="utf-8")]
+        Module("", path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / folder).rglob("*.py"))
     ]
     assert check_lengths(modules) + check_swallowed_errors(modules) == []
 
 
-def tree(root: Path, **sources: str) -> list[Module]:
-    """A synthetic package: keyword `a__b` is file a/b.py, `__init__` of a folder is a__INIT."""
-    for key, source in sources.items():
-        inside = key.replace("__", "/").replace("INIT", "__init__") + ".py"
-        path = root / (inside if inside.startswith("converters/") else f"megatron_policy/{inside}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-    return package_modules(root)
+def broken_by(importer: str, imported: str) -> set[str]:
+    """The contracts of pyproject.toml that one import more breaks."""
+    more = deepcopy(graph())
+    for name in (importer, imported):
+        if name not in more.modules:
+            more.add_module(name)
+    more.add_import(importer=importer, imported=imported)
+    return {
+        options["id"]
+        for options in CONTRACTS["contracts_options"]
+        if not KINDS[options["type"]](options["name"], CONTRACTS["session_options"], options)
+        .check(deepcopy(more), verbose=False)
+        .kept
+    }
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("importer", "imported", "contract"),
     [
-        "from megatron_policy.policy import MegatronPolicy",
-        "from megatron_policy import policy",
-        "import megatron_policy.policy",
+        ("weights.load", "megatron_policy.policy.step", "floors"),
+        ("parallel.topology", "megatron_policy.converters.registry", None),
+        ("policy", "megatron_policy.errors", None),
+        ("attic", "torch", "floors"),
+        ("hosts.verl.check", "megatron_policy", "reexports"),
+        ("converters.rows.blocks", "megatron_policy.converters.families.qwen2", "converters"),
+        ("converters.mismatch", "megatron_policy.converters.registry", "converters"),
+        ("converters.attic", "torch", "converters"),
+        ("converters.formats.hf_files", "megatron_policy.converters.table", None),
+        ("converters.formats.hf_files", "megatron_policy.converters", "converters-reexports"),
+        ("policy", "megatron", "megatron"),
+        ("engines.hugging_face", "transformer_engine", "megatron"),
+        ("engines.megatron.build", "transformer_engine", None),
+        ("engines.megatron", "megatron", None),
+        ("policy", "ray", "ray"),
+        ("workers.driver", "ray", None),
+        ("hosts", "ray", None),
+        ("workers.driver", "nemo_rl", "nemo-rl"),
+        ("hosts.nemo_rl", "nemo_rl", None),
+        ("lm_head.fused", "triton", "triton"),
+        ("cli", "matplotlib", "pictures"),
+        ("cli", "PIL", "pictures"),
+        ("refit.transports.ipc", "zmq", "zmq"),
+        ("monitoring.summary", "wandb", "wandb"),
+        ("monitoring.writers", "tensorboard", "nowhere"),
+        ("weights.load", "converters", "nowhere"),
+    ],
+)
+def test_an_import_outside_its_place_breaks_its_contract(
+    importer: str, imported: str, contract: str | None
+) -> None:
+    assert broken_by(f"{PACKAGE}.{importer}", imported) == ({contract} if contract else set())
+
+
+def test_imports_are_seen_however_they_are_written(tmp_path: Path, monkeypatch: Any) -> None:
+    """A contract would not notice what its graph of imports leaves out."""
+    forms = (
+        "from house.policy import MegatronPolicy",
+        "from house import policy",
+        "import house.policy",
         "from ..policy import MegatronPolicy",
         "from .. import policy",
         "def late():\n    from ..policy import MegatronPolicy",
-        "if TYPE_CHECKING:\n    from megatron_policy.policy import MegatronPolicy",
-    ],
-)
-def test_an_import_that_goes_up_is_reported_however_it_is_written(tmp_path, source) -> None:
-    modules = tree(tmp_path, INIT="", policy="class MegatronPolicy: ...", weights__load=source)
-    (problem,) = check_floors(modules)
-    assert "weights/load.py" in problem
-    assert "floor 2 imports 'policy' of floor 6" in problem
-
-
-def test_imports_that_go_down_or_stay_are_not_reported(tmp_path) -> None:
-    modules = tree(
-        tmp_path,
-        INIT="",
-        errors="",
-        weights__INIT="from .load import load",
-        weights__load="from megatron_policy import errors\nfrom . import geometry",
-        weights__geometry="from ..errors import ConfigError",
-        converters__rows="import torch",
-        converters__table="from .rows import Row\nfrom megatron_policy.converters import rows",
+        "if TYPE_CHECKING:\n    from house.policy import MegatronPolicy",
     )
-    assert check_floors(modules) == []
-
-
-def test_the_reexports_of_the_package_are_not_for_its_own_modules(tmp_path) -> None:
-    modules = tree(tmp_path, INIT="", training__step="from megatron_policy import PolicyConfig")
-    assert "floor 5 imports 'megatron_policy' of floor 9" in check_floors(modules)[0]
-
-
-def test_an_import_of_a_module_that_does_not_exist_is_reported(tmp_path) -> None:
-    (problem,) = check_floors(tree(tmp_path, INIT="", batch="from megatron_policy.gone import x"))
-    assert "'megatron_policy.gone.x', which does not exist" in problem
-
-
-def test_a_module_that_has_no_floor_is_named(tmp_path) -> None:
-    (problem,) = check_floors(tree(tmp_path, INIT="", attic__old=""))
-    assert "'attic.old'" in problem
-
-
-@pytest.mark.parametrize(
-    ("where", "source", "said"),
-    [
-        ("rows__blocks", "from megatron_policy.converters.families import qwen2", "1 of"),
-        ("rows__blocks", "from ..families.qwen2 import QWEN2", "1 of"),
-        ("architecture__rotary", "def f():\n    from ..rows import blocks", "0 of"),
-        ("families__shared__dense", "from megatron_policy.converters import table", "2 of"),
-        ("table", "from .formats.hf_files import HfFiles", "4 of"),
-        ("mismatch", "if TYPE_CHECKING:\n    from .registry import Family", "3 of"),
-    ],
-)
-def test_an_import_that_goes_up_inside_the_converters_is_reported(
-    tmp_path, where, source, said
-) -> None:
-    names = ("rows__blocks", "families__qwen2", "table", "registry", "formats__hf_files")
-    packages = ("", "rows__", "families__", "formats__")
-    sources = {f"converters__{name}": "" for name in (*names, *(f"{p}INIT" for p in packages))}
-    sources[f"converters__{where}"] = source
-    (problem,) = check_converters(tree(tmp_path, **sources))
-    assert problem.startswith(f"converters/{where.replace('__', '/')}.py:")
-    assert f"floor {said} converters/ imports" in problem
-
-
-def test_imports_that_go_down_or_stay_inside_the_converters_are_not_reported(tmp_path) -> None:
-    modules = tree(
-        tmp_path,
-        converters__INIT="",
-        converters__rows__blocks="from ..architecture import traits\nfrom . import kinds",
-        converters__rows__kinds="from megatron_policy.errors import ConversionError",
-        converters__architecture__traits="",
-        converters__table="from .registry import Family",
-        converters__registry="from .rows import blocks\nfrom .mismatch import compare",
-        converters__mismatch="",
-        converters__formats__hf_files="from ..table import Table",
-        convert="from megatron_policy.converters.formats import hf_files",
-        errors="",
-    )
-    assert check_converters(modules) == []
-
-
-def test_a_module_of_the_converters_that_has_no_floor_is_named(tmp_path) -> None:
-    (problem,) = check_converters(tree(tmp_path, converters__attic__old=""))
-    assert problem.startswith("converters/attic/old.py: no floor")
+    sources = {"__init__": "", "policy": "", "weights/__init__": ""}
+    sources |= {f"weights/w{number}": form for number, form in enumerate(forms)}
+    (tmp_path / "house" / "weights").mkdir(parents=True)
+    for name, source in sources.items():
+        (tmp_path / "house" / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not {"exclude_type_checking_imports"} & CONTRACTS["session_options"].keys()
+    seen = grimp.build_graph("house", include_external_packages=True, cache_dir=None)
+    importers = seen.find_modules_that_directly_import("house.policy")
+    assert importers == {f"house.weights.w{number}" for number in range(len(forms))}
 
 
 def test_the_architecture_page_draws_the_floors_of_the_converters() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     picture = page.split("\n## Conversion\n")[1].split("```")[1].strip("\n").splitlines()
     drawn = [set(re.findall(r"(?:^|\s)(\w+)(?:/|\.py)", line)) for line in picture]
-    assert drawn == [set(names) for _, names in reversed(CONVERTERS_FLOORS) if names != ("",)]
+    (layers,) = (
+        each["layers"] for each in CONTRACTS["contracts_options"] if each["id"] == "converters"
+    )
+    assert drawn == [set(layer.split(" : ")) for layer in layers]
+
+
+def tree(**sources: str) -> list[Module]:
+    """Modules of a package: keyword `a__b` is file a/b.py, `__init__` of a folder is a__INIT."""
+    found = []
+    for key, source in sources.items():
+        path = key.replace("__", "/").replace("INIT", "__init__")
+        name = path.removesuffix("__init__").strip("/").replace("/", ".")
+        found.append(Module(name, f"{path}.py", source))
+    return found
+
+
+def importing(modules: list[Module], **targets: str) -> Imports:
+    """Imports among these modules: `a__b="c.d torch"` if a.b imports c.d and torch."""
+    own = {module.name: f"{PACKAGE}.{module.name}".rstrip(".") for module in modules}
+    found: dict[str, set[str]] = {name: set() for name in own.values()}
+    for key, names in targets.items():
+        found[own[key.replace("__", ".")]] = {own.get(name, name) for name in names.split()}
+    return found
 
 
 @pytest.mark.parametrize(
-    ("sources", "said"),
+    ("imports", "said"),
     [
-        (
-            {"refit__a": "from . import b", "refit__b": "def f():\n    from .a import x"},
-            "files import each other in a circle: refit.a, refit.b",
-        ),
-        (
-            {
-                "refit__a": "from megatron_policy.training.b import x",
-                "refit__c": "",
-                "training__b": "",
-                "training__d": "if TYPE_CHECKING:\n    from megatron_policy.refit import c",
-            },
-            "folders import each other in a circle: refit, training",
-        ),
+        ({"refit__a": "refit.b", "refit__b": "refit.a"}, "files"),
+        ({"refit": "refit.b", "refit__b": "refit"}, "files"),
+        ({"refit__a": "refit.deep.x", "refit__deep__x": "refit.b"}, "folders"),
+        ({"refit__a": "training.b", "training__d": "refit.c"}, "folders"),
+        ({"refit__a": "refit.b errors", "refit__b": "errors", "refit": "refit.a"}, ""),
     ],
-    ids=["files", "folders"],
 )
-def test_a_circle_is_reported(tmp_path, sources, said) -> None:
-    packages = {"refit__INIT": "", "training__INIT": ""}
-    (problem,) = check_circles(tree(tmp_path, INIT="", **packages, **sources))
-    assert problem == said
-
-
-def test_what_only_goes_down_is_no_circle(tmp_path) -> None:
-    modules = tree(
-        tmp_path,
-        INIT="from megatron_policy.refit.a import x",
-        refit__INIT="",
-        refit__a="from megatron_policy import errors\nfrom . import b",
-        refit__b="from megatron_policy.errors import ConfigError",
-        errors="",
-    )
-    assert check_circles(modules) == []
+def test_a_circle_of_files_or_folders_is_reported(imports: dict[str, str], said: str) -> None:
+    names = ("errors", "refit__a", "refit__b", "refit__c", "refit__INIT", "refit__deep__x")
+    names += ("refit__deep__INIT", "training__b", "training__d", "training__INIT")
+    modules = tree(**dict.fromkeys(names, ""))
+    problems = check_circles(modules, importing(modules, **imports))
+    assert [problem.split()[0] for problem in problems] == ([said] if said else [])
 
 
 @pytest.mark.parametrize(
-    ("where", "source"),
+    ("where", "foreign", "fine"),
     [
-        ("policy", "import ray"),
-        ("training__step", "def late():\n    from ray.util import placement_group"),
-        ("workers__group", "import nemo_rl"),
-        ("policy", "from megatron.core import parallel_state"),
-        ("converters__rows", "import megatron.core"),
-        ("converters__rows", "import safetensors"),
-        ("config", "from transformers import AutoConfig"),
-        ("weights__load", "from converters.rows import Row"),
+        ("converters__rows", "safetensors", False),
+        ("config", "transformers", False),
+        ("config", "yaml pydantic difflib torch", True),
+        ("converters__formats__hf_files", "safetensors transformers", True),
+        ("policy", "transformers", True),
     ],
 )
-def test_a_foreign_import_outside_its_place_is_reported(tmp_path, where, source) -> None:
-    (problem,) = check_foreign_imports(tree(tmp_path, **{where: source}))
-    assert where.replace("__", "/") in problem
-
-
-def test_foreign_imports_in_their_place_are_not_reported(tmp_path) -> None:
-    modules = tree(
-        tmp_path,
-        workers__group="import ray",
-        hosts__nemo_rl="import nemo_rl",
-        engines__megatron__build="import megatron.core, transformer_engine",
-        converters__formats__hf_files="import safetensors, transformers",
-        config="import yaml, pydantic, difflib",
-    )
-    assert check_foreign_imports(modules) == []
+def test_what_only_computes_imports_few_packages(where: str, foreign: str, fine: bool) -> None:
+    modules = tree(**{where: ""})
+    problems = check_pure_imports(modules, importing(modules, **{where: foreign}))
+    assert problems == [] if fine else "is pure, and imports" in problems[0]
 
 
 @pytest.mark.parametrize(
@@ -252,15 +223,15 @@ def test_foreign_imports_in_their_place_are_not_reported(tmp_path) -> None:
         "m = import_module(f'megatron.core.{name}')",
     ],
 )
-def test_a_string_that_names_megatron_outside_its_engine_is_reported(tmp_path, source) -> None:
-    modules = tree(tmp_path, training__step=source, engines__megatron__build=source)
+def test_a_string_that_names_megatron_outside_its_engine_is_reported(source) -> None:
+    modules = tree(training__step=source, engines__megatron__build=source)
     (problem,) = check_megatron_strings(modules, {})
-    assert problem.startswith("megatron_policy/training/step.py:1: 'megatron")
+    assert problem.startswith("training/step.py:1: 'megatron")
 
 
-def test_strings_that_do_not_name_megatron_and_excepted_ones_are_not_reported(tmp_path) -> None:
+def test_strings_that_do_not_name_megatron_and_excepted_ones_are_not_reported() -> None:
     source = '"""megatron.core"""\nx = "megatron_policy.policy", "no megatron.core"\nmegatron = 1'
-    modules = tree(tmp_path, training__step=source, config__keys="backend = 'megatron'")
+    modules = tree(training__step=source, config__keys="backend = 'megatron'")
     assert check_megatron_strings(modules, {("config.keys", "megatron"): "a value"}) == []
 
 
@@ -277,16 +248,16 @@ def test_strings_that_do_not_name_megatron_and_excepted_ones_are_not_reported(tm
         "def f():\n    os.system('true')",
     ],
 )
-def test_a_pure_module_that_touches_files_or_programs_is_reported(tmp_path, source) -> None:
-    modules = tree(tmp_path, packing__bins=source, training__step=source, config__file=source)
+def test_a_pure_module_that_touches_files_or_programs_is_reported(source) -> None:
+    modules = tree(packing__bins=source, training__step=source, config__file=source)
     (problem,) = check_files(modules, {"config.file": "the file of a configuration"})
-    assert problem.startswith("megatron_policy/packing/bins.py:")
+    assert problem.startswith("packing/bins.py:")
     assert problem.endswith("in a pure module")
 
 
-def test_names_of_files_that_are_only_computed_with_are_pure(tmp_path) -> None:
+def test_names_of_files_that_are_only_computed_with_are_pure() -> None:
     source = "from pathlib import Path\ndef f(path):\n    return path.name.replace('a', 'open')"
-    assert check_files(tree(tmp_path, packing__bins=source), {}) == []
+    assert check_files(tree(packing__bins=source), {}) == []
 
 
 @pytest.mark.parametrize(
@@ -305,14 +276,13 @@ def test_names_of_files_that_are_only_computed_with_are_pure(tmp_path) -> None:
         ("config", "import os\nx = os.environ['A']"),
     ],
 )
-def test_a_word_outside_its_place_is_reported(tmp_path, where, source) -> None:
-    problems = check_names(tree(tmp_path, **{where: source}))
+def test_a_word_outside_its_place_is_reported(where, source) -> None:
+    problems = check_names(tree(**{where: source}))
     assert problems and all(where.replace("__", "/") in problem for problem in problems)
 
 
-def test_comments_docstrings_longer_names_and_the_device_are_free(tmp_path) -> None:
+def test_comments_docstrings_longer_names_and_the_device_are_free() -> None:
     modules = tree(
-        tmp_path,
         device__INIT="import torch\nx = torch.cuda, 'nccl'",
         engines__megatron__process_groups="from megatron.core import parallel_state",
         workers__worker='"""cuda"""\ndef move_to_cuda(model):\n    """nccl."""  # cuda\n',
@@ -333,78 +303,74 @@ def lines(count: int) -> str:
         ("class Long:\n" + lines(250), "Long 251 lines"),
     ],
 )
-def test_what_is_too_long_is_reported_and_one_line_less_is_not(tmp_path, source, said) -> None:
-    (problem,) = check_lengths(tree(tmp_path, policy=source))
+def test_what_is_too_long_is_reported_and_one_line_less_is_not(source, said) -> None:
+    (problem,) = check_lengths(tree(policy=source))
     assert said in problem
     shorter = source[: source.rstrip("\n").rfind("\n") + 1] if source.strip() else source[1:]
-    assert check_lengths(tree(tmp_path, policy=shorter)) == []
+    assert check_lengths(tree(policy=shorter)) == []
 
 
-def test_two_classes_of_one_name_are_reported_but_not_protocols_or_private_ones(tmp_path) -> None:
+def test_two_classes_of_one_name_are_reported_but_not_protocols_or_private_ones() -> None:
     modules = tree(
-        tmp_path,
         batch="class Part: ...\nclass _Own: ...\nclass Seen(Protocol): ...",
         device="class Seen(typing.Protocol): ...",
         version="class Seen(typing.Protocol[T]): ...",
         errors="class Part: ...\nclass _Own: ...\nclass Seen: ...",
     )
     (problem,) = check_class_names(modules, {})
-    assert problem == "two classes Part: megatron_policy/batch.py:1, megatron_policy/errors.py:1"
+    assert problem == "two classes Part: batch.py:1, errors.py:1"
     assert check_class_names(modules, {"Part": "for a reason"}) == []
 
 
-def test_a_class_of_a_name_that_only_begins_like_protocol_is_none(tmp_path) -> None:
-    modules = tree(tmp_path, batch="class A(ProtocolError): ...", errors="class A: ...")
+def test_a_class_of_a_name_that_only_begins_like_protocol_is_none() -> None:
+    modules = tree(batch="class A(ProtocolError): ...", errors="class A: ...")
     assert len(check_class_names(modules, {})) == 1
 
 
-def test_a_short_file_with_one_importer_is_reported_unless_it_may_stand_alone(tmp_path) -> None:
-    modules = tree(
-        tmp_path,
-        INIT="from .refit.whole import f",
-        refit__INIT="",
-        refit__whole="from .piece import x\nfrom .shared import y\nfrom .shape import Z\n" * 30,
-        refit__piece="x = 1",
-        refit__shared="y = 1",
-        refit__other="from .shared import y\n" * 80,
-        refit__shape="class Z(Protocol): ...",
-        refit__attribute="class Y(typing.Protocol): ...",
-        converters__families__llama="TABLE = ()",
+def test_a_short_file_with_one_importer_is_reported_unless_it_may_stand_alone() -> None:
+    sources = {
+        "INIT": "",
+        "refit__INIT": "",
+        "refit__whole": "\n" * 90,
+        "refit__piece": "x = 1",
+        "refit__shared": "y = 1",
+        "refit__other": "\n" * 80,
+        "refit__shape": "class Z(Protocol): ...",
+        "refit__attribute": "class Y(typing.Protocol): ...",
+        "converters__families__llama": "TABLE = ()",
+    }
+    modules = tree(**sources)
+    imports = importing(
+        modules, refit__whole="refit.piece refit.shared", refit__other="refit.shared"
     )
-    (problem,) = check_fragments(modules, {})
-    assert problem.startswith("megatron_policy/refit/piece.py: 0 lines, imported by refit.whole")
-    assert check_fragments(modules, {"refit.piece": "for a reason"}) == []
+    (problem,) = check_fragments(modules, imports, {})
+    assert problem.startswith("refit/piece.py: 0 lines, imported by refit.whole")
+    assert check_fragments(modules, imports, {"refit.piece": "for a reason"}) == []
 
 
 @pytest.mark.parametrize(("lines", "fragments"), [(79, 1), (80, 0)])
-def test_a_fragment_has_fewer_than_80_lines(tmp_path, lines, fragments) -> None:
-    modules = tree(tmp_path, refit__piece="\n" * lines)
-    assert len(check_fragments(modules, {})) == fragments
+def test_a_fragment_has_fewer_than_80_lines(lines: int, fragments: int) -> None:
+    modules = tree(refit__piece="\n" * lines)
+    assert len(check_fragments(modules, importing(modules), {})) == fragments
 
 
-@pytest.mark.parametrize("entry", ["refit.*", "refit.gone", "refit.long"])
-def test_an_exception_that_excepts_no_fragment_is_reported(tmp_path, entry) -> None:
-    modules = tree(tmp_path, refit__piece="x = 1", refit__long="x = 1\n" * 80)
-    excepted = {"refit.piece": "for a reason", entry: "for a reason"}
-    assert check_fragments(modules, excepted) == [f"FRAGMENTS: {entry!r} excepts nothing"]
-
-
-@pytest.mark.parametrize("entry", ["P*", "Gone", "Once"])
-def test_an_exception_that_excepts_no_class_is_reported(tmp_path, entry) -> None:
-    modules = tree(tmp_path, batch="class Part: ...\nclass Once: ...", errors="class Part: ...")
-    excepted = {"Part": "for a reason", entry: "for a reason"}
-    assert check_class_names(modules, excepted) == [f"SAME_CLASS_NAME: {entry!r} excepts nothing"]
-
-
-def test_an_exception_that_excepts_no_string_and_no_file_is_reported(tmp_path) -> None:
-    modules = tree(tmp_path, config__keys="x = 1")
+def test_an_exception_that_excepts_nothing_is_reported() -> None:
+    modules = tree(refit__piece="x = 1", refit__long="x = 1\n" * 80)
+    for entry in ("refit.*", "refit.gone", "refit.long"):
+        excepted = {"refit.piece": "for a reason", entry: "for a reason"}
+        problems = check_fragments(modules, importing(modules), excepted)
+        assert problems == [f"FRAGMENTS: {entry!r} excepts nothing"]
+    modules = tree(batch="class Part: ...\nclass Once: ...", errors="class Part: ...")
+    for entry in ("P*", "Gone", "Once"):
+        problems = check_class_names(modules, {"Part": "for a reason", entry: "for a reason"})
+        assert problems == [f"SAME_CLASS_NAME: {entry!r} excepts nothing"]
+    modules = tree(config__keys="x = 1")
     (string,) = check_megatron_strings(modules, {("config.keys", "megatron"): "for a reason"})
     (file,) = check_files(modules, {"config.keys": "for a reason"})
     assert string == "NAMES_MEGATRON: ('config.keys', 'megatron') excepts nothing"
     assert file == "READS_FILES: 'config.keys' excepts nothing"
 
 
-@pytest.mark.parametrize("body", ["pass", "continue", "...", "'why'"])
 @pytest.mark.parametrize(
     "handler",
     [
@@ -416,18 +382,17 @@ def test_an_exception_that_excepts_no_string_and_no_file_is_reported(tmp_path) -
         "except* Exception:",
     ],
 )
-def test_a_handler_that_swallows_every_error_is_reported(tmp_path, handler, body) -> None:
-    if "*" in handler and body == "continue":
-        body = "pass"  # Python itself refuses to leave such a handler
-    source = f"for _ in x:\n    try:\n        x = 1\n    {handler}\n        {body}\n"
-    assert len(check_swallowed_errors(tree(tmp_path, policy=source))) == 1
+def test_a_handler_that_swallows_every_error_is_reported(handler: str) -> None:
+    for body in ("pass", "...", "'why'", *(["continue"] if "*" not in handler else [])):
+        source = f"for _ in x:\n    try:\n        x = 1\n    {handler}\n        {body}\n"
+        assert len(check_swallowed_errors(tree(policy=source))) == 1, body
 
 
 @pytest.mark.parametrize("kind", ["Exception", "BaseException", "OSError, Exception"])
-@pytest.mark.parametrize("suppress", ["suppress", "contextlib.suppress"])
-def test_a_suppression_of_every_error_is_reported(tmp_path, suppress, kind) -> None:
-    source = f"with {suppress}({kind}):\n    x = 1\n"
-    assert len(check_swallowed_errors(tree(tmp_path, policy=source))) == 1
+def test_a_suppression_of_every_error_is_reported(kind: str) -> None:
+    for suppress in ("suppress", "contextlib.suppress"):
+        source = f"with {suppress}({kind}):\n    x = 1\n"
+        assert len(check_swallowed_errors(tree(policy=source))) == 1
 
 
 @pytest.mark.parametrize(
@@ -439,11 +404,13 @@ def test_a_suppression_of_every_error_is_reported(tmp_path, suppress, kind) -> N
         "with contextlib.suppress(OSError):\n    x = 1\n",
     ],
 )
-def test_a_handler_of_some_errors_or_one_that_does_something_is_not(tmp_path, source) -> None:
-    assert check_swallowed_errors(tree(tmp_path, policy=source)) == []
+def test_a_handler_of_some_errors_or_one_that_does_something_is_not(source: str) -> None:
+    assert check_swallowed_errors(tree(policy=source)) == []
 
 
-def test_the_link_to_the_converters_is_not_walked_twice(tmp_path) -> None:
-    tree(tmp_path, INIT="", converters__rows="")
+def test_the_link_to_the_converters_is_not_walked_twice(tmp_path: Path) -> None:
+    for file in ("megatron_policy/__init__.py", "converters/rows.py"):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
     (tmp_path / "megatron_policy" / "converters").symlink_to("../converters")
     assert [module.name for module in package_modules(tmp_path)] == ["", "converters.rows"]

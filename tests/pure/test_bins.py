@@ -78,13 +78,6 @@ def test_dynamic_bins_cost_about_the_same_where_rows_could_all_be_thrown_togethe
     assert [len(members) for members in bins] == [3, 3, 3, 3]
 
 
-def test_a_row_longer_than_a_dynamic_bin_is_named() -> None:
-    with pytest.raises(
-        BatchError, match="row 1 has 128 tokens with its padding, more than the 100"
-    ):
-        dynamic_bins([64, 128], 100, 1, COST)
-
-
 @given(LENGTHS.filter(bool))
 def test_balanced_never_needs_more_bins_than_first_fit_decreasing(lengths: list[int]) -> None:
     ours = pack(lengths, CAPACITY, "balanced", costs=costs_of(lengths))
@@ -119,15 +112,15 @@ def test_modified_first_fit_decreasing_pairs_short_rows_beside_long_ones() -> No
 
 def test_names_of_algorithms_may_be_in_capitals_and_others_are_answered_with_all() -> None:
     assert pack([1, 2], 3, "FIRST_FIT_DECREASING", costs=[1, 2]) == [[1, 0]]
-    with pytest.raises(
-        ConfigError, match="'best_fit' is unknown: use one of balanced, concatenative"
-    ):
+    with pytest.raises(ConfigError, match="'best_fit' is unknown: use one of balanced, conc"):
         pack([1], 3, "best_fit", costs=[1])
 
 
 def test_a_row_longer_than_a_bin_is_named() -> None:
     with pytest.raises(BatchError, match="row 2 has 9 tokens, more than the 8 of a bin"):
         pack([1, 8, 9], 8, costs=[1, 8, 9])
+    with pytest.raises(BatchError, match="row 1 has 128 tokens with its padding, more than the"):
+        dynamic_bins([64, 128], 100, 1, COST)
 
 
 def test_splitting_halves_the_costliest_bin_and_leaves_the_others() -> None:
@@ -137,17 +130,14 @@ def test_splitting_halves_the_costliest_bin_and_leaves_the_others() -> None:
     assert sorted(map(sorted, split_to([[0, 1]], 4, costs))) == [[], [], [0], [1]]
 
 
-def test_swaps_between_full_bins_even_out_what_owners_have() -> None:
+def test_swaps_between_full_bins_even_out_what_owners_of_one_or_more_have() -> None:
     costs = [1.0, 1.0, 3.0, 3.0]
     bins = levelled([[0, 1], [2, 3]], [0, 1], [5, 5, 5, 5], costs, 10)
     assert [sum(costs[item] for item in members) for members in bins] == [4.0, 4.0]
-
-
-def test_an_owner_of_two_bins_is_evened_out_as_a_whole() -> None:
     costs = [9.0, 1.0, 4.0, 4.0, 2.0]
     bins = levelled([[0], [4], [1], [2, 3]], [0, 0, 1, 1], [1] * 5, costs, 2)
-    loads = [sum(costs[item] for item in [*bins[a], *bins[a + 1]]) for a in (0, 2)]
-    assert loads == [10.0, 10.0]
+    found = [sum(costs[item] for item in [*bins[a], *bins[a + 1]]) for a in (0, 2)]
+    assert found == [10.0, 10.0]
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 3))

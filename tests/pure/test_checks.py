@@ -66,13 +66,10 @@ def spoilt(rows: int, *at: int, value: float) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.parametrize("batching", [PADDED, DYNAMIC, PACKED])
-def test_data_whose_rows_fit_pass(batching: Batching) -> None:
-    check_training_data(training(), 9, batching)
-    assert checked_lengths(training(), batching) == [1, 4, 3]
-
-
-def test_padded_rows_without_lengths_are_as_long_as_the_tensor() -> None:
+def test_data_whose_rows_fit_pass_and_without_lengths_rows_are_as_long_as_the_tensor() -> None:
+    for batching in (PADDED, DYNAMIC, PACKED):
+        check_training_data(training(), 9, batching)
+        assert checked_lengths(training(), batching) == [1, 4, 3]
     assert checked_lengths(training(input_lengths=None), PADDED) == [6, 6, 6]
 
 
@@ -184,16 +181,11 @@ def test_candidates_that_are_missing_or_no_entries_of_the_vocabulary_are_named(
         check_loss_inputs(Distillation(), training(teacher=teacher), 9)
 
 
-@pytest.mark.parametrize("lengths", [None, torch.tensor([1, 4, 3])])
-def test_candidates_beyond_a_row_are_looked_at_where_it_is_computed(
-    lengths: torch.Tensor | None,
-) -> None:
-    data = training(teacher=entries(1, 4, 0, value=-100), input_lengths=lengths)
-    if lengths is not None:
-        check_loss_inputs(Distillation(), data, 9)
-        return
+def test_candidates_beyond_a_row_are_looked_at_where_it_is_computed() -> None:
+    teacher = entries(1, 4, 0, value=-100)
+    check_loss_inputs(Distillation(), training(teacher=teacher), 9)
     with pytest.raises(BatchError, match="entry -100 in row 1 at position 4"):
-        check_loss_inputs(Distillation(), data, 9)
+        check_loss_inputs(Distillation(), training(teacher=teacher, input_lengths=None), 9)
 
 
 def test_a_loss_that_takes_what_is_not_fed_is_told_what_is() -> None:

@@ -16,6 +16,7 @@ from megatron_policy.config.parallel_sizes import parallel_sizes
 from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected
 from megatron_policy.config.section import Section
 from megatron_policy.errors import ConfigError
+from tests.pure.test_config import minimal
 from tests.unit import host_policies
 
 PACKAGE = Path(__file__).parents[2] / "megatron_policy"
@@ -80,15 +81,12 @@ def test_every_applied_key_and_every_section_is_a_typed_field() -> None:
     assert (sections | applied) - FIELDS == set()
 
 
-def test_every_section_has_rules_and_all_rules_stand_in_a_section() -> None:
-    nested = {f"{path}." for path, rule in KEYS.items() if isinstance(rule, Nested)}
-    assert nested == SECTIONS.keys() - {""}
-
-
-def test_a_section_without_a_type_has_no_applied_key() -> None:
-    for path, rule in KEYS.items():
-        if isinstance(rule, Nested) and rule.section is None:
-            kinds = {type(each) for each in SECTIONS[f"{path}."].values()}
+def test_sections_have_rules_and_those_without_a_type_no_applied_key() -> None:
+    nested = {f"{path}.": rule for path, rule in KEYS.items() if isinstance(rule, Nested)}
+    assert nested.keys() == SECTIONS.keys() - {""}
+    for path, rule in nested.items():
+        if rule.section is None:
+            kinds = {type(each) for each in SECTIONS[path].values()}
             assert kinds <= {Ignored, Rejected}, path
 
 
@@ -206,8 +204,7 @@ def test_a_section_that_is_off_may_say_what_it_likes(path: str) -> None:
 
 
 def test_switches_are_those_of_what_is_not_supported() -> None:
-    expected = {"draft"}
-    expected |= {"megatron_cfg.fp8_cfg", "dtensor_cfg.lora_cfg"}
+    expected = {"draft", "megatron_cfg.fp8_cfg", "dtensor_cfg.lora_cfg"}
     assert {path.removesuffix(".enabled") for path in SWITCHES} == expected
 
 
@@ -337,29 +334,16 @@ OTHER = [
 
 
 def _policy(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A minimal policy with a section `generation` and these keys by path; null is not given."""
-    raw: dict[str, Any] = {
-        "model_name": "m",
-        "train_global_batch_size": 8,
-        "train_micro_batch_size": 2,
-        "generation": {"max_new_tokens": 4},
-        "megatron_cfg": {"enabled": True},
-    }
-    for path, value in keys.items():
-        *sections, name = path.split(".")
-        (raw[sections[0]] if sections else raw)[name] = value
-    return raw
+    return minimal(**{"generation.max_new_tokens": 4} | keys)
 
 
-@pytest.mark.parametrize("keys", SAME, ids=str)
-def test_a_key_that_means_the_same_as_its_twin_passes(keys: dict[str, Any]) -> None:
-    PolicyConfig.parse(_policy(keys))
-
-
-@pytest.mark.parametrize("keys", OTHER, ids=str)
-def test_a_key_that_contradicts_its_twin_or_its_default_is_refused(keys: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"policy\.{next(iter(keys))}=.*would change results"):
+def test_a_key_passes_only_if_it_means_the_same_as_its_twin_or_its_default() -> None:
+    for keys in SAME:
         PolicyConfig.parse(_policy(keys))
+    for keys in OTHER:
+        said = rf"policy\.{next(iter(keys))}=.*would change results"
+        with pytest.raises(ConfigError, match=said):
+            PolicyConfig.parse(_policy(keys))
 
 
 def test_a_level_of_giving_memory_back_that_does_not_exist_is_refused() -> None:

@@ -11,13 +11,14 @@ from megatron_policy.errors import (
     ConversionError,
     LossError,
     RefitError,
+    TransitionError,
     WorkerError,
 )
 
+KINDS = (BatchError, ConfigError, ConversionError, CheckpointError, LossError, RefitError)
 
-@pytest.mark.parametrize(
-    "kind", [BatchError, ConfigError, ConversionError, CheckpointError, LossError, RefitError]
-)
+
+@pytest.mark.parametrize("kind", [*KINDS, TransitionError])
 def test_errors_survive_pickling(kind: type[Exception]) -> None:
     again = pickle.loads(pickle.dumps(kind("what and how to fix it")))
     assert type(again) is kind

@@ -271,12 +271,15 @@ def test_a_loss_of_the_entropy_alone_is_differentiated() -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Names of the operators called, and elements of the largest tensor that one of them made."""
+    """Names of the operators called, and elements of the largest tensor that one of them made;
+    views of `given` are left out.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, given: torch.Tensor | None = None) -> None:
         super().__init__()
         self.called: list[str] = []
         self.largest = 0
+        self.given = None if given is None else given.untyped_storage().data_ptr()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -285,8 +288,9 @@ class Watch(TorchDispatchMode):
         self.called.append(str(func))
         for value in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(value, torch.Tensor):
-                held = value.untyped_storage().nbytes() // value.element_size()
-                self.largest = max(self.largest, held)
+                storage = value.untyped_storage()
+                if storage.data_ptr() != self.given:
+                    self.largest = max(self.largest, storage.nbytes() // value.element_size())
         return result
 
 

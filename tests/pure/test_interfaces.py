@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import inspect
 from typing import Any
 
 import pytest
@@ -19,58 +18,14 @@ from megatron_policy.interfaces import (
     ReferenceLogprobOutputSpec,
 )
 
-POLICY = {
-    "get_logprobs": ["data"],
-    "get_reference_policy_logprobs": ["data"],
-    "train": ["data", "loss_fn", "eval_mode", "gbs", "mbs"],
-    "prepare_for_training": ["args", "kwargs"],
-    "finish_training": ["args", "kwargs"],
-    "save_checkpoint": ["args", "kwargs"],
-    "shutdown": [],
-}
-COLOCATABLE = POLICY | {
-    "init_collective": ["ip", "port", "world_size"],
-    "offload_before_refit": [],
-    "offload_after_refit": [],
-    "prepare_refit_info": [],
-    "prepare_weights_for_ipc": ["args", "kwargs"],
-    "get_weights_ipc_handles": ["keys"],
-    "broadcast_weights_for_collective": [],
-}
-GENERATION = {
-    "generate": ["data", "greedy"],
-    "prepare_for_generation": ["args", "kwargs"],
-    "finish_generation": ["args", "kwargs"],
-}
-
 
 @pytest.mark.parametrize(
-    ("interface", "methods"),
-    [
-        (PolicyInterface, POLICY),
-        (ColocatablePolicyInterface, COLOCATABLE),
-        (GenerationInterface, GENERATION),
-    ],
+    "interface", [PolicyInterface, ColocatablePolicyInterface, GenerationInterface]
 )
-def test_an_implementation_must_have_every_method_under_its_public_arguments(
-    interface: Any, methods: dict[str, list[str]]
-) -> None:
-    assert interface.__abstractmethods__ == methods.keys()
-    for name, arguments in methods.items():
-        parameters = inspect.signature(getattr(interface, name)).parameters
-        assert list(parameters) == ["self", *arguments], name
-
-
-def test_training_and_generating_need_data_only() -> None:
-    train = inspect.signature(PolicyInterface.train).parameters
-    assert [train[name].default for name in ("eval_mode", "gbs", "mbs")] == [False, None, None]
-    assert inspect.signature(GenerationInterface.generate).parameters["greedy"].default is False
-
-
-def test_a_class_that_lacks_a_method_cannot_be_made() -> None:
-    lacking = type("Lacking", (PolicyInterface,), dict.fromkeys(POLICY.keys() - {"train"}, print))
-    with pytest.raises(TypeError, match="train"):
-        lacking()
+def test_an_implementation_must_have_every_method(interface: Any) -> None:
+    """tests/public_api.txt has their arguments."""
+    methods = {name for name in dir(interface) if not name.startswith("_")}
+    assert len(methods) > 2 and interface.__abstractmethods__ == methods
 
 
 def test_results_have_the_keys_that_algorithms_read() -> None:

@@ -21,16 +21,13 @@ from megatron_policy.config.layout import (
 from megatron_policy.converters.architecture.traits import Mla, Moe, QkNorm, Scoring
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import LayerSplit, Topology
+from tests.pure.test_config import minimal
 
 
 def shape(**changes: Any) -> Any:
     """A model of 8 layers, 8 attention heads, 4 key-value heads and 96 feed-forward channels."""
-    counts = {
-        "num_layers": 8,
-        "num_attention_heads": 8,
-        "num_query_groups": 4,
-        "ffn_hidden_size": 96,
-    }
+    counts = {"num_layers": 8, "num_attention_heads": 8, "num_query_groups": 4}
+    counts |= {"ffn_hidden_size": 96}
     kinds = {"mlp_bias": False, "qk_norm": QkNorm.NONE, "moe": None, "mla": None}
     traits = counts | kinds | changes
     return SimpleNamespace(**traits, mlp_widths=(traits["ffn_hidden_size"],))
@@ -38,14 +35,8 @@ def shape(**changes: Any) -> Any:
 
 def config(gbs: int = 16, mbs: int = 2, **megatron: Any) -> PolicyConfig:
     """A policy with these keys in its megatron_cfg."""
-    return PolicyConfig.parse(
-        {
-            "model_name": "m",
-            "train_global_batch_size": gbs,
-            "train_micro_batch_size": mbs,
-            "megatron_cfg": {"enabled": True, **megatron},
-        }
-    )
+    sizes = {"train_global_batch_size": gbs, "train_micro_batch_size": mbs}
+    return PolicyConfig.parse(minimal(**sizes, megatron_cfg={"enabled": True, **megatron}))
 
 
 def test_data_parallelism_is_what_the_other_axes_leave() -> None:
@@ -57,16 +48,13 @@ def test_data_parallelism_is_what_the_other_axes_leave() -> None:
     assert topology_of(policy, 8) == Topology(tp=2, pp=2, dp=2, vpp=2)
 
 
-def test_a_single_rank_is_refused_as_one() -> None:
-    with pytest.raises(ConfigError, match=r"^1 rank does not hold whole replicas .*start 2, 4, 6"):
-        topology_of(config(tensor_model_parallel_size=2), 1)
-
-
 @pytest.mark.parametrize("world", [0, 2, 6])
 def test_ranks_that_hold_no_whole_replica_are_told_how_many_do(world: int) -> None:
     policy = config(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     with pytest.raises(ConfigError, match=r"start 4, 8, 12, \.\.\. ranks"):
         topology_of(policy, world)
+    with pytest.raises(ConfigError, match=r"^1 rank does not hold whole replicas .*start 2, 4, 6"):
+        topology_of(config(tensor_model_parallel_size=2), 1)
 
 
 def refusal(policy: PolicyConfig, model: Any, world: int) -> str:
@@ -136,15 +124,6 @@ UNEVEN = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage
 CHUNKS = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 
 
-def recomputed(number: int, method: str, **layout: int) -> PolicyConfig:
-    return config(
-        activation_checkpointing=True,
-        recompute_method=method,
-        recompute_num_layers=number,
-        **layout,
-    )
-
-
 @pytest.mark.parametrize(
     ("method", "layout", "legal", "named"),
     [
@@ -161,7 +140,8 @@ def test_layers_to_recompute_are_those_that_a_model_chunk_has(
 ) -> None:
     world = layout.get("pipeline_model_parallel_size", 1)
     for number in (*range(1, 10), 99):
-        policy = recomputed(number, method, **layout)
+        keys = {"recompute_method": method, "recompute_num_layers": number}
+        policy = config(activation_checkpointing=True, **keys, **layout)
         if number in legal:
             check_layout(policy, shape(), topology_of(policy, world))
         else:
@@ -245,11 +225,7 @@ def batched(section: str, gbs: int, **megatron: Any) -> PolicyConfig:
 
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
 def test_microbatches_of_tokens_ask_for_equal_shares_unless_a_driver_plans(section: str) -> None:
-    stages = {
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-    }
-    policy = batched(section, gbs=7, **stages)
+    policy = batched(section, gbs=7, **CHUNKS)
     assert not pads(policy) and pads(config())
     check_layout(policy, shape(), topology_of(policy, 8), planned=True)
     assert "is not a multiple of 4 data-parallel ranks" in (said := refusal(policy, shape(), 8))
@@ -291,10 +267,7 @@ def test_latent_attention_needs_sequence_parallelism_to_be_split() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("moe_router_load_balancing_type", "sinkhorn"),
-        ("moe_router_dtype", "bf16"),
-    ],
+    [("moe_router_load_balancing_type", "sinkhorn"), ("moe_router_dtype", "bf16")],
 )
 def test_wishes_about_routers_that_are_not_supported_are_refused_where_there_are_routers(
     key: str, value: Any
@@ -371,7 +344,6 @@ def test_a_capacity_that_cannot_be_is_refused() -> None:
 @pytest.mark.parametrize("section", ["sequence_packing", "dynamic_batching"])
 def test_microbatches_of_fewer_tokens_than_the_layout_can_split_are_refused(section: str) -> None:
     small = {section: {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 16}}
-    policy = {"model_name": "m", "train_global_batch_size": 4, "train_micro_batch_size": 1}
-    policy |= {"make_sequence_length_divisible_by": 16, "megatron_cfg": {"enabled": True}} | small
+    policy = PolicyConfig.parse(minimal(make_sequence_length_divisible_by=16, **small))
     with pytest.raises(ConfigError, match=rf"{section}.train_mb_tokens=8 is less than 16"):
-        check_layout(PolicyConfig.parse(policy), shape(), Topology())
+        check_layout(policy, shape(), Topology())

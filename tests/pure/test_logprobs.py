@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_policy.lm_head.logprobs import vocab_parallel_logprobs
-
-ALONE = dist.ProcessGroup(0, 1)
+from tests.pure.test_fused import ALONE, Watch
 
 
 def logits_and_targets(rows: int, length: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,28 +36,9 @@ def test_chunks_give_log_softmax_and_its_gradient(shape: tuple[int, int], chunk:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-class Made(TorchDispatchMode):
-    """Elements of the largest tensor made that is not a view of `given`."""
-
-    def __init__(self, given: torch.Tensor) -> None:
-        super().__init__()
-        self.given = given.untyped_storage().data_ptr()
-        self.largest = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            storage = result.untyped_storage()
-            if storage.data_ptr() != self.given:
-                self.largest = max(self.largest, storage.nbytes() // result.element_size())
-        return result
-
-
 @pytest.mark.parametrize("chunk", [8, 64])
 def test_reading_holds_a_chunk_beyond_the_logits(chunk: int) -> None:
     logits_BSV, targets_BS = logits_and_targets(2, 64, 500)
-    with Made(logits_BSV) as made, torch.no_grad():
+    with Watch(logits_BSV) as watch, torch.no_grad():
         vocab_parallel_logprobs(logits_BSV, targets_BS, 0, ALONE, chunk)
-    assert made.largest == chunk * 500
+    assert watch.largest == chunk * 500

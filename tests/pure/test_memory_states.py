@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 
 import pytest
 
-from megatron_policy.errors import ConfigError, TransitionError
+from megatron_policy.errors import ConfigError
 from megatron_policy.memory.states import (
     ALL,
     FORWARD,
@@ -77,7 +76,3 @@ def test_kinds_are_given_alone_or_together_and_others_are_refused_with_the_legal
     assert kinds_of(["optimizer", Kind.PARAMETERS]) == {Kind.OPTIMIZER, Kind.PARAMETERS}
     with pytest.raises(ConfigError, match=r"weights.*legal: parameters, gradients, optimizer"):
         kinds_of(["weights", "optimizer"])
-
-
-def test_a_failed_transition_survives_pickling() -> None:
-    assert str(pickle.loads(pickle.dumps(TransitionError("no room")))) == "no room"

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.batching import batching_of
-from megatron_policy.errors import BatchError, ConfigError
+from megatron_policy.errors import BatchError
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.packing.multiples import NARROWEST, Multiples
 from megatron_policy.packing.plan import MicrobatchSpan, Plan, RankPlan, consecutive, plan_rows
 from megatron_policy.packing.tokens import packed_layout, padded_layout
+from tests.pure.test_config import minimal
 
 COST = sequence_cost(hidden_size=8)
 PACKED = Batching("packed", 64)
@@ -125,16 +126,8 @@ def test_ranks_cost_the_same_within_a_fiftieth_where_short_rows_are_in_pairs(
 @pytest.mark.parametrize(
     ("settings", "lengths", "message"),
     [
-        (
-            PACKED,
-            [30, 34, 33, 32],
-            r"rows 2 to 3, .* take 65 tokens .*, more than tokens=64: raise",
-        ),
-        (
-            DYNAMIC,
-            [24, 32, 33, 1],
-            r"rows 2 to 3, .* take 80 tokens .*, more than tokens=64: raise",
-        ),
+        (PACKED, [30, 34, 33, 32], "rows 2 to 3, .* take 65 tokens .*, more than tokens=64: raise"),
+        (DYNAMIC, [24, 32, 33, 1], "rows 2 to 3, .* take 80 tokens .*, more than tokens=64: raise"),
         (PACKED, [65, 1], "row 0 has 65 tokens"),
         (DYNAMIC, [1, 1, 1], "a batch of 3 rows cuts a group of 2 rows.*make it a multiple of 2"),
     ],
@@ -214,30 +207,23 @@ def test_a_plan_of_the_host_is_read_as_it_is() -> None:
         ([[[0, 2], [2, 4]]], [[9]], None, "do not match micro_batch_indices"),
         ([[[0, 2], [2, 4]]], [[3, 2]], None, "rows 2 to 3 need 3 positions.* has 2"),
         ([[[0, 1]], [[0, 3]]], [[3], [8]], [1, 3], "rows 1 to 3 need 9 positions.* has 8"),
+        ([[[0, 1, 2]]], [[4]], None, "micro_batch_indices"),
+        ([[0, 4]], [[4]], None, "micro_batch_indices"),
+        ([[["a", 4]]], [[4]], None, "micro_batch_indices"),
+        (7, [[4]], None, "micro_batch_indices"),
     ],
 )
-def test_a_plan_that_does_not_hold_every_row_once_is_refused(
+def test_a_plan_of_another_form_or_without_every_row_once_is_refused(
     indices: Any, lengths: Any, counts: Any, message: str
 ) -> None:
-    data = host(
-        4,
-        micro_batch_indices=indices,
-        micro_batch_lengths=lengths,
-        elem_counts_per_gb=counts,
-    )
+    names = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
     with pytest.raises(BatchError, match=message):
-        Plan.of(data)
+        Plan.of(host(4, **dict(zip(names, (indices, lengths, counts), strict=True))))
 
 
 def batching(training: bool = True, cp: int = 1, **sections: Any) -> Batching:
-    policy = {
-        "model_name": "m",
-        "train_global_batch_size": 8,
-        "train_micro_batch_size": 2,
-        "make_sequence_length_divisible_by": 16,
-        "megatron_cfg": {"enabled": True, "context_parallel_size": cp},
-    }
-    return batching_of(PolicyConfig.parse(policy | sections), training)
+    keys = {"make_sequence_length_divisible_by": 16, "megatron_cfg.context_parallel_size": cp}
+    return batching_of(PolicyConfig.parse(minimal(**keys, **sections)), training)
 
 
 def test_batching_is_what_the_configuration_asks_for() -> None:
@@ -252,12 +238,6 @@ def test_batching_is_what_the_configuration_asks_for() -> None:
     assert dynamic == Batching("dynamic", 64, 16, None, "dynamic_batching.train_mb_tokens", 16)
     rounded = batching(dynamic_batching=tokens | {"sequence_length_round": 24}, training=False)
     assert rounded == Batching("dynamic", 128, 48, None, "dynamic_batching.logprob_mb_tokens", 16)
-
-
-def test_fewer_tokens_than_the_layout_can_split_are_refused() -> None:
-    for section in ("sequence_packing", "dynamic_batching"):
-        with pytest.raises(ConfigError, match=rf"{section}.train_mb_tokens=8 is less than 16"):
-            batching(**{section: {"enabled": True, "train_mb_tokens": 8}})
 
 
 @given(lengths=LENGTHS.filter(bool), round_to=st.sampled_from([1, 4, 6]), row=st.integers(1, 8))
@@ -280,11 +260,3 @@ def test_no_microbatch_computes_more_positions_than_its_budget(
                 wide = max(min(span.length, width), min(NARROWEST, width))
                 layout = padded_layout(len(own), wide, multiples.row, 1)
             assert layout.sources_CTR.numel() <= tokens, (kind, own)
-
-
-@pytest.mark.parametrize("indices", [[[[0, 1, 2]]], [[0, 3]], [[["a", 3]]], 7])
-def test_a_plan_of_another_form_is_refused(indices: Any) -> None:
-    data = BatchedDataDict({"input_ids": torch.ones(3, 4)})
-    data.micro_batch_indices, data.micro_batch_lengths = indices, [[4]]
-    with pytest.raises(BatchError, match="micro_batch_indices"):
-        Plan.of(data)

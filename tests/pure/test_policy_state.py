@@ -65,13 +65,6 @@ def test_weights_in_use_are_not_taken_away() -> None:
     state.check("train()", TRAIN_STEP)
 
 
-def test_memory_that_is_away_names_the_call_that_brings_it_back() -> None:
-    state = PolicyState()
-    state.enter(IDLE)
-    with pytest.raises(ConfigError, match=r"call prepare_for_training\(\) first"):
-        state.check("train()", TRAIN_STEP)
-
-
 def test_memory_in_use_or_with_gradients_of_an_open_step_stays() -> None:
     state = PolicyState()
     with (
@@ -86,6 +79,9 @@ def test_memory_in_use_or_with_gradients_of_an_open_step_stays() -> None:
     assert state.memory == TRAIN
     state.end_step("abort_train_step()")
     state.check_can_enter(LOGPROB)
+    state.enter(IDLE)
+    with pytest.raises(ConfigError, match=r"call prepare_for_training\(\) first"):
+        state.check("train()", TRAIN_STEP)
 
 
 def test_a_load_ends_only_after_it_has_begun() -> None:

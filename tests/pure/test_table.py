@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -128,41 +129,29 @@ def test_removing_any_row_names_the_hf_tensors_nobody_uses(family: str, tied: bo
             assert f"unexpected: {name} [" in str(caught.value), row.megatron
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
-def test_renaming_any_hf_tensor_names_it_and_what_it_feeds(family: str, tied: bool) -> None:
-    table = small(family, layers=1, tie_word_embeddings=tied)
+DTYPES = (torch.int32, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.float64)
+
+
+@of_each_family
+def test_renaming_reshaping_or_casting_any_hf_tensor_names_it(family: str, tied: bool) -> None:
+    table = small(family, tie_word_embeddings=tied)
+    shapes = table.hf_shapes()
     fed = {name: entry.megatron for entry in table.exported() for name in entry.hf}
-    for name, shape in table.hf_shapes().items():
-        found = {k: v for k, v in table.hf_shapes().items() if k != name} | {f"{name}x": shape}
+    owned = [row for row in ROWS[family, tied] if row.owns]
+    names = [name for row in owned for name in entries_of(row, table)[0].hf]
+    for name, dtype in zip(names, cycle(DTYPES)):
+        shape = list(shapes[name])
         with pytest.raises(ConversionError) as caught:
-            check(table, found)
-        assert f"missing: {name} {list(shape)}, which feeds {fed[name]} (" in str(caught.value)
-        assert f"unexpected: {name}x {list(shape)}" in str(caught.value)
+            check(table, {k: v for k, v in shapes.items() if k != name} | {f"{name}x": shape})
+        assert f"missing: {name} {shape}, which feeds {fed[name]} (" in str(caught.value)
+        assert f"unexpected: {name}x {shape}" in str(caught.value)
         assert f"misspelt {name}?" in str(caught.value)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_reshaping_any_hf_tensor_names_both_shapes_and_what_it_feeds(family: str) -> None:
-    table = small(family, layers=1)
-    for name, shape in table.hf_shapes().items():
         with pytest.raises(ConversionError) as caught:
-            check(table, table.hf_shapes() | {name: (*shape, 1)})
-        said = f"misshapen: {name} is {[*shape, 1]}, must be {list(shape)}; it feeds"
+            check(table, shapes | {name: (*shape, 1)})
+        said = f"misshapen: {name} is {[*shape, 1]}, must be {shape}; it feeds"
         assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "dtype", [torch.int32, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.float64]
-)
-def test_any_hf_tensor_that_is_no_plain_float_is_named_with_its_dtype(
-    family: str, dtype: torch.dtype
-) -> None:
-    table = small(family, layers=1)
-    for name in table.hf_shapes():
         with pytest.raises(ConversionError) as caught:
-            check(table, table.hf_shapes(), {name: dtype})
+            check(table, shapes, {name: dtype})
         said = str(caught.value)
         assert f"dtype: {name} is {str(dtype).removeprefix('torch.')}; it feeds" in said
         quantised = "is quantised to fp8 (e4m3): 1 tensors"

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from megatron_policy.converters.formats import dist_metadata
@@ -206,10 +204,10 @@ def test_a_pickle_that_is_made_to_hurt_is_refused_with_its_file(
 
 
 def test_chunks_that_stand_for_many_tensors_are_not_walked_for_each(tmp_path: Path) -> None:
-    """20,000 tensors share one list of 20,000 chunks: all would be 400 million."""
-    held = described(tensors=1, chunks=20_000)
+    """5,000 tensors share one list of 5,000 chunks: all would be 25 million."""
+    held = described(tensors=1, chunks=5_000)
     first = held.state_dict_metadata["w0"]
-    held.state_dict_metadata |= {f"x{number}": first for number in range(20_000)}
+    held.state_dict_metadata |= {f"x{number}": first for number in range(5_000)}
     assert "more chunks than records" in refusal(tmp_path, pickle.dumps(held))
 
 
@@ -282,14 +280,16 @@ def test_every_change_of_a_real_file_is_refused_or_read(tmp_path: Path) -> None:
     whole = pickle.dumps(described(), 4)
     steps = [bytes([code]) for code in range(256)]
     outcomes: collections.Counter[str] = collections.Counter()
+    in_directory(tmp_path, b"")
     for _ in range(1500):
         content = bytearray(whole)
         for _ in range(choose.randrange(1, 4)):
             at = choose.randrange(len(content))
             cut = choose.choice((0, 1, 1, 7))
             content[at : at + cut] = b"".join(choose.choices(steps, k=choose.randrange(3)))
+        (tmp_path / METADATA).write_bytes(content)
         try:
-            read_metadata(in_directory(tmp_path, bytes(content)))
+            read_metadata(tmp_path)
             outcomes["read"] += 1
         except ConversionError as error:
             assert str(tmp_path) in str(error)
@@ -306,16 +306,16 @@ VALUES = (
 )  # fmt: skip
 ACTIONS = (b"b", b"R", b"\x81", b"\x93", b"s", b"u", b"a", b"e", b"t", b"\x85", b"\x86", b"\x87")
 ACTIONS += (b"0", b"q\0", b"q\1", b"\x94", b"1")
-PROGRAMS = st.lists(st.sampled_from((*VALUES, *ACTIONS)), max_size=40)
 
 
-@settings(max_examples=2000)
-@given(program=PROGRAMS)
-def test_every_program_of_pickle_instructions_gives_inert_values_or_a_value_error(
-    program: list[bytes],
-) -> None:
-    try:
-        found = unpickled(b"".join(program) + b".", dist_metadata._belongs)
-    except ValueError:
-        return
-    assert type(found) in {type(None), bool, int, str, tuple, list, dict, Name, Made}
+def test_every_program_of_pickle_instructions_gives_inert_values_or_a_value_error() -> None:
+    choose, read = random.Random(3), 0
+    for _ in range(20_000):
+        program = b"".join(choose.choices((*VALUES, *ACTIONS), k=choose.randrange(41))) + b"."
+        try:
+            found = unpickled(program, dist_metadata._belongs)
+        except ValueError:
+            continue
+        read += 1
+        assert type(found) in {type(None), bool, int, str, tuple, list, dict, Name, Made}, program
+    assert read > 500

@@ -15,6 +15,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError, MissingPackageError
 from megatron_policy.monitoring import JsonlWriter, TensorBoardWriter, WandbWriter
 from megatron_policy.monitoring.writers import configured_writers
+from tests.pure.test_config import minimal
 
 STEPS = {1: {"train/loss": 2.5, "moe/share": 0.125}, 2: {"train/loss": 1.25}}
 
@@ -108,14 +109,8 @@ def test_wandb_gets_each_record_with_the_optimizer_step_as_axis(
         writer.write(step, metrics)
     writer.close()
     writer.close()
-    assert settings == {
-        "project": "project",
-        "name": "run",
-        "id": "7",
-        "resume": "allow",
-        "mode": "offline",
-        "dir": "here",
-    }
+    expected = {"project": "project", "name": "run", "id": "7", "mode": "offline"}
+    assert settings == expected | {"resume": "allow", "dir": "here"}
     records = [{"step": step} | metrics for step, metrics in STEPS.items()]
     assert run.calls == [("step", None), ("*", "step"), *records, "finished"]
 
@@ -138,13 +133,8 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
 
 def test_a_configuration_names_writers(tmp_path: Path) -> None:
     section = {"jsonl": str(tmp_path / "a"), "tensorboard": str(tmp_path / "b"), "wandb": None}
-    base: dict[str, Any] = {"model_name": "x", "megatron_cfg": {"enabled": True}}
-    base |= {"train_global_batch_size": 1, "train_micro_batch_size": 1}
-    config = PolicyConfig.parse(base | {"metrics": section})
-    assert [type(each) for each in configured_writers(config.metrics)] == [
-        JsonlWriter,
-        TensorBoardWriter,
-    ]
-    assert configured_writers(PolicyConfig.parse(base).metrics) == []
+    writers = configured_writers(PolicyConfig.parse(minimal(metrics=section)).metrics)
+    assert [type(each) for each in writers] == [JsonlWriter, TensorBoardWriter]
+    assert configured_writers(PolicyConfig.parse(minimal()).metrics) == []
     with pytest.raises(ConfigError, match=r"metrics\.jsnl.*jsonl"):
-        PolicyConfig.parse(base | {"metrics": {"jsnl": "x"}})
+        PolicyConfig.parse(minimal(metrics={"jsnl": "x"}))
