@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +21,15 @@ from megatron_policy.errors import ConfigError
         ({"n": numpy.float64(1.0)}, r"host_data\['n'\] is a float64"),
         ({"f": (print,)}, r"host_data\['f'\]\[0\] is a builtin_function_or_method"),
         ({(1, 2): 3}, r"the key \(1, 2\)"),
-        ([1], None),
     ],
 )
-def test_what_is_not_plain_is_refused_by_its_place(value: Any, place: str | None) -> None:
-    if place is None:
-        check_host_data(value)
-        return
+def test_what_is_not_plain_is_refused_by_its_place(value: Any, place: str) -> None:
     with pytest.raises(ConfigError, match=place):
         check_host_data(value)
 
 
 def test_plain_values_and_tensors_pass() -> None:
+    check_host_data([1])
     check_host_data({"a": [1, 2.0, None, True, "x", b"y"], 3: {"t": torch.ones(2), "u": (1, ())}})
 
 
@@ -44,10 +39,3 @@ def test_a_report_says_line_by_line_what_is_not_restored() -> None:
         "run/iter_0000003, step 3: restored weights",
         "  not restored: optimizer (it has none)",
     ]
-
-
-def test_who_reads_a_report_needs_no_megatron() -> None:
-    code = "import sys, megatron_policy.checkpoint.report; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert not done.returncode, done.stderr
-    assert "megatron" not in {name.partition(".")[0] for name in done.stdout.split()}
