@@ -271,9 +271,7 @@ def tiny_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_disk_without_room_is_said_before_anything_is_written(
-    checkpoint, tiny_disk: Path
-) -> None:
+def test_a_disk_without_room_is_said_before_anything_is_written(checkpoint, tiny_disk) -> None:
     path = checkpoint("qwen2", vocab=4000, layers=4)
     with pytest.raises(ExportError, match=r"needs [\d,]+ bytes"):
         convert(path, tiny_disk / "out", "mcore")
