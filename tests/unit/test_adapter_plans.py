@@ -9,40 +9,23 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import yaml
-from typer.testing import CliRunner
 
-from megatron_policy.cli import app
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.adapters import trained_table
 from megatron_policy.estimate.devices import SHORT
 from megatron_policy.estimate.flops import forward_flops
 from megatron_policy.estimate.plan import StepPlan, plan_of
 from megatron_policy.estimate.states import ModelRows
-from tests.unit.test_estimate_plan import BASE, CONFIGS, MODELS, model
+from tests.unit.command_line import run
+from tests.unit.test_estimate_plan import BASE, MODELS, model, shipped
 
 RANK, LENGTH = 16, 4096
+SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EXPERTS = {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dense": ("Llama-3.1-8B", 8, {}),
-    "stages, split sequences": (
-        "Llama-3.1-8B",
-        8,
-        {
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "pipeline_model_parallel_size": 2,
-        },
-    ),
-    "experts": (
-        "Qwen3-30B-A3B",
-        16,
-        {
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "expert_model_parallel_size": 8,
-            "expert_tensor_parallel_size": 1,
-        },
-    ),
+    "stages, split sequences": ("Llama-3.1-8B", 8, SPLIT | {"pipeline_model_parallel_size": 2}),
+    "experts": ("Qwen3-30B-A3B", 16, SPLIT | EXPERTS),
 }
 
 
@@ -61,7 +44,9 @@ def plan(case: str, adapters: bool, **peft: Any) -> StepPlan:
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_frozen_weights_take_neither_state_nor_gradients_nor_inputs(case: str) -> None:
+def test_frozen_weights_take_no_state_no_gradients_no_inputs_and_no_products(
+    case: str,
+) -> None:
     whole, own = plan(case, False), plan(case, True)
     for stage, adapted in zip(whole.stages, own.stages, strict=True):
         assert adapted.states.frozen == pytest.approx(stage.states.parameters, rel=0.01)
@@ -72,12 +57,7 @@ def test_frozen_weights_take_neither_state_nor_gradients_nor_inputs(case: str) -
     assert own.stages[-1].head < whole.stages[-1].head
     assert own.reference_bytes == 0
     assert own.staging_bytes < 0.1 * whole.staging_bytes
-
-
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_a_step_has_no_products_for_gradients_of_frozen_weights(case: str) -> None:
-    """Of each three operations, one is left out; attention has all of its own."""
-    whole, own = plan(case, False), plan(case, True)
+    # Of each three operations one is left out; attention has all of its own.
     flops = forward_flops(whole.architecture, [LENGTH])
     attention = sum(layer.attention for layer in flops.layers)
     rows = whole.batch_shape.rows
@@ -104,14 +84,9 @@ def test_larger_ranks_and_more_modules_cost_more() -> None:
 
 
 def test_a_configuration_with_adapters_is_planned_from_its_file(tmp_path: Path) -> None:
-    document = yaml.safe_load((CONFIGS / "grpo_qwen2_7b_8h100.yaml").read_text())
-    document["policy"]["model_name"] = str(model(tmp_path, MODELS["Qwen2.5-7B"][0]))
-    document["policy"]["megatron_cfg"]["peft"] = {"enabled": True, "dim": RANK, "alpha": RANK}
-    local = tmp_path / "policy.yaml"
-    local.write_text(yaml.safe_dump(document))
-    result = CliRunner().invoke(app, ["plan", str(local), "--gpus", "8"], env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    assert "model FLOPs" in result.stdout
+    file = shipped(tmp_path, peft={"enabled": True, "dim": RANK, "alpha": RANK})
+    code, said, errors = run("plan", file, "--gpus", "8")
+    assert code == 0 and "model FLOPs" in said, errors
 
 
 def test_a_base_without_adapters_in_its_first_layers_has_no_backward_pass_there() -> None:

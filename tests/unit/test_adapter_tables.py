@@ -90,19 +90,19 @@ def test_a_module_that_the_model_lacks_is_named_with_the_legal_ones(table: Table
         adapters(table, exclude_modules=["model.layers.*"])
 
 
+def groups_of(*groups: dict[str, Any]) -> ParamGroups:
+    section = {"peft": {"enabled": True, "dim": 4, "alpha": 8.0}}
+    settings = section | {"optimizer": {"param_groups": groups}}
+    return ParamGroups.of(MegatronConfig.model_validate(settings))
+
+
 def test_groups_of_parameters_have_to_have_adapters(table: Table) -> None:
     whole = joined(table, adapters(table))
-    section: dict[str, Any] = {"peft": {"enabled": True, "dim": 4, "alpha": 8.0}}
-
-    def check(group: dict[str, Any]) -> None:
-        settings = section | {"optimizer": {"param_groups": [group]}}
-        ParamGroups.of(MegatronConfig.model_validate(settings)).check(whole)
-
     for fitting in ({"roles": ["adapter"]}, {"names": ["*.lora_B.weight"]}):
-        check(fitting | {"lr": 0.1})
+        groups_of(fitting | {"lr": 0.1}).check(whole)
     for idle in ({"roles": ["norm"]}, {"names": ["model.layers.*"]}):
         with pytest.raises(ConfigError, match=r"no adapter is in the group .*roles: \[adapter\]"):
-            check(idle | {"lr": 0.1})
+            groups_of(idle | {"lr": 0.1}).check(whole)
 
 
 def test_a_scalar_head_is_trained_beside_adapters_and_can_have_a_group(checkpoint) -> None:
@@ -115,9 +115,7 @@ def test_a_scalar_head_is_trained_beside_adapters_and_can_have_a_group(checkpoin
     assert len({entry.megatron for entry in whole.entries}) == len(whole.entries)
 
     def trained(*groups: dict[str, Any]) -> set[str]:
-        section: dict[str, Any] = {"peft": {"enabled": True, "dim": 4, "alpha": 8.0}}
-        settings = section | {"optimizer": {"param_groups": groups}}
-        found = ParamGroups.of(MegatronConfig.model_validate(settings))
+        found = groups_of(*groups)
         found.check(whole)
         return {e.hf[0] for e in whole.entries if not (found.frozen(e) or e.adapts)}
 
@@ -129,25 +127,30 @@ def test_a_scalar_head_is_trained_beside_adapters_and_can_have_a_group(checkpoin
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
-    "targets",
-    [[], ["q_proj", "v_proj", "up_proj"], ["k_proj"], ["q_proj", "k_proj", "v_proj", "gate_proj"]],
+    ("family", "targets"),
+    [
+        ("qwen2", []),
+        ("qwen2", ["q_proj", "v_proj", "up_proj"]),
+        ("qwen2", ["k_proj"]),
+        ("qwen2", ["q_proj", "k_proj", "v_proj", "gate_proj"]),
+        ("gpt_oss", ["down_proj", "gate_up_proj"]),  # experts that are stacked
+    ],
     ids=str,
 )
-def test_shards_give_the_tensors_they_were_filled_from(
-    table: Table, targets: list[str], size: int
-) -> None:
-    found = adapters(table, target_modules=targets)
+def test_shards_give_the_tensors_they_were_filled_from(checkpoint, family, targets, size) -> None:
+    found = adapters(
+        bind(read_config(checkpoint(family, tied=False, **SIZES))), target_modules=targets
+    )
     arch = found.architecture
+    wholes = {name: torch.randn(shape) for name, shape in found.hf_shapes().items()}
+    backs = {name: torch.full_like(whole, torch.nan) for name, whole in wholes.items()}
     for entry in found.entries:
-        row = entry.row
-        whole = [torch.randn(shape) for shape in row.hf_shapes(arch)]
-        back = [torch.full_like(part, torch.nan) for part in whole]
         for rank in range(size):
-            shard = torch.empty(row.local_shape(arch, size))
-            fill_shard(row, arch, shard, whole, rank, size)
-            fill_parts(row, arch, back, shard, rank, size)
-            assert spans(row, arch, rank, size)
-        assert all(map(torch.equal, back, whole)), entry.megatron
+            shard = torch.empty(entry.row.local_shape(arch, size))
+            fill_shard(entry.row, arch, shard, [wholes[name] for name in entry.hf], rank, size)
+            fill_parts(entry.row, arch, [backs[name] for name in entry.hf], shard, rank, size)
+            assert spans(entry.row, arch, rank, size)
+    assert [n for n, whole in wholes.items() if not torch.equal(backs[n], whole)] == []
 
 
 STACKED = "base_model.model.model.layers.1.mlp.experts"
@@ -164,9 +167,7 @@ STACKED = "base_model.model.model.layers.1.mlp.experts"
     ],
     ids=str,
 )
-def test_stacked_experts_have_the_adapters_of_a_parameter(
-    checkpoint, asked: list[str], expected: dict[str, str]
-) -> None:
+def test_stacked_experts_have_the_adapters_of_a_parameter(checkpoint, asked, expected) -> None:
     """As PEFT has them, which wraps the module once for each of its parameters."""
     own = adapters(bind(read_config(checkpoint("gpt_oss", layers=2))), target_modules=asked)
     found = {name: shape for name, shape in own.hf_shapes().items() if name.startswith(STACKED)}
@@ -200,27 +201,6 @@ def test_a_joined_projection_has_one_adapter(checkpoint) -> None:
     assert adapters(table, target_modules=["qkv_proj"]) == adapters(
         table, target_modules=["linear_qkv"]
     )
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_shards_of_stacked_adapters_give_the_tensors_they_were_filled_from(
-    checkpoint, size: int
-) -> None:
-    found = adapters(
-        bind(read_config(checkpoint("gpt_oss", layers=2))),
-        target_modules=["down_proj", "gate_up_proj"],
-    )
-    arch = found.architecture
-    wholes = {n: torch.randn(shape) for n, shape in found.hf_shapes().items()}
-    backs = {name: torch.full_like(whole, torch.nan) for name, whole in wholes.items()}
-    for entry in found.entries:
-        (name,) = entry.hf
-        for rank in range(size):
-            shard = torch.empty(entry.row.local_shape(arch, size))
-            fill_shard(entry.row, arch, shard, [wholes[name]], rank, size)
-            fill_parts(entry.row, arch, [backs[name]], shard, rank, size)
-            assert spans(entry.row, arch, rank, size)
-    assert all(torch.equal(backs[name], whole) for name, whole in wholes.items())
 
 
 def test_a_rank_above_that_of_every_adapted_weight_is_refused(table: Table) -> None:

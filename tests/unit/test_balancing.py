@@ -109,22 +109,18 @@ def test_a_dispatcher_that_cannot_work_gives_way_to_the_one_that_always_can(
 
 
 @pytest.mark.parametrize("backend", [None, "deepep", "hybridep"])
-def test_flex_is_refused_by_name_where_its_kernels_are_not_installed(
-    monkeypatch, backend: str | None
-) -> None:
+def test_flex_is_refused_by_name_where_its_kernels_are_not_installed(monkeypatch, backend) -> None:
     settings = MegatronConfig(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend)
-    topology, name = Topology(ep=2, dp=2), backend or "deepep"
+    name = backend or "deepep"
     monkeypatch.setitem(experts._FLEX_INSTALLED, name, False)
     with pytest.raises(ConfigError, match=rf"'{name}' needs .*deep_ep.*or use 'alltoall'"):
-        dispatcher_of(settings, topology, True)
+        dispatcher_of(settings, Topology(ep=2, dp=2), True)
     monkeypatch.setitem(experts._FLEX_INSTALLED, name, True)
     assert dispatcher_of(settings, Topology(tp=2, ep=2, etp=1), True) == "flex"
 
 
 @pytest.mark.parametrize("pads", [True, False])
-def test_hybrid_ep_gets_as_many_tokens_from_every_rank_or_gives_way(
-    monkeypatch, pads: bool
-) -> None:
+def test_hybrid_ep_gets_as_many_tokens_from_every_rank_or_gives_way(monkeypatch, pads) -> None:
     """It does not compare how many tokens ranks send, and replicas have different numbers."""
     monkeypatch.setitem(experts._FLEX_INSTALLED, "hybridep", True)
     monkeypatch.setattr(experts, "_CAN_PAD", pads)

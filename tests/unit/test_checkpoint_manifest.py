@@ -1,4 +1,6 @@
-"""A training checkpoint's manifest is read as it was written, or refused with what is wrong."""
+"""A training checkpoint's manifest is read as it was written, or refused with what is wrong; what a
+caller may give to a save, and what a load tells.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from megatron_policy.checkpoint import manifest as manifests
 from megatron_policy.checkpoint.fingerprint import current_versions, digest_of
 from megatron_policy.checkpoint.manifest import NAME, ByteRange, CheckpointManifest
+from megatron_policy.checkpoint.report import LoadReport, check_host_data
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
-from megatron_policy.errors import CheckpointError
+from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.formats.digests import UNSEALED, sealed
 from tests.families import PUBLISHED
 
@@ -52,7 +56,7 @@ def refused(root: Path) -> str:
     return str(caught.value)
 
 
-def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_manifest_is_read_as_it_was_written(tmp_path) -> None:
     (tmp_path / NAME).write_bytes(MANIFEST.encoded())
     found = manifests.read(tmp_path)
     assert found == MANIFEST and found.root == tmp_path and found.nbytes == 15
@@ -64,35 +68,24 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert manifests.read(tmp_path) == MANIFEST
 
 
-def test_any_flipped_bit_of_a_manifest_is_found_and_its_file_named(tmp_path: Path) -> None:
+def test_a_manifest_with_a_flipped_bit_cut_or_of_another_form_is_damaged(tmp_path) -> None:
     text = MANIFEST.encoded()
-    for at in range(len(text)):
-        changed = bytearray(text)
-        changed[at] ^= 1 << at % 8
-        (tmp_path / NAME).write_bytes(changed)
-        assert "damaged" in refused(tmp_path)
+    flips = (text[:n] + bytes([text[n] ^ 1 << n % 8]) + text[n + 1 :] for n in range(len(text)))
+    cuts = (text[:length] for length in (0, 1, 30, 300, -2))
+    others = (b"[]", b"3", b"{}", b'{"digest": 3}', b"[" * 100_000, b'{"format": 2}')
+    for content in (*flips, *cuts, *others):
+        (tmp_path / NAME).write_bytes(content)
+        assert "damaged" in refused(tmp_path), content
 
 
-@pytest.mark.parametrize("length", [0, 1, 30, 300, -2])
-def test_a_truncated_manifest_is_damaged(tmp_path: Path, length: int) -> None:
-    (tmp_path / NAME).write_bytes(MANIFEST.encoded()[:length])
-    assert "damaged" in refused(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["[]", "3", "{}", '{"digest": 3}', "[" * 100_000, '{"format": 2}'])
-def test_what_is_no_manifest_is_damaged(tmp_path: Path, text: str) -> None:
-    (tmp_path / NAME).write_text(text)
-    assert "damaged" in refused(tmp_path)
-
-
-def test_a_missing_manifest_asks_whether_the_save_was_finished(tmp_path: Path) -> None:
+def test_a_missing_manifest_asks_whether_the_save_was_finished(tmp_path) -> None:
     assert "missing: is the checkpoint complete, and was it written by" in refused(tmp_path)
     assert "missing" in refused(tmp_path / "nowhere")
     (tmp_path / NAME).mkdir()
     assert "cannot be read: Is a directory" in refused(tmp_path)
 
 
-def test_a_newer_format_names_the_version_to_install_whatever_else_it_has(tmp_path: Path) -> None:
+def test_a_newer_format_names_the_version_to_install_whatever_else_it_has(tmp_path) -> None:
     def newer(content: dict[str, Any]) -> None:
         del content["records"], content["model"], content["step"]
         content.update(format=2, tensors="elsewhere", versions={"megatron_policy": "3.1"})
@@ -103,20 +96,18 @@ def test_a_newer_format_names_the_version_to_install_whatever_else_it_has(tmp_pa
     assert "damaged" not in said
     # Edited by hand, or sealed in a way that only the newer version knows.
     path.write_bytes(path.read_bytes().replace(b"elsewhere", b"elsewhen!"))
-    assert (
-        "3.1: install that or a newer one" in (said := refused(tmp_path))
-        and "or it is damaged" in said
-    )
+    said = refused(tmp_path)
+    assert "3.1: install that or a newer one" in said and "or it is damaged" in said
     write(tmp_path, lambda content: content.update(format=2, versions=None))
     assert "of a newer version: install" in refused(tmp_path)
     write(tmp_path, lambda content: content.update(format=0))
     assert "its format is 0" in refused(tmp_path)
 
 
-@pytest.mark.parametrize("field", [*json.loads(MANIFEST.encoded())][2:])
-def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
-    write(tmp_path, lambda content: content.pop(field))
-    assert f"it lacks '{field}'" in refused(tmp_path)
+def test_a_missing_field_is_named(tmp_path) -> None:
+    for field in [*json.loads(MANIFEST.encoded())][2:]:
+        write(tmp_path, lambda content, field=field: content.pop(field))
+        assert f"it lacks '{field}'" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +123,12 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
         ({"files": {"/etc/passwd": "00"}}, "'/etc/passwd', which is not in its directory"),
     ],
 )
-def test_a_field_of_another_form_is_damaged(tmp_path: Path, change: Any, said: str) -> None:
+def test_a_field_of_another_form_is_damaged(tmp_path, change: Any, said: str) -> None:
     write(tmp_path, lambda content: content.update(change))
     assert said in refused(tmp_path)
 
 
-def test_another_model_is_refused_by_family_and_by_config(tmp_path: Path) -> None:
+def test_another_model_is_refused_by_family_and_by_config(tmp_path) -> None:
     write(tmp_path)
     found = manifests.read(tmp_path)
     manifests.check_model(found, "qwen2", "abcd")
@@ -147,7 +138,7 @@ def test_another_model_is_refused_by_family_and_by_config(tmp_path: Path) -> Non
         manifests.check_model(found, "qwen2", "abce")
 
 
-def test_the_digest_of_a_model_is_that_of_its_numbers(tmp_path: Path) -> None:
+def test_the_digest_of_a_model_is_that_of_its_numbers(tmp_path) -> None:
     digests = set()
     for _, config in PUBLISHED.values():
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -192,11 +183,40 @@ SAVED_DIGESTS = {
 """What checkpoints of these models have in their manifests since November 2026."""
 
 
-@pytest.mark.parametrize("model", SAVED_DIGESTS)
-def test_checkpoints_of_before_are_of_the_same_model(model: str) -> None:
+def test_checkpoints_of_before_are_of_the_same_model() -> None:
     """The digest has the names of an architecture's fields: a field that is renamed would make
     every checkpoint of its models one of another model.
     """
-    _, config = PUBLISHED[model]
-    found = bind({"hidden_act": "silu"} | config).architecture
-    assert digest_of(found) == SAVED_DIGESTS[model]
+    configs = {model: PUBLISHED[model][1] for model in SAVED_DIGESTS}
+    tables = {model: bind({"hidden_act": "silu"} | config) for model, config in configs.items()}
+    assert {
+        model: digest_of(table.architecture) for model, table in tables.items()
+    } == SAVED_DIGESTS
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"a": [1, {"b": {2}}]}, r"host_data\['a'\]\[1\]\['b'\] is a set"),
+        ({"path": Path("x")}, r"host_data\['path'\] is a PosixPath"),
+        ({"n": numpy.float64(1.0)}, r"host_data\['n'\] is a float64"),
+        ({"f": (print,)}, r"host_data\['f'\]\[0\] is a builtin_function_or_method"),
+        ({(1, 2): 3}, r"the key \(1, 2\)"),
+    ],
+)
+def test_what_is_not_plain_is_refused_by_its_place(value: Any, place: str) -> None:
+    with pytest.raises(ConfigError, match=place):
+        check_host_data(value)
+
+
+def test_plain_values_and_tensors_pass() -> None:
+    check_host_data([1])
+    check_host_data({"a": [1, 2.0, None, True, "x", b"y"], 3: {"t": torch.ones(2), "u": (1, ())}})
+
+
+def test_a_report_says_line_by_line_what_is_not_restored() -> None:
+    report = LoadReport("run/iter_0000003", 3, ("weights",), {"optimizer": "it has none"}, {})
+    assert str(report).splitlines() == [
+        "run/iter_0000003, step 3: restored weights",
+        "  not restored: optimizer (it has none)",
+    ]

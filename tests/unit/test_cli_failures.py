@@ -5,38 +5,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from megatron_policy import errors
 from megatron_policy.cli import app
 from megatron_policy.cli.failures import SHOWN_ITEMS, one_line, one_line_errors
 from megatron_policy.cli.sizes import parse_size, show_size
 from megatron_policy.parallel.topology import ranges
+from tests.unit.command_line import run
 from tests.unit.test_package import ROOT, loaded_by
 
 COMMANDS = ("convert", "inspect", "verify", "parity", "inspect-config")
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("64MiB", 64 << 20),
-        ("2GiB", 2 << 30),
-        ("5GB", 5 * 10**9),
-        ("1048576", 1 << 20),
-        ("1.5 kB", 1500),
-        ("7b", 7),
-        ("3T", 3 * 10**12),
-    ],
-)
-def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
-    assert parse_size(text) == size
+def test_sizes_are_read_as_people_write_them() -> None:
+    texts = ("64MiB", "2GiB", "5GB", "1048576", "1.5 kB", "7b", "3T")
+    sizes = [64 << 20, 2 << 30, 5 * 10**9, 1 << 20, 1500, 7, 3 * 10**12]
+    assert [parse_size(text) for text in texts] == sizes
 
 
 @pytest.mark.parametrize("text", ["", "many", "5XB", "-1", "0", "0.1B", "1e9", "GB", "5 iB", "²B"])
@@ -74,7 +64,7 @@ def test_a_message_of_several_lines_becomes_one_with_the_first_of_its_list() -> 
     ],
 )
 def test_every_expected_failure_is_one_line_and_a_code(
-    capsys: pytest.CaptureFixture[str], error: BaseException, code: int, said: str
+    capsys, error: BaseException, code: int, said: str
 ) -> None:
     with pytest.raises(typer.Exit) as caught, one_line_errors():
         raise error
@@ -110,9 +100,9 @@ def test_a_mistake_of_our_own_keeps_its_traceback() -> None:
     ],
 )
 def test_a_command_that_is_not_understood_exits_with_2(line: str) -> None:
-    result = CliRunner().invoke(app, line.split())
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output and "Usage:" in result.output
+    code, said, errors = run(*line.split())
+    assert code == 2, said + errors
+    assert "Traceback" not in said + errors and "Usage:" in said + errors
 
 
 @pytest.mark.parametrize(
@@ -129,13 +119,12 @@ def test_a_command_that_is_not_understood_exits_with_2(line: str) -> None:
     ],
 )
 def test_a_file_of_another_kind_is_answered_with_what_to_give(
-    tmp_path: Path, line: str, fix: str
+    tmp_path, line: str, fix: str
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "policy.yaml").write_text("policy: {}")
-    result = CliRunner().invoke(app, line.format(tmp_path).split())
-    assert result.exit_code == 2 and result.stderr.startswith("error: ")
-    assert fix.format(tmp_path) in result.stderr
+    code, _, errors = run(*line.format(tmp_path).split())
+    assert code == 2 and errors.startswith("error: ") and fix.format(tmp_path) in errors
 
 
 @pytest.mark.parametrize(
@@ -154,14 +143,17 @@ def test_a_file_of_another_kind_is_answered_with_what_to_give(
 )
 @pytest.mark.parametrize("name", ["gone/there", "./gone/model"])
 def test_a_model_or_a_file_that_is_not_there_exits_with_2_whatever_the_command(
-    line: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, name: str, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gone").mkdir()
-    result = CliRunner().invoke(app, line.replace("{}", name).split())
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    assert "gone" in result.stderr
+    words = line.replace("{}", name).split()
+    code, _, errors = run(*words)
+    assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
+    assert "gone" in errors
+    code, document, _ = run(*words, "--json")
+    error = errors.removeprefix("error: ").strip()
+    assert (code, json.loads(document)) == (2, {"error": error, "exit_code": 2})
 
 
 @pytest.mark.parametrize(
@@ -169,16 +161,15 @@ def test_a_model_or_a_file_that_is_not_there_exits_with_2_whatever_the_command(
     ["inspect {}", "convert {} out --to mcore", "plan --model {} --gpus 8", "plan --refit {}"],
 )
 def test_a_model_of_a_family_that_nobody_knows_exits_with_1_whatever_the_command(
-    line: str, tmp_path: Path
+    line: str, tmp_path
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
-    result = CliRunner().invoke(app, line.replace("{}", str(tmp_path)).split())
-    assert result.exit_code == 1, result.output
-    assert "unheard_of" in result.stderr and result.stderr.count("\n") == 1
+    code, _, errors = run(*line.replace("{}", str(tmp_path)).split())
+    assert code == 1 and "unheard_of" in errors and errors.count("\n") == 1
 
 
-def test_help_of_every_command_is_light(tmp_path: Path) -> None:
+def test_help_of_every_command_is_light(tmp_path) -> None:
     code = (
         "from megatron_policy.cli import app\n"
         f"for name in {COMMANDS}:\n"
@@ -214,7 +205,7 @@ class Terminal(io.StringIO):
     ],
 )
 def test_a_terminal_of_80_columns_is_enough_and_a_pipe_gets_whole_lines(
-    line: str, checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, checkpoint, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
@@ -226,7 +217,7 @@ def test_a_terminal_of_80_columns_is_enough_and_a_pipe_gets_whole_lines(
     assert not ended.value.code
     assert [each for each in shown.getvalue().splitlines() if len(each) > 80] == []
     if "--help" not in words:
-        piped = CliRunner().invoke(app, words).stdout
+        piped = run(*words)[1]
         assert piped.split() == shown.getvalue().split()
         assert len(piped.splitlines()) <= len(shown.getvalue().splitlines())
 
@@ -236,13 +227,12 @@ def test_numbers_are_shown_as_ranges() -> None:
 
 
 def test_errors_of_a_command_name_its_options_and_no_arguments_of_functions(
-    checkpoint, tmp_path: Path
+    checkpoint, tmp_path
 ) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "config.json").write_text("{}")
     (tmp_path / "there" / "model.safetensors").write_text("x")
     for out, to, said in [("there", "mcore", ": --overwrite\n"), ("new", "hf", "--to mcore ")]:
-        line = ["convert", str(checkpoint("qwen2")), str(tmp_path / out), "--to", to]
-        result = CliRunner().invoke(app, line)
-        assert result.exit_code == 2 and said in result.stderr, result.output
-        assert "overwrite=" not in result.stderr and "to=" not in result.stderr
+        code, _, errors = run("convert", checkpoint("qwen2"), tmp_path / out, "--to", to)
+        assert code == 2 and said in errors
+        assert "overwrite=" not in errors and "to=" not in errors

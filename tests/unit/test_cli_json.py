@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import pytest
 import typer
 import yaml
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from megatron_policy.cli import app
 from megatron_policy.cli.parity import _tell
 from megatron_policy.parity.result import Deviation, Job, Parity
+from tests.pure.test_config import minimal
+from tests.unit import command_line
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 SMALL = {"layers": 2, "vocab": 250, "hidden": 32, "heads": 2, "groups": 1, "ffn": 48}
@@ -28,9 +28,8 @@ CLOSE = Deviation(1e-6, 1e-7, 1.0)
 
 def run(*arguments: object) -> tuple[int, Any, str]:
     """The exit code, the document, and what is on stderr."""
-    result = CliRunner().invoke(app, list(map(str, arguments)))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, json.loads(result.stdout), result.stderr
+    code, said, errors = command_line.run(*arguments)
+    return code, json.loads(said), errors
 
 
 def documented(command: str) -> set[str]:
@@ -48,21 +47,7 @@ def keys(documents: Iterable[dict[str, Any]]) -> set[str]:
     return {key for each in documents for key in each}
 
 
-def config(path: Path, model: Path, **more: Any) -> Path:
-    policy = {
-        "model_name": str(model),
-        "train_global_batch_size": 8,
-        "train_micro_batch_size": 2,
-        "megatron_cfg": {"enabled": True} | more,
-    }
-    file = path / "policy.yaml"
-    file.write_text(yaml.safe_dump({"policy": policy, "data": {}}))
-    return file
-
-
-def test_convert_and_verify_have_the_documented_keys(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_convert_and_verify_have_the_documented_keys(checkpoint, tmp_path) -> None:
     model, made = checkpoint("qwen2", **SMALL), tmp_path / "made"
     other = checkpoint("qwen2", **SMALL, seed=3)
     _, planned, _ = run("convert", model, made, "--to", "mcore", *DRY_RUN, "--json")
@@ -83,10 +68,10 @@ def test_convert_and_verify_have_the_documented_keys(
     assert {*alone, *two} <= documented("verify")
 
 
-def test_inspect_config_and_plan_have_the_documented_keys(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    file = config(tmp_path, checkpoint("qwen2"), pipeline_model_parallel_size=2)
+def test_inspect_config_and_plan_have_the_documented_keys(checkpoint, tmp_path) -> None:
+    file, split = tmp_path / "policy.yaml", {"megatron_cfg.pipeline_model_parallel_size": 2}
+    policy = minimal(model_name=str(checkpoint("qwen2")), **split)
+    file.write_text(yaml.safe_dump({"policy": policy, "data": {}}))
     code, found, _ = run("inspect-config", file, "--json")
     assert code == 0 and found.keys() == documented("inspect-config")
     assert [stage["ranks"] for stage in found["stages"]] == [[0], [1]]
@@ -98,14 +83,12 @@ def test_inspect_config_and_plan_have_the_documented_keys(
     assert code == 0 and moved.keys() == documented("plan --refit")
 
 
-def test_inspect_has_the_documented_keys(checkpoint: Callable[..., Path]) -> None:
+def test_inspect_has_the_documented_keys(checkpoint) -> None:
     code, found, _ = run("inspect", checkpoint("qwen2", **SMALL), "--json")
     assert code == 0 and found.keys() == documented("inspect")
 
 
-def test_parity_has_the_documented_keys_and_null_for_what_is_not_finite(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_parity_has_the_documented_keys_and_null_for_what_is_not_finite(capsys) -> None:
     holds = Parity(JOB, "qwen2", CLOSE, CLOSE, {0: CLOSE}, 1e-4, 1e-4)
     _tell(holds, as_json=True)
     found = json.loads(capsys.readouterr().out)
@@ -115,24 +98,3 @@ def test_parity_has_the_documented_keys_and_null_for_what_is_not_finite(
         _tell(replace(holds, logits=Deviation(float("nan"), 0.0, 1.0)), as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert not found["holds"] and found["logits"]["max"] is None and "logits" in found["error"]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("convert", "./nowhere", "{out}", "--to", "mcore"),
-        ("verify", "./nowhere"),
-        ("inspect", "./nowhere"),
-        ("parity", "./nowhere"),
-        ("plan", "./nowhere.yaml"),
-        ("plan", "--refit", "./nowhere"),
-        ("inspect-config", "./nowhere.yaml"),
-    ],
-)
-def test_an_error_is_a_document_with_the_exit_code(
-    command: tuple[str, ...], tmp_path: Path
-) -> None:
-    asked = [each.format(out=tmp_path / "out") for each in command]
-    ended, document, said = run(*asked, "--json")
-    assert document == {"error": said.removeprefix("error: ").strip(), "exit_code": 2}
-    assert ended == 2

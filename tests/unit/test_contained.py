@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,12 +25,12 @@ SMALL = {"layers": 2, "vocab": 250, "hidden": 32, "heads": 2, "groups": 1, "ffn"
 
 
 @pytest.fixture(autouse=True)
-def no_links_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_links_are_allowed(monkeypatch) -> None:
     monkeypatch.delenv(LINKS, raising=False)
 
 
 @pytest.fixture
-def model(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+def model(checkpoint, tmp_path) -> Path:
     """In several files."""
     source = checkpoint("qwen2", max_shard_size="40KB", **SMALL)
     return Path(shutil.copytree(source, tmp_path / "model"))
@@ -52,23 +52,16 @@ def move_out(file: Path, elsewhere: Path) -> Path:
     return elsewhere / file.name
 
 
-@pytest.mark.parametrize("form", ["up", "absolute", "below", "dot", "number"])
-def test_an_index_names_only_files_beside_it(model: Path, tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", ["../elsewhere/{}", "{out}/{}", "sub/{}", "./../elsewhere/{}", 3])
+def test_an_index_names_only_files_beside_it(model: Path, tmp_path, form: Any) -> None:
     index = json.loads((model / INDEX).read_text())
     file = next(iter(index["weight_map"].values()))
-    elsewhere = (model / "sub") if form == "below" else (tmp_path / "elsewhere")
+    elsewhere = model / "sub" if form == "sub/{}" else tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.move(model / file, elsewhere / file)
-    wrong = {
-        "up": f"../elsewhere/{file}",
-        "absolute": str(elsewhere / file),
-        "below": f"sub/{file}",
-        "dot": f"./../elsewhere/{file}",
-        "number": 3,
-    }[form]
-    index["weight_map"] = {
-        each: wrong if where == file else where for each, where in index["weight_map"].items()
-    }
+    wrong = form.format(file, out=elsewhere) if isinstance(form, str) else form
+    for name, where in index["weight_map"].items():
+        index["weight_map"][name] = wrong if where == file else where
     (model / INDEX).write_text(json.dumps(index))
     said = refusal(model)
     assert repr(wrong) in said and "not a file next to it" in said
@@ -76,18 +69,14 @@ def test_an_index_names_only_files_beside_it(model: Path, tmp_path: Path, form: 
         HfReader(model)
 
 
-def linkable(model: Path) -> list[str]:
-    return [INDEX, "config.json", "tokenizer.json", min(model.glob("*.safetensors")).name]
-
-
-@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("name", [INDEX, "config.json", "tokenizer.json", "*.safetensors"])
 def test_a_link_out_of_the_directory_is_refused_with_where_it_leads(
-    model: Path, tmp_path: Path, which: int, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path, name: str, monkeypatch
 ) -> None:
-    name = linkable(model)[which]
-    real = move_out(model / name, tmp_path / "elsewhere")
+    file = min(model.glob(name))
+    real = move_out(file, tmp_path / "elsewhere")
     said = refusal(model)
-    assert f"{model / name} is a link to {real}, outside the checkpoint" in said
+    assert f"{file} is a link to {real}, outside the checkpoint" in said
     assert LINKS in said
     (tmp_path / "by another name").symlink_to(tmp_path / "elsewhere")
     monkeypatch.setenv(LINKS, f"/nowhere{os.pathsep}{tmp_path / 'by another name'}")
@@ -95,7 +84,7 @@ def test_a_link_out_of_the_directory_is_refused_with_where_it_leads(
     assert verify(model, tmp_path / "out").equal
 
 
-def test_a_secret_is_not_copied_through_a_link(model: Path, tmp_path: Path) -> None:
+def test_a_secret_is_not_copied_through_a_link(model: Path, tmp_path) -> None:
     (tmp_path / "secret").write_text("secret")
     (model / "notes.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(ConversionError, match="is a link to"):
@@ -108,7 +97,7 @@ def test_a_secret_is_not_copied_through_a_link(model: Path, tmp_path: Path) -> N
     assert "folder/secret is a link to" in refusal(model)
 
 
-def test_links_within_the_directory_and_to_it_are_followed(model: Path, tmp_path: Path) -> None:
+def test_links_within_the_directory_and_to_it_are_followed(model: Path, tmp_path) -> None:
     (model / "kept").mkdir()
     shutil.move(model / "tokenizer.json", model / "kept" / "t.json")
     (model / "tokenizer.json").symlink_to("kept/t.json")
@@ -131,18 +120,20 @@ def cached(model: Path, root: Path) -> Path:
     return snapshot
 
 
-def test_a_snapshot_in_a_hubs_cache_is_read_and_copied(model: Path, tmp_path: Path) -> None:
+def test_a_snapshot_in_a_hubs_cache_is_read_and_its_revision_noted(model: Path, tmp_path) -> None:
     snapshot = cached(model, tmp_path / "hub")
     (tmp_path / "alias").symlink_to("hub")
     place = tmp_path / "alias" / snapshot.relative_to(tmp_path / "hub")
     convert(place, tmp_path / "out", "mcore")
     assert verify(tmp_path / "out", model).equal
+    source = json.loads((tmp_path / "out" / MANIFEST).read_text())["source"]
+    assert source["revision"] == snapshot.name
     assert read_config(place)["vocab_size"] == 250
     with HfReader(place) as reader:
         assert len(reader.shapes) > 10
 
 
-def test_a_snapshot_with_a_link_past_its_blobs_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_snapshot_with_a_link_past_its_blobs_is_refused(model: Path, tmp_path) -> None:
     snapshot = cached(model, tmp_path / "hub")
     other = tmp_path / "hub" / "models--org--other" / "blobs"
     other.mkdir(parents=True)
@@ -157,9 +148,7 @@ def test_a_snapshot_with_a_link_past_its_blobs_is_refused(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "metadata.json", "hf", MANIFEST])
-def test_a_sharded_checkpoint_with_a_link_out_of_it_is_refused(
-    model: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_sharded_checkpoint_with_a_link_out_of_it_is_refused(model, tmp_path, name) -> None:
     convert(model, tmp_path / "mcore", "mcore")
     if name != MANIFEST:
         (tmp_path / "mcore" / MANIFEST).unlink()
@@ -168,9 +157,7 @@ def test_a_sharded_checkpoint_with_a_link_out_of_it_is_refused(
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "hf/../../secret", ""])
-def test_a_manifest_names_only_files_of_its_directory(
-    model: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_manifest_names_only_files_of_its_directory(model: Path, tmp_path, name: str) -> None:
     (tmp_path / "secret").write_text("secret")
     convert(model, tmp_path / "mcore", "mcore")
     path = tmp_path / "mcore" / MANIFEST
@@ -181,7 +168,7 @@ def test_a_manifest_names_only_files_of_its_directory(
 
 
 @pytest.mark.parametrize("text", ["../elsewhere", "/etc", ".", "release/../..", "x" * 10_000])
-def test_a_tracker_names_a_step_or_release(tmp_path: Path, text: str) -> None:
+def test_a_tracker_names_a_step_or_release(tmp_path, text: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text(text)
@@ -189,19 +176,16 @@ def test_a_tracker_names_a_step_or_release(tmp_path: Path, text: str) -> None:
     assert len(said) < 400
 
 
-def test_a_run_whose_checkpoint_is_a_link_out_of_it_is_refused(tmp_path: Path) -> None:
-    make_save(tmp_path / "run", 3)
-    tracker.commit(tmp_path / "run", 3)
-    move_out(tmp_path / "run" / "iter_0000003", tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="is a link to"):
-        tracker.find(tmp_path / "run")
-    assert tracker.find(tmp_path / "run" / "iter_0000003")  # somebody's own path
-
-
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", "checkpoint.json", "hf/config.json"])
-def test_a_training_checkpoint_with_a_link_out_of_it_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_training_checkpoint_that_is_or_has_a_link_out_of_it_is_refused(tmp_path, name) -> None:
     make_save(tmp_path / "run", 3)
     place = tmp_path / "run" / "iter_0000003"
-    move_out(place / name, tmp_path / "elsewhere")
+    file = move_out(place / name, tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="is a link to"):
         manifest.read(place)
+    file.replace(place / name)
+    tracker.commit(tmp_path / "run", 3)
+    move_out(place, tmp_path / "other")
+    with pytest.raises(CheckpointError, match="is a link to"):
+        tracker.find(tmp_path / "run")
+    assert tracker.find(place)  # somebody's own path

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,7 @@ def write_zeros(path: Path, fields: dict[str, Any]) -> int:
 
 @pytest.mark.dear
 @pytest.mark.parametrize(("model", "dtype"), zip(MODELS, ("float32", "bfloat16"), strict=True))
-def test_memory_is_bounded_whatever_the_largest_tensor(
-    tmp_path: Path, model: str, dtype: str
-) -> None:
+def test_memory_is_bounded_whatever_the_largest_tensor(tmp_path, model: str, dtype: str) -> None:
     largest = write_zeros(tmp_path / "source", MODELS[model])
     # What transformers imports to read a config is the greater part of this.
     allowed = 8 * MIB + 45 * MIB
@@ -108,9 +106,9 @@ def test_memory_is_bounded_whatever_the_largest_tensor(
     assert int(done.stdout) < allowed
 
 
-def run_forked(*arguments: Any, **options: Any) -> BaseProcess:
+def run_forked(*arguments: Any, file_size: int | None = None, **options: Any) -> BaseProcess:
     """`convert` in a process of its own, which ends with the number of its outcome."""
-    process = FORK.Process(target=_forked, args=(arguments, options))
+    process = FORK.Process(target=_forked, args=(arguments, options, file_size))
     process.start()
     return process
 
@@ -118,13 +116,16 @@ def run_forked(*arguments: Any, **options: Any) -> BaseProcess:
 DONE, REFUSED, NOT_WRITTEN = 0, 20, 21
 
 
-def _forked(arguments: Any, options: Any) -> None:
+def _forked(arguments: Any, options: Any, file_size: int | None) -> None:
+    if file_size is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
     code = DONE
     try:
         convert(*arguments, **options)
     except ConfigError:
         code = REFUSED
-    except ExportError:
+    except ExportError as error:
+        assert "cannot be written: File too large" in str(error)
         code = NOT_WRITTEN
     os._exit(code)
 
@@ -146,7 +147,7 @@ class KillAt:
 
 @pytest.mark.parametrize("to", ["mcore", "hf"])
 def test_a_killed_conversion_leaves_all_or_nothing_and_can_be_repeated(
-    checkpoint: Callable[..., Path], tmp_path: Path, to: str
+    checkpoint, tmp_path, to: str
 ) -> None:
     path = source = checkpoint("qwen2", **SMALL)
     if to == "hf":
@@ -154,7 +155,7 @@ def test_a_killed_conversion_leaves_all_or_nothing_and_can_be_repeated(
         convert(path, source, "mcore")
     out = tmp_path / "out"
     out.mkdir()
-    for share in (0.01, 0.3, 0.7, 1.0):
+    for share in (0.01, 0.5, 1.0):
         process = run_forked(source, out / "x", to, progress=KillAt(share))
         process.join()
         assert process.exitcode == -signal.SIGKILL and not (out / "x").exists()
@@ -162,7 +163,7 @@ def test_a_killed_conversion_leaves_all_or_nothing_and_can_be_repeated(
     started = time.monotonic()
     run_forked(source, out / "first", to).join()
     takes = time.monotonic() - started
-    for _ in range(6):  # whenever it is, during or after
+    for _ in range(4):  # whenever it is, during or after
         process = run_forked(source, out / "x", to)
         time.sleep(choose.uniform(0, takes))
         process.kill()
@@ -180,7 +181,7 @@ def test_a_killed_conversion_leaves_all_or_nothing_and_can_be_repeated(
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
 def test_a_checkpoint_to_replace_survives_whoever_is_killed_replacing_it(
-    checkpoint: Callable[..., Path], tmp_path: Path, share: float
+    checkpoint, tmp_path, share: float
 ) -> None:
     old, new, out = checkpoint("qwen2", **SMALL), checkpoint("llama", **SMALL), tmp_path / "out"
     convert(old, out, "mcore")
@@ -192,9 +193,7 @@ def test_a_checkpoint_to_replace_survives_whoever_is_killed_replacing_it(
     assert verify(new, out).equal and leftovers(tmp_path) == []
 
 
-def test_a_checkpoint_moved_aside_by_a_killed_process_comes_back(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_moved_aside_by_a_killed_process_comes_back(checkpoint, tmp_path) -> None:
     out = tmp_path / "out"
     convert(checkpoint("qwen2", **SMALL), out, "mcore")
     out.rename(tmp_path / ".out.replaced")  # as between the two renames that replace it
@@ -218,7 +217,7 @@ class WaitFor:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_two_conversions_to_one_place_do_not_destroy_each_other(
-    checkpoint: Callable[..., Path], tmp_path: Path, overwrite: bool
+    checkpoint, tmp_path, overwrite: bool
 ) -> None:
     one, other = checkpoint("qwen2", **SMALL), checkpoint("llama", **SMALL)
     out, go = tmp_path / "out", tmp_path / "go"
@@ -235,9 +234,7 @@ def test_two_conversions_to_one_place_do_not_destroy_each_other(
     assert leftovers(tmp_path) == []
 
 
-def test_an_interrupted_conversion_leaves_nothing(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_an_interrupted_conversion_leaves_nothing(checkpoint, tmp_path) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -246,30 +243,24 @@ def test_an_interrupted_conversion_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
-def _limited(size: int, arguments: Any) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    _forked(arguments, {})
-
-
 @pytest.mark.parametrize("to", ["mcore", "hf"])
 @pytest.mark.parametrize("size", [1000, 100_000, 300_000])
 def test_a_file_that_may_not_grow_fails_the_conversion_and_leaves_nothing(
-    checkpoint: Callable[..., Path], tmp_path: Path, size: int, to: str
+    checkpoint, tmp_path, size: int, to: str
 ) -> None:
     source = checkpoint("qwen2", **SMALL)
     if to == "hf":
         convert(source, tmp_path / "mcore", "mcore")
         source = tmp_path / "mcore"
     before = os.listdir(tmp_path)
-    process = FORK.Process(target=_limited, args=(size, (source, tmp_path / "out", to)))
-    process.start()
+    process = run_forked(source, tmp_path / "out", to, file_size=size)
     process.join()
     assert process.exitcode == NOT_WRITTEN
     assert os.listdir(tmp_path) == before
 
 
 @pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+def tiny_disk(tmp_path) -> Iterator[Path]:
     """A file system of 1 MiB."""
     path = tmp_path / "disk"
     path.mkdir()
@@ -280,17 +271,15 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_disk_without_room_is_said_before_anything_is_written(
-    checkpoint: Callable[..., Path], tiny_disk: Path
-) -> None:
-    path = checkpoint("qwen2", vocab=4000, **{"layers": 4})
+def test_a_disk_without_room_is_said_before_anything_is_written(checkpoint, tiny_disk) -> None:
+    path = checkpoint("qwen2", vocab=4000, layers=4)
     with pytest.raises(ExportError, match=r"needs [\d,]+ bytes"):
         convert(path, tiny_disk / "out", "mcore")
     assert os.listdir(tiny_disk) == []
 
 
 def test_a_disk_that_fills_up_meanwhile_fails_the_conversion_and_leaves_nothing(
-    checkpoint: Callable[..., Path], tiny_disk: Path
+    checkpoint, tiny_disk: Path
 ) -> None:
     def fill(done: int, total: int) -> None:
         file = tiny_disk / "somebody-elses"
@@ -302,12 +291,9 @@ def test_a_disk_that_fills_up_meanwhile_fails_the_conversion_and_leaves_nothing(
     assert os.listdir(tiny_disk) == ["somebody-elses"]
 
 
-def test_a_directory_that_cannot_be_written_is_named(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_directory_that_cannot_be_written_is_named(checkpoint, tmp_path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises((ExportError, ConfigError), match="file"):
-        convert(checkpoint("qwen2", **SMALL), tmp_path / "file" / "out", "mcore")
-    with pytest.raises((ExportError, ConfigError), match="file"):
-        convert(checkpoint("qwen2", **SMALL), tmp_path / "file", "mcore", overwrite=True)
+    for out in ("file/out", "file"):
+        with pytest.raises((ExportError, ConfigError), match="file"):
+            convert(checkpoint("qwen2", **SMALL), tmp_path / out, "mcore", overwrite=True)
     assert (tmp_path / "file").read_text() == "x"

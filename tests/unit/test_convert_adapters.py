@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,12 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from megatron_policy.checkpoint import common_state, manifest, tracker, verifying
-from megatron_policy.cli import app
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import adapters_of
+from megatron_policy.config.adapters import adapter_spec, adapters_of
+from megatron_policy.config.model_table import model_table
 from megatron_policy.convert import convert, plan_conversion, verify
-from megatron_policy.converters.adapters import AdapterSpec
-from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.peft_base import architecture_of, base_digest
 from megatron_policy.converters.formats.peft_files import (
@@ -33,128 +31,147 @@ from megatron_policy.converters.formats.peft_files import (
     BASE,
     read_peft,
 )
-from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError, ConversionError
 from tests import peft_models
 from tests.exact import load_hf
 from tests.pure.test_config import minimal
+from tests.unit.command_line import run
+from tests.unit.edited import Tensors, change_tensors, set_fields
 from tests.unit.training_checkpoints import flip
 
 SMALL = {"layers": 2, "vocab": 250, "hidden": 64, "heads": 4, "groups": 2, "ffn": 96}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-JOINED = ["qkv_proj", "gate_up_proj"]
+SOME, JOINED = ["q_proj", "v_proj", "up_proj"], ["qkv_proj", "gate_up_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 MIB = 2**20
-Checkpoint = Callable[..., Path]
 
 CASES: dict[str, tuple[str, list[str], bool, list[str]]] = {
     "each module": ("qwen2", ALL, False, ALL),
     "fused": ("qwen2", ALL, True, ["linear_qkv", "o_proj", "linear_fc1", "down_proj"]),
-    "some": ("qwen2", ["q_proj", "v_proj", "up_proj"], False, ["q_proj", "v_proj", "up_proj"]),
+    "some": ("qwen2", SOME, False, SOME),
     "one": ("llama", ["k_proj"], False, ["k_proj"]),
-    "joined in the files": (
-        "phi3",
-        ["qkv_proj", "gate_up_proj"],
-        False,
-        ["qkv_proj", "gate_up_proj"],
-    ),
+    "joined in the files": ("phi3", JOINED, False, JOINED),
     "latent attention": ("deepseek_v3", LATENT, False, LATENT),
     "some of the same A": ("qwen3", ["q_proj", "k_proj"], True, ["q_proj", "k_proj"]),
 }
 """Family, modules, whether those of a fused layer share their A, and a policy's names for them."""
 
 
-def made(checkpoint: Checkpoint, target: Path, case: str = "each module") -> tuple[Path, Path]:
+def made(checkpoint, target: Path, case: str = "each module") -> tuple[Path, Path]:
     """The model of a case, and adapters of it as PEFT saves them."""
     family, modules, shared, _ = CASES[case]
     base = checkpoint(family, tied=False, **SMALL)
     return base, peft_models.make_adapters(base, target, modules, shared=shared)
 
 
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True)
+class Stored:
+    """Directories of the same adapters: PEFT's, the training checkpoint made of it, and what was
+    made of that. Read only, but for a `copy`.
+    """
+
+    base: Path
+    peft: Path
+    saved: Path
+    back: Path
+
+    def copy(self, kind: str, folder: Path) -> Path:
+        return Path(shutil.copytree(getattr(self, kind), folder / kind))
+
+
+@pytest.fixture(scope="module")
+def stored(checkpoint, tmp_path_factory) -> Stored:
+    folder = tmp_path_factory.mktemp("stored")
+    base, peft = made(checkpoint, folder / "peft")
+    convert(peft, folder / "saved", "mcore", base=base)
+    convert(folder / "saved", folder / "back", "hf")
+    return Stored(base, peft, folder / "saved", folder / "back")
+
+
+def changed(path: Path, **fields: Any) -> None:
+    set_fields(path / ADAPTER_CONFIG, **fields)
+
+
+def with_tensors(path: Path, change: Callable[[Tensors], object]) -> None:
+    change_tensors(path / ADAPTER_MODEL, change)
+
+
+def tensors_of(path: Path) -> Tensors:
     return load_file(path / ADAPTER_MODEL)
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+def assert_same_bits(one: Tensors, other: Tensors) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_adapters_come_back_with_the_same_bits(
-    checkpoint: Checkpoint, tmp_path: Path, case: str
-) -> None:
-    base, peft = made(checkpoint, tmp_path / "peft", case)
-    report = convert(peft, tmp_path / "saved", "mcore", base=base, max_memory=MIB)
-    convert(tmp_path / "saved", tmp_path / "back", "hf", max_memory=MIB)
-    assert_same_bits(tensors_of(peft), tensors_of(tmp_path / "back"))
-    assert verify(peft, tmp_path / "saved").equal and verify(tmp_path / "back", peft).equal
-    assert isinstance(PeftModel.from_pretrained(load_hf(base), str(tmp_path / "back")), PeftModel)
-    names = ", ".join(CASES[case][3])
-    keys = f"{{enabled: true, dim: 4, alpha: 6.0, target_modules: [{names}]}}"
-    assert report.plan.resumed_with == keys
+def assert_comes_back(peft: Path, base: Path, folder: Path, **options: Any) -> Any:
+    """Adapters have the same bits after a training checkpoint; the report of what made that."""
+    report = convert(peft, folder / "saved", "mcore", base=base, **options)
+    convert(folder / "saved", folder / "back", "hf", **options)
+    assert_same_bits(tensors_of(peft), tensors_of(folder / "back"))
+    assert verify(peft, folder / "saved").equal and verify(folder / "back", peft).equal
+    return report
 
 
-def test_adapters_of_experts_come_back_too(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    base = checkpoint("qwen3_moe", **SMALL)
-    peft = peft_models.make_expert_adapters(base, tmp_path / "peft")
-    convert(peft, tmp_path / "saved", "mcore", base=base)
-    convert(tmp_path / "saved", tmp_path / "back", "hf")
-    assert_same_bits(tensors_of(peft), tensors_of(tmp_path / "back"))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_policy_with_the_named_keys_resumes_from_it(
-    checkpoint: Checkpoint, tmp_path: Path, case: str
-) -> None:
-    """Its table has the same parameters, and its identity is the one that is checked."""
-    base, peft = made(checkpoint, tmp_path / "peft", case)
-    convert(peft, tmp_path / "saved", "mcore", base=base)
-    section = {"enabled": True, "dim": 4, "alpha": 6.0, "target_modules": CASES[case][3]}
-    table = adapters_of(
-        PolicyConfig.parse(minimal(**{"megatron_cfg.peft": section})), bind(read_config(base))
+def assert_resumed(saved: Path, base: Path, targets: list[str], **top: Any) -> None:
+    """A policy with these keys has the parameters of a checkpoint, and takes it for its own."""
+    section = {"enabled": True, "dim": 4, "alpha": 6.0, "target_modules": targets}
+    config = PolicyConfig.parse(
+        minimal(model_name=str(base), **{"megatron_cfg.peft": section}, **top)
     )
+    model = model_table(config)
+    table = adapters_of(config, model)
     assert table is not None
-    found = manifest.read(tracker.find(tmp_path / "saved"))
+    found = manifest.read(tracker.find(saved))
     shapes = {e.megatron: e.row.local_shape(table.architecture, 1) for e in table.entries}
     assert {key: shape for key, (_, shape) in found.tensors.items()} == shapes
-    ours = common_state.read_ours(tmp_path / "saved")
-    assert set(ours["source_dtypes"]) == table.hf_shapes().keys()
-    stated = json.loads((tmp_path / "saved" / "hf" / BASE).read_text())
+    ours = common_state.read_ours(saved)
+    assert ours["source_dtypes"].keys() == table.hf_shapes().keys()
     with HfReader(base) as reader:
-        digest = base_digest(reader, architecture_of(base), {})
-    assert stated == {"model": str(base), "digest": digest}
-    spec = AdapterSpec(4, 6.0, 0.0, str(base), stated["digest"])
-    assert ours["adapters_of"] == spec.identity(table)
+        digest = base_digest(reader, model.architecture, model.overrides)
+    stated = {"model": str(base), "digest": digest}
+    stated |= {"hf_config_overrides": model.overrides} if model.overrides else {}
+    assert json.loads((saved / "hf" / BASE).read_text()) == stated
+    assert ours["adapters_of"] == adapter_spec(config, digest, model.overrides).identity(table)
+    assert found.overrides == model.overrides
 
 
-def test_what_is_written_says_everything_and_is_covered_by_digests(
-    checkpoint: Checkpoint, tmp_path: Path
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_come_back_with_the_same_bits_and_a_policy_resumes_from_them(
+    checkpoint, tmp_path, case: str
 ) -> None:
-    base, peft = made(checkpoint, tmp_path / "peft")
-    convert(peft, tmp_path / "saved", "mcore", base=base)
-    assert (tmp_path / "saved" / "hf" / "config.json").read_bytes() == (
-        base / "config.json"
-    ).read_bytes()
-    assert (tmp_path / "saved" / "hf" / "tokenizer.json").exists()
-    stated = verifying.verify(tmp_path / "saved")
+    base, peft = made(checkpoint, tmp_path / "peft", case)
+    report = assert_comes_back(peft, base, tmp_path, max_memory=MIB)
+    assert isinstance(PeftModel.from_pretrained(load_hf(base), str(tmp_path / "back")), PeftModel)
+    targets = CASES[case][3]
+    keys = f"{{enabled: true, dim: 4, alpha: 6.0, target_modules: [{', '.join(targets)}]}}"
+    assert report.plan.resumed_with == keys
+    assert_resumed(tmp_path / "saved", base, targets)
+
+
+def test_adapters_of_experts_come_back_too(checkpoint, tmp_path) -> None:
+    base = checkpoint("qwen3_moe", **SMALL)
+    assert_comes_back(peft_models.make_expert_adapters(base, tmp_path / "peft"), base, tmp_path)
+
+
+def test_what_is_written_says_everything_and_is_covered_by_digests(stored: Stored) -> None:
+    saved, back = stored.saved, stored.back
+    config = (saved / "hf" / "config.json").read_bytes()
+    assert config == (stored.base / "config.json").read_bytes()
+    assert (saved / "hf" / "tokenizer.json").exists()
+    stated = verifying.verify(saved)
     assert stated.contains == ("weights",) and stated.step == 0 and stated.family == "qwen2"
-    files = {p.relative_to(tmp_path / "saved").as_posix() for p in (tmp_path / "saved").rglob("*")}
+    files = {path.relative_to(saved).as_posix() for path in saved.rglob("*")}
     assert files - {"hf", "checkpoint.json"} == stated.files.keys() | stated.records.keys()
-    convert(tmp_path / "saved", tmp_path / "back", "hf")
-    back = read_peft(tmp_path / "back")
-    assert back.stated is not None and back.stated.model == str(base)
-    assert back.settings.rank == 4 and back.settings.alpha == 6.0
-    assert {p.name for p in (tmp_path / "back").iterdir()} == {
-        ADAPTER_MODEL,
-        ADAPTER_CONFIG,
-        BASE,
-        "megatron_policy.json",
-    }
+    found = read_peft(back)
+    assert found.stated is not None and found.stated.model == str(stored.base)
+    assert found.settings.rank == 4 and found.settings.alpha == 6.0
+    assert set(os.listdir(back)) == {ADAPTER_MODEL, ADAPTER_CONFIG, BASE, "megatron_policy.json"}
 
 
-def test_scales_that_peft_says_otherwise_are_kept(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_scales_that_peft_says_otherwise_are_kept(checkpoint, tmp_path) -> None:
     base, peft = made(checkpoint, tmp_path / "peft")
     changed(peft, use_rslora=True, alpha_pattern={"proj": 1.0} | dict.fromkeys(ALL, 5.0))
     convert(peft, tmp_path / "saved", "mcore", base=base)
@@ -164,7 +181,7 @@ def test_scales_that_peft_says_otherwise_are_kept(checkpoint: Checkpoint, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_dtypes_are_kept_or_cast(checkpoint: Checkpoint, tmp_path: Path, dtype: str | None) -> None:
+def test_dtypes_are_kept_or_cast(checkpoint, tmp_path, dtype: str | None) -> None:
     base, peft = made(checkpoint, tmp_path / "peft")
     tensors = tensors_of(peft)
     mixed = {n: t.to(torch.float16 if ".q_proj." in n else t.dtype) for n, t in tensors.items()}
@@ -175,9 +192,7 @@ def test_dtypes_are_kept_or_cast(checkpoint: Checkpoint, tmp_path: Path, dtype: 
     assert_same_bits(wanted, tensors_of(tmp_path / "back"))
 
 
-def test_the_base_that_they_name_is_taken_if_it_is_here(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_the_base_that_they_name_is_taken_if_it_is_here(checkpoint, tmp_path) -> None:
     base, peft = made(checkpoint, tmp_path / "peft")
     convert(peft, tmp_path / "saved", "mcore")
     changed(peft, base_model_name_or_path="somebody/else")
@@ -188,43 +203,33 @@ def test_the_base_that_they_name_is_taken_if_it_is_here(
     assert not (tmp_path / "other").exists()
 
 
-def test_another_base_is_refused_by_its_digest(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    base, peft = made(checkpoint, tmp_path / "peft")
+def test_another_base_is_refused_by_its_digest(checkpoint, stored: Stored, tmp_path) -> None:
     other = checkpoint("qwen2", tied=False, seed=3, **SMALL)
-    convert(peft, tmp_path / "saved", "mcore", base=base)
-    convert(tmp_path / "saved", tmp_path / "back", "hf", base=base)
-    before = sorted(os.listdir(tmp_path))
+    convert(stored.saved, tmp_path / "same", "hf", base=stored.base)
     for source, to, merge in (
-        ("saved", "hf", False),
-        ("saved", "hf", True),
-        ("back", "mcore", False),
-        ("back", "hf", True),
+        (stored.saved, "hf", False),
+        (stored.saved, "hf", True),
+        (stored.back, "mcore", False),
+        (stored.back, "hf", True),
     ):
         with pytest.raises(ConfigError, match="which has other weights or config than"):
-            convert(tmp_path / source, tmp_path / "out", to, base=other, merge=merge)
-    assert sorted(os.listdir(tmp_path)) == before
-
-
-def changed(path: Path, **values: Any) -> None:
-    file = path / ADAPTER_CONFIG
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-def with_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = tensors_of(path)
-    change(tensors)
-    save_file(tensors, path / ADAPTER_MODEL)
+            convert(source, tmp_path / "out", to, base=other, merge=merge)
+    assert os.listdir(tmp_path) == ["same"]
 
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 HEAD = "base_model.model.lm_head"
 
 
-def head_adapter(tensors: dict[str, torch.Tensor]) -> None:
+def head_adapter(tensors: Tensors) -> None:
     tensors |= {
         f"{HEAD}.lora_A.weight": torch.ones(4, 64),
         f"{HEAD}.lora_B.weight": torch.ones(250, 4),
     }
+
+
+def put(path: Path, name: str, tensor: torch.Tensor) -> None:
+    with_tensors(path, lambda tensors: tensors.update({f"{Q0}.{name}": tensor}))
 
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -234,7 +239,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         rf"has no {Q0}\.lora_A\.weight; write both",
     ),
     "a bias": (
-        lambda p: with_tensors(p, lambda t: t.update({f"{Q0}.lora_B.bias": torch.ones(64)})),
+        lambda p: put(p, "lora_B.bias", torch.ones(64)),
         rf"has {Q0}\.lora_B\.bias; only linear",
     ),
     "the head": (
@@ -242,13 +247,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "no linear layer of this qwen2 model that can be adapted is called lm_head",
     ),
     "another shape": (
-        lambda p: with_tensors(p, lambda t: t.update({f"{Q0}.lora_B.weight": torch.ones(8, 4)})),
+        lambda p: put(p, "lora_B.weight", torch.ones(8, 4)),
         rf"do not fit .*\n  {Q0}\.lora_B\.weight is float32 \[8, 4\], must be \[64, 4\] of",
     ),
     "another dtype": (
-        lambda p: with_tensors(
-            p, lambda t: t.update({f"{Q0}.lora_B.weight": torch.ones(64, 4, dtype=torch.float64)})
-        ),
+        lambda p: put(p, "lora_B.weight", torch.ones(64, 4, dtype=torch.float64)),
         rf"{Q0}\.lora_B\.weight is float64 \[64, 4\], must be \[64, 4\] of float32 or bfloat16",
     ),
     "another rank": (lambda p: changed(p, r=8), r"A of \[4, \d+\] .* but rank 8"),
@@ -270,15 +273,13 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_is_wrong_with_a_directory_is_named_and_nothing_is_left(
-    checkpoint: Checkpoint, tmp_path: Path, bad: str
-) -> None:
-    base, peft = made(checkpoint, tmp_path / "peft")
+def test_what_is_wrong_with_a_directory_is_named_and_nothing_is_left(stored, tmp_path, bad) -> None:
+    peft = stored.copy("peft", tmp_path)
     act, said = BAD[bad]
     act(peft)
     for call in (plan_conversion, convert):
         with pytest.raises((ConversionError, ConfigError), match=said):
-            call(peft, tmp_path / "out", "mcore", base=base)
+            call(peft, tmp_path / "out", "mcore", base=stored.base)
     assert os.listdir(tmp_path) == ["peft"]
 
 
@@ -293,44 +294,32 @@ WISHES: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("source", "to", "wish", "said"), WISHES, ids=str)
-def test_a_wish_that_cannot_be_met_is_refused(
-    checkpoint: Checkpoint, tmp_path: Path, source: str, to: str, wish: dict[str, Any], said: str
-) -> None:
-    base, peft = made(checkpoint, tmp_path / "peft")
-    convert(peft, tmp_path / "saved", "mcore", base=base)
-    paths = {"peft": peft, "saved": tmp_path / "saved", "base": base}
+def test_a_wish_that_cannot_be_met_is_refused(stored, tmp_path, source, to, wish, said) -> None:
     with pytest.raises(ConfigError, match=said):
-        convert(paths[source], tmp_path / "out", to, **wish)
-    for destination in (tmp_path / "peft" / "in", base / "in"):
+        convert(getattr(stored, source), tmp_path / "out", to, **wish)
+
+
+def test_a_destination_inside_of_the_adapters_or_their_base_is_refused(stored: Stored) -> None:
+    for destination in (stored.peft / "in", stored.base / "in"):
         with pytest.raises(ConfigError, match="choose another"):
-            convert(peft, destination, "hf", base=base, merge=True)
+            convert(stored.peft, destination, "hf", base=stored.base, merge=True)
 
 
-@pytest.mark.parametrize("kind", ["saved", "back"])
-def test_a_flipped_byte_of_adapters_is_found(
-    checkpoint: Checkpoint, tmp_path: Path, kind: str
-) -> None:
-    base, peft = made(checkpoint, tmp_path / "peft")
-    convert(peft, tmp_path / "saved", "mcore", base=base)
-    convert(tmp_path / "saved", tmp_path / "back", "hf")
-    to = {"saved": "hf", "back": "mcore"}[kind]
-    file = {"saved": "__0_0.distcp", "back": ADAPTER_MODEL}[kind]
-    flip(tmp_path / kind / file, (tmp_path / kind / file).stat().st_size * 2 // 3)
+@pytest.mark.parametrize(
+    ("kind", "file", "to"), [("saved", "__0_0.distcp", "hf"), ("back", ADAPTER_MODEL, "mcore")]
+)
+def test_a_flipped_byte_of_adapters_is_found(stored, tmp_path, kind, file, to) -> None:
+    path = stored.copy(kind, tmp_path)
+    flip(path / file, (path / file).stat().st_size * 2 // 3)
     for merge, into in ((False, to), (True, "hf")):
         with pytest.raises(ConversionError, match="damaged"):
-            convert(tmp_path / kind, tmp_path / "out", into, base=base, merge=merge)
+            convert(path, tmp_path / "out", into, base=stored.base, merge=merge)
     assert not (tmp_path / "out").exists()
-    assert not verify(tmp_path / kind, peft).equal
-    assert run("verify", tmp_path / kind)[0] == 1
+    assert not verify(path, stored.peft).equal
+    assert run("verify", path)[0] == 1
 
 
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
-def test_the_commands_say_what_they_did(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_the_commands_say_what_they_did(checkpoint, tmp_path) -> None:
     base, peft = made(checkpoint, tmp_path / "peft", "fused")
     saved, back = tmp_path / "saved", tmp_path / "back"
     code, said, _ = run("convert", peft, saved, "--to", "mcore", "--base", base)
@@ -350,7 +339,7 @@ def test_the_commands_say_what_they_did(checkpoint: Checkpoint, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_inspect_shows_adapters_of_both_kinds(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_inspect_shows_adapters_of_both_kinds(checkpoint, tmp_path) -> None:
     base, peft = made(checkpoint, tmp_path / "peft", "fused")
     convert(peft, tmp_path / "saved", "mcore", base=base)
     code, said, _ = run("inspect", tmp_path / "saved")
@@ -360,15 +349,14 @@ def test_inspect_shows_adapters_of_both_kinds(checkpoint: Checkpoint, tmp_path: 
     assert f"{layer}.b  [128, 4]  Qkv, split along dimension 0  layers 0-1" in said
     code, said, _ = run("inspect", peft)
     assert code == 0 and "\nadapter_config.json\n" in said
-    assert (
-        f"{layer}.a  [12, 64]  Concatenated" in said
-    )  # values, which tell that A is one, are not read
+    # Values, which tell that A is one, are not read.
+    assert f"{layer}.a  [12, 64]  Concatenated" in said
     assert "translated  lora_alpha = 6.0" in said and "0 unmatched" in said
     found = json.loads(run("inspect", peft, "--json")[1])
     assert found["fields_of"] == ADAPTER_CONFIG and found["problems"] == []
 
 
-def test_inspect_marks_what_is_wrong_with_adapters(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_inspect_marks_what_is_wrong_with_adapters(checkpoint, tmp_path) -> None:
     base, peft = made(checkpoint, tmp_path / "peft")
     changed(peft, use_dora=True, base_model_name_or_path="else/where")
     with_tensors(peft, lambda t: (t.pop(f"{Q0}.lora_A.weight"), head_adapter(t)))
@@ -380,40 +368,31 @@ def test_inspect_marks_what_is_wrong_with_adapters(checkpoint: Checkpoint, tmp_p
     assert "use_dora = True" in error and f"{Q0}.lora_A.weight" in error
 
 
-def test_a_checkpoint_that_does_not_say_its_modules_is_refused(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    """As an older version saved it."""
-    base, peft = made(checkpoint, tmp_path / "peft")
-    convert(peft, tmp_path / "saved", "mcore", base=base)
-    (tmp_path / "saved" / "hf" / ADAPTER_CONFIG).unlink()
-    with pytest.raises(ConversionError, match="not the files that say of which modules: load it"):
-        convert(tmp_path / "saved", tmp_path / "out", "hf")
-    shutil.copy(peft / ADAPTER_CONFIG, tmp_path / "saved" / "hf")
-    (tmp_path / "saved" / "hf" / BASE).unlink()
-    with pytest.raises(ConversionError, match=f"restore its {ADAPTER_CONFIG} and {BASE}"):
-        convert(tmp_path / "saved", tmp_path / "out", "hf")
-
-
-def test_a_training_checkpoint_that_lacks_the_dtype_of_a_tensor_is_refused_by_its_name(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    base, peft = made(checkpoint, tmp_path / "peft")
-    convert(peft, tmp_path / "saved", "mcore", base=base)
-    file = tmp_path / "saved" / "common.pt"
-    state = torch.load(file, weights_only=True)
+def test_a_training_checkpoint_that_lacks_what_was_said_of_it_is_refused(stored, tmp_path) -> None:
+    """As an older version saved it, or damaged."""
+    saved = stored.copy("saved", tmp_path)
+    for file, said in (
+        (ADAPTER_CONFIG, "not the files that say of which modules: load it"),
+        (BASE, f"restore its {ADAPTER_CONFIG} and {BASE}"),
+    ):
+        content = (saved / "hf" / file).read_bytes()
+        (saved / "hf" / file).unlink()
+        with pytest.raises(ConversionError, match=said):
+            convert(saved, tmp_path / "out", "hf")
+        (saved / "hf" / file).write_bytes(content)
+    state = torch.load(saved / "common.pt", weights_only=True)
     dtypes = state[common_state.OURS]["source_dtypes"]
     del dtypes[name := min(dtypes)]
-    torch.save(state, file)
+    torch.save(state, saved / "common.pt")
     with pytest.raises(ConversionError, match=f"in which dtype {re.escape(name)} was"):
-        convert(tmp_path / "saved", tmp_path / "back", "hf")
-    assert not (tmp_path / "back").exists()
+        convert(saved, tmp_path / "out", "hf")
+    assert os.listdir(tmp_path) == ["saved"]
 
 
 def test_a_whole_model_beside_a_config_of_adapters_is_refused_by_every_command(
-    checkpoint: Checkpoint, tmp_path: Path
+    stored: Stored, tmp_path
 ) -> None:
-    base, peft = made(checkpoint, tmp_path / "peft")
+    base, peft = stored.base, stored.peft
     both = Path(shutil.copytree(base, tmp_path / "both"))
     shutil.copy(peft / ADAPTER_CONFIG, both)
     for command in (
@@ -425,10 +404,10 @@ def test_a_whole_model_beside_a_config_of_adapters_is_refused_by_every_command(
         ("plan", "--refit", both),
     ):
         assert "both has adapter_config.json beside whole weights" in run(*command)[2], command
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["both", "peft"]
+    assert os.listdir(tmp_path) == ["both"]
 
 
-def test_overrides_go_with_adapters(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_overrides_go_with_adapters(checkpoint, tmp_path) -> None:
     """A directory of ours says with which its adapters were trained."""
     base, peft = made(checkpoint, tmp_path / "peft")
     convert(peft, tmp_path / "plain", "mcore", base=base)

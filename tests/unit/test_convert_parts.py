@@ -2,61 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from megatron_policy.checkpoint import common_state, manifest, tracker
 from megatron_policy.cli import app
-from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import adapter_spec, adapters_of
-from megatron_policy.config.model_table import model_table
-from megatron_policy.convert import convert, verify
-from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_base import base_digest
-from megatron_policy.converters.formats.peft_files import ADAPTER_CONFIG, ADAPTER_MODEL
+from megatron_policy.convert import convert
 from megatron_policy.errors import ConversionError
 from tests import peft_models, scalar_oracle
 from tests.exact import load_hf
-from tests.pure.test_config import minimal
 from tests.unit.test_convert_adapters import (
     ALL,
     SMALL,
-    Checkpoint,
-    assert_same_bits,
+    assert_comes_back,
+    assert_resumed,
     changed,
     tensors_of,
+    with_tensors,
 )
 from tests.unit.test_merging import plainly, sides, weights_of
 
 HEAD = "base_model.model.score."
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-
-
-def assert_resumed(saved: Path, base: Path, targets: list[str], **top: Any) -> None:
-    """A policy with these keys has the parameters of a checkpoint, and takes it for its own."""
-    section = {"enabled": True, "dim": 4, "alpha": 6.0, "target_modules": targets}
-    config = PolicyConfig.parse(
-        minimal(model_name=str(base), **{"megatron_cfg.peft": section}, **top)
-    )
-    model = model_table(config)
-    table = adapters_of(config, model)
-    assert table is not None
-    found = manifest.read(tracker.find(saved))
-    shapes = {e.megatron: e.row.local_shape(table.architecture, 1) for e in table.entries}
-    assert {key: shape for key, (_, shape) in found.tensors.items()} == shapes
-    ours = common_state.read_ours(saved)
-    assert set(ours["source_dtypes"]) == table.hf_shapes().keys() | table.copies().keys()
-    with HfReader(base) as reader:
-        digest = base_digest(reader, model.architecture, model.overrides)
-        spec = adapter_spec(config, digest, model.overrides)
-    assert ours["adapters_of"] == spec.identity(table)
-    assert found.overrides == model.overrides
 
 
 @pytest.mark.parametrize(
@@ -69,18 +37,11 @@ def assert_resumed(saved: Path, base: Path, targets: list[str], **top: Any) -> N
     ids=["all", "experts alone", "one of two"],
 )
 def test_adapters_of_stacked_experts_come_back_with_the_same_bits(
-    checkpoint: Checkpoint,
-    tmp_path: Path,
-    modules: list[str],
-    stacks: list[str],
-    targets: list[str] | None,
+    checkpoint, tmp_path, modules: list[str], stacks: list[str], targets: list[str] | None
 ) -> None:
     base = checkpoint("gpt_oss", tied=False, **SMALL)
     peft = peft_models.make_adapters(base, tmp_path / "peft", modules, stacks=stacks)
-    report = convert(peft, tmp_path / "saved", "mcore", base=base)
-    convert(tmp_path / "saved", tmp_path / "back", "hf")
-    assert_same_bits(tensors_of(peft), tensors_of(tmp_path / "back"))
-    assert verify(peft, tmp_path / "saved").equal and verify(tmp_path / "back", peft).equal
+    report = assert_comes_back(peft, base, tmp_path)
     assert isinstance(PeftModel.from_pretrained(load_hf(base), str(tmp_path / "back")), PeftModel)
     targets = targets or [*modules, "gate_up_proj", "down_proj"]
     assert f"target_modules: [{', '.join(targets)}]}}" in report.plan.resumed_with
@@ -92,9 +53,7 @@ def test_adapters_of_stacked_experts_come_back_with_the_same_bits(
         assert shown.exit_code == 0, shown.output
 
 
-def test_parameters_that_the_base_has_not_are_refused(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_parameters_that_the_base_has_not_are_refused(checkpoint, tmp_path) -> None:
     base = checkpoint("qwen2", tied=False, **SMALL)
     peft = peft_models.make_adapters(base, tmp_path / "peft", ALL)
     changed(peft, target_parameters=["experts.down_proj"])
@@ -107,16 +66,13 @@ def test_parameters_that_the_base_has_not_are_refused(
 @pytest.mark.parametrize("own", [True, False], ids=["head of the base", "new head"])
 @pytest.mark.parametrize("kind", ["bradley_terry", "regression"])
 def test_a_head_comes_back_with_the_adapters_and_is_part_of_what_is_merged(
-    checkpoint: Checkpoint, tmp_path: Path, kind: str, own: bool
+    checkpoint, tmp_path, kind: str, own: bool
 ) -> None:
     base = checkpoint("qwen2", tied=False, **SMALL)
     if own:
         base = scalar_oracle.make(kind, base, tmp_path / "base")
     peft = peft_models.make_head_adapters(kind, base, tmp_path / "peft", ALL)
-    convert(peft, tmp_path / "saved", "mcore", base=base)
-    convert(tmp_path / "saved", tmp_path / "back", "hf")
-    assert_same_bits(tensors_of(peft), tensors_of(tmp_path / "back"))
-    assert verify(peft, tmp_path / "saved").equal and verify(tmp_path / "back", peft).equal
+    assert_comes_back(peft, base, tmp_path)
     loaded = peft_models.LoadsWithHead(kind, tmp_path / "back")(base)
     theirs = tensors_of(peft)
     assert torch.equal(
@@ -129,11 +85,8 @@ def test_a_head_comes_back_with_the_adapters_and_is_part_of_what_is_merged(
         merged = tmp_path / f"{source} merged"
         convert(tmp_path / source, merged, "hf", base=base, merge=True)
         found = weights_of(merged)
-        assert found.keys() - {"score.weight", "score.bias"} == own_weights.keys() - {
-            "lm_head.weight",
-            "score.weight",
-            "score.bias",
-        }
+        heads = {"lm_head.weight", "score.weight", "score.bias"}
+        assert found.keys() - heads == own_weights.keys() - heads and "lm_head.weight" not in found
         for name, weight in found.items():
             if name.startswith("score."):
                 assert torch.equal(weight, theirs[f"base_model.model.{name}"]), name
@@ -145,15 +98,11 @@ def test_a_head_comes_back_with_the_adapters_and_is_part_of_what_is_merged(
         assert torch.equal(model.score.weight, theirs[HEAD + "weight"])
 
 
-def test_a_head_that_is_missing_or_that_the_base_has_not_is_named(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_a_head_that_is_missing_or_that_the_base_has_not_is_named(checkpoint, tmp_path) -> None:
     plain = checkpoint("qwen2", tied=False, **SMALL)
     base = scalar_oracle.make("bradley_terry", plain, tmp_path / "base")
     peft = peft_models.make_head_adapters("bradley_terry", base, tmp_path / "peft", ALL)
-    tensors = load_file(peft / ADAPTER_MODEL)
-    del tensors[HEAD + "weight"]
-    save_file(tensors, peft / ADAPTER_MODEL)
+    with_tensors(peft, lambda tensors: tensors.pop(HEAD + "weight"))
     for task in ("SEQ_CLS", "CAUSAL_LM"):
         changed(peft, modules_to_save=None, task_type=task)
         with pytest.raises(ConversionError, match=r"no head \(modules_to_save\), .*start_from"):
@@ -162,4 +111,4 @@ def test_a_head_that_is_missing_or_that_the_base_has_not_is_named(
     for merge, to in ((False, "mcore"), (True, "hf")):
         with pytest.raises(ConversionError, match=r"a scalar head \(task_type\), which"):
             convert(peft, tmp_path / "saved", to, base=plain, merge=merge)
-    assert (peft / ADAPTER_CONFIG).exists() and not (tmp_path / "saved").exists()
+    assert not (tmp_path / "saved").exists()

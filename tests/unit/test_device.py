@@ -49,11 +49,13 @@ def test_every_patch_tells_its_reason() -> None:
     assert all((patch.__doc__ or "").strip() for patch in cpu_platform.PATCHES)
 
 
-def test_importing_patches_nothing_and_using_megatron_core_imports_no_compiler() -> None:
+def test_imports_patch_nothing_and_bring_reports_no_megatron_and_megatron_no_compiler() -> None:
     code = (
         "import sys, torch\n"
         "before = torch.empty, torch.Tensor.type, torch.cuda.current_device\n"
         "compile_ = torch.compile\n"
+        "import megatron_policy.checkpoint.report\n"
+        "assert 'megatron' not in sys.modules, 'who reads a report needs it'\n"
         "import megatron_policy.policy.policy, megatron_policy.engines.megatron.cpu_platform\n"
         "assert (torch.empty, torch.Tensor.type, torch.cuda.current_device) == before\n"
         "megatron_policy.policy.policy._megatron_core()\n"
@@ -65,7 +67,7 @@ def test_importing_patches_nothing_and_using_megatron_core_imports_no_compiler()
 
 
 def test_a_machine_with_a_gpu_keeps_its_functions_and_all_kernels_but_cudnns_attention(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> None:
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
-from megatron_policy.cli import app
 from megatron_policy.cli.plan_report import lines
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.adapters import trained_table
@@ -30,10 +28,11 @@ from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import ModelRows
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from tests.families import PUBLISHED
+from tests.unit import command_line
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 2**30
-SMALL = PUBLISHED["Qwen2.5-0.5B"][-1]
+SMALL = PUBLISHED["Qwen2.5-0.5B"][1]
 QWEN_7B = SMALL | {
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -43,19 +42,19 @@ QWEN_7B = SMALL | {
     "vocab_size": 152064,
     "tie_word_embeddings": False,
 }
-LLAMA_70B = PUBLISHED["Llama-3.1-8B"][-1] | {
+LLAMA_70B = PUBLISHED["Llama-3.1-8B"][1] | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
-    "Llama-3.1-8B": (PUBLISHED["Llama-3.1-8B"][-1], 8),
+    "Llama-3.1-8B": (PUBLISHED["Llama-3.1-8B"][1], 8),
     "Llama 70B": (LLAMA_70B, 64),
     "Qwen2.5-7B": (QWEN_7B, 8),
-    "Qwen3-30B-A3B": (PUBLISHED["Qwen3-30B-A3B"][-1], 16),
-    "Qwen3-235B-A22B": (PUBLISHED["Qwen3-235B-A22B"][-1], 128),
-    "DeepSeek-V3": (PUBLISHED["DeepSeek-V3 in bf16"][-1], 256),
+    "Qwen3-30B-A3B": (PUBLISHED["Qwen3-30B-A3B"][1], 16),
+    "Qwen3-235B-A22B": (PUBLISHED["Qwen3-235B-A22B"][1], 128),
+    "DeepSeek-V3": (PUBLISHED["DeepSeek-V3 in bf16"][1], 256),
 }
 STACKED = "gpt-oss-20b in bf16"
 """A model with all experts of a layer in one HF tensor."""
@@ -77,7 +76,7 @@ BASE = {
 @cache
 def table_of(name: str) -> Table:
     with TemporaryDirectory() as path:
-        config = PUBLISHED[name][-1] if name == STACKED else MODELS[name][0]
+        config = PUBLISHED[name][1] if name == STACKED else MODELS[name][0]
         return bind(read_config(model(Path(path), config)))
 
 
@@ -116,45 +115,30 @@ PUBLISHED_PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
-def test_ranks_hold_all_weights_between_them(name: str) -> None:
-    """But for alignment and the padding of the vocabulary, 2 parts in 1,000."""
-    plan, stated = found(name).fitting[0], PUBLISHED_PARAMETERS[name]
-    at = plan.topology
-    held = sum(stage.states.parameters for stage in plan.stages) * at.tp // 2
-    assert held == pytest.approx(stated, rel=2e-3)
-    moments = sum(stage.states.moments for stage in plan.stages) * at.tp * at.dp * at.cp // 8
-    assert moments == pytest.approx(stated, rel=2e-3)
-
-
-def test_expert_parallel_ranks_hold_all_experts_between_them() -> None:
-    """Each of a stage's expert-parallel ranks has a share of the experts and all else."""
-    plans = found("Qwen3-30B-A3B").fitting
-    plan = next(each for each in plans if each.topology.tp == 1 and each.topology.ep > 1)
-    at, arch = plan.topology, plan.architecture
-    assert arch.moe is not None
-    expert = 3 * arch.hidden_size * arch.moe.ffn_hidden_size
-    experts = arch.moe.experts * arch.num_layers * expert
-    held = sum(stage.states.parameters for stage in plan.stages) // 2
-    assert held - experts // at.ep == pytest.approx(30_532_122_624 - experts, rel=2e-3)
+def test_ranks_hold_all_weights_and_their_states_between_them(name: str) -> None:
+    """But for alignment and the padding of the vocabulary, 2 parts in 1,000. Of bf16 parameters
+    with fp32 gradients 2 + 4 bytes each, and 12 / replicas of Adam's.
+    """
+    plan, stated = first(name), PUBLISHED_PARAMETERS[name]
+    replicas = plan.topology.dp * plan.topology.cp
+    states = [stage.states for stage in plan.stages]
+    for held, size in (
+        (sum(each.parameters for each in states), 2),
+        (sum(each.moments for each in states), 8 / replicas),
+        (sum(each.resident for each in states), 6 + 12 / replicas),
+    ):
+        assert held * plan.topology.tp / size == pytest.approx(stated, rel=2e-3)
 
 
 def first(name: str) -> StepPlan:
     return found(name).fitting[0]
 
 
-def test_states_follow_from_bytes_per_parameter() -> None:
-    """Of bf16 parameters with fp32 gradients, 2 + 4 bytes each, and 12 / replicas of Adam's."""
-    plan = first("Qwen2.5-7B")
-    at, (stage,) = plan.topology, plan.stages
-    own = PUBLISHED_PARAMETERS["Qwen2.5-7B"] / at.tp
-    assert stage.states.resident == pytest.approx(own * (6 + 12 / (at.dp * at.cp)), rel=2e-3)
-
-
 @pytest.mark.dear
 @pytest.mark.parametrize("name", MODELS)
 def test_buffers_of_a_refit_are_those_of_its_plan(name: str) -> None:
     """But for rounding of shares, 2 parts in 100 of a bucket."""
-    plan, table = found(name).fitting[0], table_of(name)
+    plan, table = first(name), table_of(name)
     dtypes = dict.fromkeys(table.hf_shapes(), torch.bfloat16)
     sent = plan_refit(RefitModel(table, plan.split, dtypes, torch.bfloat16, plan.topology))
     needed = sent.round_bytes + min(sent.bucket_bytes, sent.total_bytes) + sent.largest_bytes
@@ -185,19 +169,18 @@ def test_filters_of_sampling_add_a_sum_of_the_heads_gradient_where_tiles_are_sev
         assert head_bytes(1024, **whole) == head_bytes(1024)
 
 
-def test_recomputation_trades_memory_for_time() -> None:
-    by_kind = by_layout("Llama 70B")
-    topologies = {topology for topology, _ in by_kind}
-    for topology in topologies:
-        none, some, full = (by_kind[topology, kind] for kind in (None, "selective", "full"))
-        assert none.peak > some.peak > full.peak
-        assert none.time.compute < some.time.compute < full.time.compute
-
-
 def by_layout(name: str) -> dict[Any, StepPlan]:
     """All plans by their layout and what is recomputed."""
     plans = [*found(name).fitting, *found(name).too_large]
     return {(plan.topology, plan.config.megatron_cfg.recompute_granularity): plan for plan in plans}
+
+
+def test_recomputation_trades_memory_for_time() -> None:
+    by_kind = by_layout("Llama 70B")
+    for topology in {topology for topology, _ in by_kind}:
+        none, some, full = (by_kind[topology, kind] for kind in (None, "selective", "full"))
+        assert none.peak > some.peak > full.peak
+        assert none.time.compute < some.time.compute < full.time.compute
 
 
 def test_experts_are_not_among_the_mlps_that_are_computed_again() -> None:
@@ -208,24 +191,23 @@ def test_experts_are_not_among_the_mlps_that_are_computed_again() -> None:
         assert sum(s.activations for s in some.stages) < sum(s.activations for s in none.stages)
 
 
-def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_copies_of_them() -> None:
+def test_expert_parallel_ranks_hold_all_experts_and_reduce_gradients_with_their_copies() -> None:
     plans = by_layout("Qwen3-30B-A3B")
     topologies = {topology for topology, _ in plans if topology.tp == topology.pp == 1}
     assert {topology.ep for topology in topologies} >= {1, 4, 16}
     for topology in topologies:
         plan = plans[topology, None]
         (stage,), arch = plan.stages, plan.architecture
-        assert arch.moe is not None
         expert = 3 * arch.hidden_size * arch.moe.ffn_hidden_size * arch.num_layers
         experts = expert * arch.moe.experts // topology.ep
         dense = 30_532_122_624 - expert * arch.moe.experts
+        assert stage.states.parameters == pytest.approx(2 * (experts + dense), rel=2e-3)
         # 4 bytes of a gradient and 2 of a parameter.
         share = {n: (n - 1) / n for n in (16, topology.edp)}
         sent = 6 * (experts * share[topology.edp] + dense * share[16])
         assert plan.time.wire_bytes["dp"] == pytest.approx(sent, rel=2e-3)
-        assert plan.staging_bytes - stage.states.main_parameters - stage.states.moments == (
-            pytest.approx(2 * (experts / topology.edp + dense / 16), rel=2e-3)
-        )
+        staged = plan.staging_bytes - stage.states.main_parameters - stage.states.moments
+        assert staged == pytest.approx(2 * (experts / topology.edp + dense / 16), rel=2e-3)
 
 
 def test_schedules_hold_what_their_warm_up_runs() -> None:
@@ -248,192 +230,165 @@ def model(tmp_path: Path, fields: dict[str, Any]) -> Path:
     return tmp_path
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+def shipped(tmp_path: Path, **megatron: Any) -> Path:
+    """The shipped configuration, of a model that is here."""
+    document = yaml.safe_load((CONFIGS / "grpo_qwen2_7b_8h100.yaml").read_text())
+    document["policy"]["model_name"] = str(model(tmp_path, QWEN_7B))
+    document["policy"]["megatron_cfg"] |= megatron
+    file = tmp_path / "policy.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return file
 
 
-def test_plan_lists_the_best_and_shows_the_first(tmp_path: Path) -> None:
-    path = model(tmp_path, QWEN_7B)
-    result = run("--model", path, "--gpus", 8)
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    assert "plans fit on 8 H100 of 80 GiB" in lines[0]
+def run(*arguments: object) -> tuple[int, str, str]:
+    return command_line.run("plan", *arguments)
+
+
+def plans(*arguments: object) -> Any:
+    """What `--json` has of plans."""
+    return json.loads(run(*arguments, "--json")[1])
+
+
+def test_plan_lists_the_best_shows_the_first_and_leaves_memory_to_an_engine(
+    tmp_path,
+) -> None:
+    asked = ("--model", model(tmp_path, QWEN_7B), "--gpus", 8)
+    code, said, _ = run(*asked)
+    lines = said.splitlines()
+    assert code == 0 and "plans fit on 8 H100 of 80 GiB" in lines[0]
     assert lines[2].split()[:6] == ["2", "1", "1", "1", "1", "4"]
     assert any("tp 2 x cp 1 x dp 4 x pp 1" in line for line in lines)
-    data = json.loads(run("--model", path, "--gpus", 8, "--json").stdout)
-    assert data[0]["layout"]["tp"] == 2 and data[0]["fits"]
-    (stage,) = data[0]["stages"]
-    assert stage["peak_bytes"] == data[0]["peak_bytes"] <= data[0]["usable_bytes"]
+    alone = "an inference engine on the same GPUs would need memory too: --beside-engine GIB"
+    assert alone in said
+    best, *_ = plans(*asked)
+    assert best["layout"]["tp"] == 2 and best["fits"]
+    (stage,) = best["stages"]
+    assert stage["peak_bytes"] == best["peak_bytes"] <= best["usable_bytes"]
+    beside = run(*asked, "--beside-engine", 30)[1]
+    assert "an engine beside it keeps 30 GiB of each GPU" in beside
+    assert "in 42 GiB that can be planned with" in beside
+    assert run(*asked, "--beside-engine", 71)[0] == 1
 
 
-def test_plan_of_one_layout(tmp_path: Path) -> None:
+def test_plan_of_one_layout(tmp_path) -> None:
     path = model(tmp_path, QWEN_7B)
-    result = run("--model", path, "--tp", 4, "--pp", 2, "--dp", 2, "--seq-len", 8192)
-    assert result.exit_code == 0, result.output
-    assert "on 16 H100" in result.stdout and "rows of 8192 tokens" in result.stdout
-    illegal = run("--model", path, "--tp", 3, "--gpus", 6)
-    assert illegal.exit_code == 2 and "--tp 3 does not divide" in illegal.stderr
+    code, said, _ = run("--model", path, "--tp", 4, "--pp", 2, "--dp", 2, "--seq-len", 8192)
+    assert code == 0 and "on 16 H100" in said and "rows of 8192 tokens" in said
 
 
-def test_plan_says_what_to_change_if_nothing_fits(tmp_path: Path) -> None:
+def test_plan_says_what_to_change_if_nothing_fits(tmp_path) -> None:
     path = model(tmp_path, QWEN_7B)
-    result = run("--model", path, "--gpus", 1)
-    assert result.exit_code == 1
-    assert "states alone take" in result.stdout and "use more GPUs" in result.stdout
-    assert "a step: 512 rows of 4096 tokens, 512 microbatches of 4096" in result.stdout
-    assert "a plan fits on 2 GPUs, the fewest of 2^n and 3 x 2^n" in result.stdout
-    assert run("--model", path, "--gpus", 2).exit_code == 0
+    code, said, _ = run("--model", path, "--gpus", 1)
+    assert code == 1 and "states alone take" in said and "use more GPUs" in said
+    assert "a step: 512 rows of 4096 tokens, 512 microbatches of 4096" in said
+    assert "a plan fits on 2 GPUs, the fewest of 2^n and 3 x 2^n" in said
+    assert run("--model", path, "--gpus", 2)[0] == 0
     small = tmp_path / "small"
     small.mkdir()
     long = ("--seq-len", 32768, "--mb-tokens", 262144, "--gpu-memory", "12GiB")
-    tight = run("--model", model(small, SMALL), "--gpus", 1, *long)
-    assert tight.exit_code == 1 and "--mb-tokens" in tight.stdout
+    code, said, _ = run("--model", model(small, SMALL), "--gpus", 1, *long)
+    assert code == 1 and "--mb-tokens" in said
 
 
-def test_replicas_of_a_layout_that_does_not_fit_are_counted(tmp_path: Path) -> None:
+def test_replicas_of_a_layout_that_does_not_fit_are_counted(tmp_path) -> None:
     path = model(tmp_path, QWEN_7B)
-    alone = run("--model", path, "--tp", 2, "--dp", 1, "--gpu-memory", "40GiB")
-    assert alone.exit_code == 1
-    assert (found := re.search(r"a plan fits on (\d+) GPUs", alone.stdout)), alone.stdout
-    assert run("--model", path, "--gpus", found[1], "--gpu-memory", "40GiB").exit_code == 0
-    never = run("--model", path, "--gpus", 1, "--gpu-memory", "1GiB")
-    assert never.exit_code == 1
-    assert "no number of GPUs up to 16,384 is enough for a plan" in never.stdout
+    code, said, _ = run("--model", path, "--tp", 2, "--dp", 1, "--gpu-memory", "40GiB")
+    assert code == 1
+    assert (found := re.search(r"a plan fits on (\d+) GPUs", said)), said
+    assert run("--model", path, "--gpus", found[1], "--gpu-memory", "40GiB")[0] == 0
+    code, said, _ = run("--model", path, "--gpus", 1, "--gpu-memory", "1GiB")
+    assert code == 1 and "no number of GPUs up to 16,384 is enough for a plan" in said
 
 
-def test_a_config_that_does_not_fit_names_the_layout_that_would(tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit_names_the_layout_that_would(tmp_path) -> None:
     section = {**BASE, "model_name": str(model(tmp_path, QWEN_7B))}
     keys = {"activation_checkpointing": True, "recompute_num_layers": 2, **BASE["megatron_cfg"]}
-    file = tmp_path / "policy.yaml"
+    file, room = tmp_path / "policy.yaml", ("--gpu-memory", "50GiB")
     file.write_text(yaml.safe_dump({"policy": {**section, "megatron_cfg": keys}}))
-    alone = run(file)
-    assert alone.exit_code == 1 and "on 1 rank, the fewest" in alone.stdout
-    assert "no layout that is searched fits on 1 GPU\n" in alone.stdout
-    whole = run(file, "--gpus", 4, "--gpu-memory", "50GiB")
-    assert whole.exit_code == 1
-    said = re.search(r"another layout fits on 4 GPUs: (.*), recompute .*; give (.*)", whole.stdout)
-    assert said, whole.stdout
-    again = run(file, *shlex.split(said[2]), "--gpus", 4, "--gpu-memory", "50GiB")
-    assert again.exit_code == 0 and f"4 H100 of 50 GiB: {said[1]}, recompute" in again.stdout
-    asked = run("--model", tmp_path, "--dp", 4, "--gpu-memory", "50GiB")
-    assert f"another layout fits on 4 GPUs: {said[1]}, recompute" in asked.stdout
-    none = run(file, "--gpus", 4, "--gpu-memory", "1GiB")
-    assert none.stdout.splitlines()[-3:] == [
+    code, alone, _ = run(file)
+    assert code == 1 and "on 1 rank, the fewest" in alone
+    assert "no layout that is searched fits on 1 GPU\n" in alone
+    code, whole, _ = run(file, "--gpus", 4, *room)
+    assert code == 1
+    said = re.search(r"another layout fits on 4 GPUs: (.*), recompute .*; give (.*)", whole)
+    assert said, whole
+    code, again, _ = run(file, *shlex.split(said[2]), "--gpus", 4, *room)
+    assert code == 0 and f"4 H100 of 50 GiB: {said[1]}, recompute" in again
+    asked = run("--model", tmp_path, "--dp", 4, *room)[1]
+    assert f"another layout fits on 4 GPUs: {said[1]}, recompute" in asked
+    none = run(file, "--gpus", 4, "--gpu-memory", "1GiB")[1]
+    assert none.splitlines()[-3:] == [
         "no layout that is searched fits on 4 GPUs",
         "no number of GPUs up to 16,384 is enough for this layout",
         "no number of GPUs up to 16,384 is enough for a plan",
     ]
 
 
-def test_an_engine_beside_the_policy_takes_memory_from_the_plan(tmp_path: Path) -> None:
-    path = model(tmp_path, QWEN_7B)
-    alone = run("--model", path, "--gpus", 8)
-    assert "an inference engine on the same GPUs would need memory too: --beside-engine GIB" in (
-        alone.stdout
-    )
-    beside = run("--model", path, "--gpus", 8, "--beside-engine", 30)
-    assert "an engine beside it keeps 30 GiB of each GPU" in beside.stdout
-    assert "in 42 GiB that can be planned with" in beside.stdout
-    assert run("--model", path, "--gpus", 8, "--beside-engine", 71).exit_code == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "give a CONFIG, --model DIR or --refit CHECKPOINT"),
-        (("--model", "{}"), "--gpus is missing"),
-        (("--model", "{}", "--gpus", "8", "--gpu", "V100"), "--gpu V100 is not known: use one of"),
-    ],
-)
-def test_plan_says_what_is_missing(tmp_path: Path, arguments: Any, message: str) -> None:
-    path = model(tmp_path, QWEN_7B)
-    result = run(*(each.format(path) for each in arguments))
-    assert result.exit_code == 2 and message in result.stderr
-
-
-def test_the_shipped_configuration_is_the_first_answer_and_its_plan_is_beside_it(
-    tmp_path: Path,
-) -> None:
-    file = CONFIGS / "grpo_qwen2_7b_8h100.yaml"
-    document = yaml.safe_load(file.read_text())
-    document["policy"]["model_name"] = str(model(tmp_path, QWEN_7B))
-    local = tmp_path / "policy.yaml"
-    local.write_text(yaml.safe_dump(document))
-    shown = run(local, "--gpus", 8)
-    assert shown.exit_code == 0, shown.output
-    assert shown.stdout == file.with_suffix(".plan.txt").read_text()
-    answer = json.loads(run("--model", tmp_path, "--gpus", 8, "--json").stdout)[0]
-    own = json.loads(run(local, "--gpus", 8, "--json").stdout)[0]
-    assert own["layout"] == answer["layout"] and own["recompute"] == answer["recompute"]
-    assert own["peak_bytes"] == answer["peak_bytes"]
+def test_the_shipped_configuration_is_the_first_answer_and_its_plan_is_beside_it(tmp_path) -> None:
+    file = shipped(tmp_path)
+    code, shown, _ = run(file, "--gpus", 8)
+    assert (code, shown) == (0, (CONFIGS / "grpo_qwen2_7b_8h100.plan.txt").read_text())
+    answer, own = plans("--model", tmp_path, "--gpus", 8)[0], plans(file, "--gpus", 8)[0]
+    for key in ("layout", "recompute", "peak_bytes"):
+        assert own[key] == answer[key]
 
 
 @pytest.mark.dear
 @pytest.mark.parametrize("name", ["Llama 70B", "DeepSeek-V3"])
-def test_the_first_answer_can_be_asked_for_again(tmp_path: Path, name: str) -> None:
+def test_the_first_answer_can_be_asked_for_again(tmp_path, name: str) -> None:
     fields, ranks = MODELS[name]
     path = model(tmp_path, fields)
-    said = run("--model", path, "--gpus", ranks).stdout.splitlines()
+    said = run("--model", path, "--gpus", ranks)[1].splitlines()
     again = next(line for line in said if line.startswith("to ask for it again: "))
     section = yaml.safe_load("\n".join(said[said.index("policy:") :]))["policy"]
     options = again.removeprefix("to ask for it again: ").split()
-    answer = json.loads(run("--model", path, "--gpus", ranks, "--json").stdout)[0]
+    answer = plans("--model", path, "--gpus", ranks)[0]
     assert answer["policy"] == section and answer["ranks"] == ranks
-    assert json.loads(run("--model", path, *options, "--json").stdout) == [answer]
+    assert plans("--model", path, *options) == [answer]
 
 
 @pytest.mark.dear
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("Qwen2.5-7B", ("--gpus", 8)),
-        ("Qwen2.5-7B", ("--gpus", 4, "--precision", "float32", "--rows", 64)),
-        ("Qwen2.5-7B", ("--gpus", 8, "--seq-len", 1000, "--mb-tokens", 16384)),
-        ("Qwen2.5-7B", ("--tp", 2, "--pp", 2, "--first-layers", 13, "--recompute", "mlp")),
-        ("Qwen3-30B-A3B", ("--gpus", 16)),
-        (
-            "DeepSeek-V3",
-            ("--pp", 16, "--ep", 16, "--tp", 8, "--etp", 1, "--dp", 2, "--last-layers", 1),
-        ),
+        ("Qwen2.5-7B", "--gpus 8"),
+        ("Qwen2.5-7B", "--gpus 4 --precision float32 --rows 64"),
+        ("Qwen2.5-7B", "--gpus 8 --seq-len 1000 --mb-tokens 16384"),
+        ("Qwen2.5-7B", "--tp 2 --pp 2 --first-layers 13 --recompute mlp"),
+        ("Qwen3-30B-A3B", "--gpus 16"),
+        ("DeepSeek-V3", "--pp 16 --ep 16 --tp 8 --etp 1 --dp 2 --last-layers 1"),
     ],
 )
-def test_a_config_of_what_is_printed_has_the_same_plan(
-    tmp_path: Path, name: str, options: tuple[object, ...]
-) -> None:
+def test_a_config_of_what_is_printed_has_the_same_plan(tmp_path, name: str, options: str) -> None:
     path, file = model(tmp_path, MODELS[name][0]), tmp_path / "policy.yaml"
-    printed = json.loads(run("--model", path, *options, "--json").stdout)
+    printed = plans("--model", path, *options.split())
     assert len(printed) == 5 or "--gpus" not in options
     for each in printed:
         file.write_text(yaml.safe_dump({"policy": each.pop("policy")}))
-        (again,) = json.loads(run(file, "--gpus", each["ranks"], "--json").stdout)
+        (again,) = plans(file, "--gpus", each["ranks"])
         assert again.pop("policy") is None
         assert again.pop("megatron_cfg").items() <= each.pop("megatron_cfg").items()
         assert again == each
 
 
-def test_a_configuration_without_gpus_says_how_many_were_assumed(tmp_path: Path) -> None:
-    file = CONFIGS / "grpo_qwen2_7b_8h100.yaml"
-    document = yaml.safe_load(file.read_text())
-    document["policy"]["model_name"] = str(model(tmp_path, QWEN_7B))
-    local = tmp_path / "policy.yaml"
-    local.write_text(yaml.safe_dump(document))
+def test_a_configuration_without_gpus_says_how_many_were_assumed(tmp_path) -> None:
+    file = shipped(tmp_path)
     assumed = "on 2 ranks, the fewest that hold the layout"
-    assert f"without --gpus: {assumed}" in run(local).stdout
-    result = run(local, "--json")
-    assert assumed in result.stderr and json.loads(result.stdout)[0]["ranks"] == 2
-    wide = {"COLUMNS": "200"}
-    shown = CliRunner().invoke(app, ["inspect-config", str(local)], env=wide).stdout
+    assert f"without --gpus: {assumed}" in run(file)[1]
+    _, said, errors = run(file, "--json")
+    assert assumed in errors and json.loads(said)[0]["ranks"] == 2
+    shown = command_line.run("inspect-config", file, COLUMNS="200")[1]
     assert "give --world-size for another number" in shown
-    shown = CliRunner().invoke(app, ["inspect-config", str(local), "--world-size", "8"]).stdout
+    shown = command_line.run("inspect-config", file, "--world-size", "8")[1]
     assert "--world-size" not in shown
 
 
-def test_printed_parts_add_up_to_the_peak(tmp_path: Path) -> None:
+def test_printed_parts_add_up_to_the_peak(tmp_path) -> None:
     """Also where the optimizer's step decides, which copies gradients to fp32."""
     for config, step in ((QWEN_7B, False), (SMALL, True)):
-        base = {**BASE, "model_name": "m", "train_micro_batch_size": 1}
-        megatron: Any = {"enabled": True, "distributed_data_parallel_config": {}}
-        megatron["distributed_data_parallel_config"]["grad_reduce_in_fp32"] = not step
+        buckets = {"grad_reduce_in_fp32": not step}
+        megatron = {"enabled": True, "distributed_data_parallel_config": buckets}
+        base = {**BASE, "model_name": "m"}
         if step:
             base |= {"max_total_sequence_length": 32, "sequence_packing": {"enabled": False}}
         bound = bind(read_config(model(tmp_path, config)))
@@ -450,76 +405,69 @@ def test_printed_parts_add_up_to_the_peak(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--refit", "{}", "--seq-len", "8"), "--seq-len cannot be given with --refit"),
-        (("c.yaml", "--refit", "{}"), "a CONFIG cannot be given with --refit"),
+        ("", "give a CONFIG, --model DIR or --refit CHECKPOINT"),
+        ("--model {}", "--gpus is missing"),
+        ("--model {} --gpus 8 --gpu V100", "--gpu V100 is not known: use one of"),
+        ("--model {} --gpus 6 --tp 3", "--tp 3 does not divide"),
+        ("--refit {} --seq-len 8", "--seq-len cannot be given with --refit"),
+        ("c.yaml --refit {}", "a CONFIG cannot be given with --refit"),
         (
-            ("c.yaml", "--rows", "16", "--tp", "2"),
+            "c.yaml --rows 16 --tp 2",
             "--rows, --tp cannot be given with a CONFIG, which says it: write "
             "train_global_batch_size=16 megatron_cfg.tensor_model_parallel_size=2 after the file",
         ),
-        (("c.yaml", "--precision", "float32"), "write precision=float32 after the file"),
+        ("c.yaml --precision float32", "write precision=float32 after the file"),
         (
-            ("c.yaml", "--recompute", "full"),
+            "c.yaml --recompute full",
             "write megatron_cfg.activation_checkpointing=true "
             "megatron_cfg.recompute_granularity=full after the file",
         ),
         (
-            ("c.yaml", "--dp", "2"),
+            "c.yaml --dp 2",
             "--dp cannot be given with a CONFIG, which says it: give --gpus, and replicas follow",
         ),
-        (("--model", "{}", "--gpus", "8", "--tensors"), "--tensors cannot be given without"),
-        (("--model", "{}", "--gpus", "8", "--dtype", "float16"), "--dtype cannot be given without"),
+        ("--model {} --gpus 8 --tensors", "--tensors cannot be given without"),
+        ("--model {} --gpus 8 --dtype float16", "--dtype cannot be given without"),
         (
-            ("--model", "{}", "--tp", "2", "--dp", "4", "--gpus", "16"),
+            "--model {} --tp 2 --dp 4 --gpus 16",
             "--gpus 16 are not --dp 4 replicas of 2 ranks: leave one of both out, or use --gpus 8",
         ),
+        ("--refit {} --tp 3 --gpus 4", "--gpus 4 is not a multiple of the 3 ranks"),
+        ("--model {} --gpus 8 --recompute full", "--recompute needs a layout"),
         (
-            ("--refit", "{}", "--tp", "3", "--gpus", "4"),
-            "--gpus 4 is not a multiple of the 3 ranks",
-        ),
-        (("--model", "{}", "--gpus", "8", "--recompute", "full"), "--recompute needs a layout"),
-        (
-            ("--model", "{}", "--gpus", "8", "--seq-len", "5000", "--mb-tokens", "4096"),
+            "--model {} --gpus 8 --seq-len 5000 --mb-tokens 4096",
             "--seq-len 5000 does not fit into microbatches of --mb-tokens 4096",
         ),
         (
-            ("--model", "{}", "--tp", "2", "--seq-len", "40000"),
+            "--model {} --tp 2 --seq-len 40000",
             "rows of 40000 tokens are longer than the model's 32768 positions",
         ),
         (
-            ("--model", "{}", "--gpus", "8", "--seq-len", "40000"),
+            "--model {} --gpus 8 --seq-len 40000",
             "rows of 40000 tokens are longer than the model's 32768 positions",
         ),
-        (
-            ("--model", "{}", "--tp", "2", "--recompute", "most"),
-            "give none, full, or modules of core_attn",
-        ),
-        (("--model", "{}", "--gpus", "8", "--gpu-memory", "80"), "write 80GiB"),
+        ("--model {} --tp 2 --recompute most", "give none, full, or modules of core_attn"),
+        ("--model {} --gpus 8 --gpu-memory 80", "write 80GiB"),
     ],
 )
-def test_plan_refuses_what_it_would_not_apply(
-    tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    result = run(*(each.format(model(tmp_path, QWEN_7B)) for each in arguments))
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.stderr.replace("│", " ").split())
+def test_plan_refuses_what_it_would_not_apply(tmp_path, arguments: str, message: str) -> None:
+    code, _, errors = run(*arguments.format(model(tmp_path, QWEN_7B)).split())
+    assert code == 2 and message in " ".join(errors.replace("│", " ").split())
 
 
-def test_a_refit_is_of_all_gpus_also_as_json(tmp_path: Path) -> None:
+def test_a_refit_is_of_all_gpus_also_as_json(tmp_path) -> None:
     path = model(tmp_path, SMALL)
     options = ("--refit", path, "--tp", 2, "--gpus", 8)
-    assert "on 8 ranks = pp 1 x dp 4 x cp 1 x tp 2" in run(*options).stdout
-    data = json.loads(run(*options, "--json").stdout)
+    assert "on 8 ranks = pp 1 x dp 4 x cp 1 x tp 2" in run(*options)[1]
+    data, sent = plans(*options), plans(*options, "--tensors")["sent"]
     assert data["ranks"] == 8 and data["layout"]["dp"] == 4
     total = sum(math.prod(shape) for shape in bind(read_config(path)).hf_shapes().values())
-    assert data["bytes"] == 2 * total
-    sent = json.loads(run(*options, "--json", "--tensors").stdout)["sent"]
-    assert sum(each["bytes"] for each in sent) == data["bytes"]
+    assert data["bytes"] == 2 * total == sum(each["bytes"] for each in sent)
 
 
-def test_experts_without_gpus_are_planned_on_the_fewest_ranks(tmp_path: Path) -> None:
+def test_experts_without_gpus_are_planned_on_the_fewest_ranks(tmp_path) -> None:
     path = model(tmp_path, MODELS["Qwen3-30B-A3B"][0])
-    (data,) = json.loads(run("--model", path, "--ep", 8, "--json").stdout)
+    (data,) = plans("--model", path, "--ep", 8)
     assert data["ranks"] == 8
 
 
@@ -537,7 +485,7 @@ def test_more_memory_admits_more_plans() -> None:
     assert len(more.fitting) > len(found("Llama-3.1-8B").fitting)
 
 
-def test_a_reference_takes_host_memory_where_it_is_not_the_base(tmp_path: Path) -> None:
+def test_a_reference_takes_host_memory_where_it_is_not_the_base(tmp_path) -> None:
     whole, adapters = model(tmp_path, QWEN_7B), tmp_path / "adapters"
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text("{}")

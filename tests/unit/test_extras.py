@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -22,12 +22,20 @@ from tests.conftest import NEED
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LAZY = {each.__name__: each for each in (megatron_policy, workers)}
-BLOCKED = f"import sys; sys.modules |= dict.fromkeys({sorted(EXTRAS)!r})\n"
+NEEDS = {
+    "from megatron_policy import Policy": 'pip install "ray>=2.40"',
+    "from megatron_policy.workers import init_ray": 'pip install ".[ray]"',
+    "import megatron_policy.refit.transports.ipc.transport": 'pip install "pyzmq>=26"',
+}
+"""What needs an optional package, and how its error says to install that."""
 
-WITHOUT_RAY = """
+WITHOUT_EXTRAS = """
+import sys
+sys.modules |= dict.fromkeys({extras!r})
 import torch
 from megatron_policy import BatchedDataDict, MegatronPolicy
 from megatron_policy.cli import app
+from megatron_policy.errors import MissingPackageError
 from tests.losses import SequenceNLL
 model, target = {model!r}, {target!r}
 for call in (
@@ -45,14 +53,13 @@ data = BatchedDataDict(
     input_ids=torch.randint(0, 50, (2, 8)), token_mask=torch.ones(2, 8), sample_mask=torch.ones(2)
 )
 print(policy.train(data, SequenceNLL())["loss"].item() > 0)
+for line, wanted in {needs!r}.items():
+    try:
+        exec(line)
+        sys.exit(line + " found what it needs")
+    except MissingPackageError as error:
+        assert wanted in str(error).splitlines()[-1], error
 """
-
-
-def without_extras(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a Python that has none of the optional packages."""
-    return subprocess.run(
-        [sys.executable, "-c", BLOCKED + code], cwd=ROOT, capture_output=True, text=True
-    )
 
 
 @pytest.mark.parametrize("package", EXTRAS)
@@ -63,34 +70,17 @@ def test_an_extra_brings_what_its_error_tells_to_install(package: str) -> None:
     assert not [line for line in PROJECT["dependencies"] if re.split(r"\W", line)[0] == bare]
 
 
-def test_the_commands_and_a_policy_of_one_process_work_without_ray_and_zmq(
-    checkpoint: Callable[..., Path], tmp_path: Path
+def test_the_commands_and_a_policy_work_without_optional_packages_and_what_needs_one_names_it(
+    checkpoint, tmp_path
 ) -> None:
-    target = tmp_path / "mcore"
-    done = without_extras(WITHOUT_RAY.format(model=str(checkpoint("qwen2")), target=str(target)))
-    assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
-    assert target.is_dir()
+    values = {"model": str(checkpoint("qwen2")), "target": str(tmp_path / "mcore")}
+    code = WITHOUT_EXTRAS.format(extras=sorted(EXTRAS), needs=NEEDS, **values)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["True"] and not done.returncode, done.stderr
+    assert (tmp_path / "mcore").is_dir()
 
 
-@pytest.mark.dear
-@pytest.mark.parametrize(
-    ("line", "wanted"),
-    [
-        ("from megatron_policy import Policy", 'pip install "ray>=2.40"'),
-        ("from megatron_policy.workers import init_ray", 'pip install ".[ray]"'),
-        ("import megatron_policy.refit.transports.ipc.transport", 'pip install "pyzmq>=26"'),
-    ],
-)
-def test_what_needs_a_missing_package_names_the_pip_command(line: str, wanted: str) -> None:
-    done = without_extras(line)
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("megatron_policy.errors.MissingPackageError: ") and wanted in last
-
-
-def test_a_package_that_lacks_one_of_its_own_keeps_its_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_lacks_one_of_its_own_keeps_its_error(tmp_path, monkeypatch) -> None:
     (tmp_path / "zmq.py").write_text("import one_of_its_own\n")
     monkeypatch.delitem(sys.modules, "zmq", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -110,12 +100,16 @@ def imported_names(body: list[ast.stmt], package: tuple[str, ...]) -> Iterator[s
             above = package[: len(package) - node.level + 1] if node.level else ()
             home = ".".join([*above, *filter(None, [node.module])])
             yield from (f"{home}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Expr) and ast.unparse(node).startswith("require("):
-            yield ast.literal_eval(ast.unparse(node).removeprefix("require"))
-        elif (
-            not isinstance(node, ast.FunctionDef) and "TYPE_CHECKING" not in ast.unparse(node)[:20]
-        ):
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = ast.unparse(node)
+            if called.startswith("require("):
+                yield ast.literal_eval(called.removeprefix("require"))
+        elif not isinstance(node, ast.FunctionDef) and not is_for_types(node):
             yield from imported_names(getattr(node, "body", []), package)
+
+
+def is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
 @cache
@@ -136,17 +130,17 @@ def imported_files(file: Path) -> set[Path]:
     return {path for path in found if str(path) in NEED or path.is_file()}
 
 
-@pytest.mark.dear
-@pytest.mark.parametrize("package", NEED)
-def test_files_of_tests_import_without_an_optional_package_or_are_listed(package: str) -> None:
-    needing = set()
+def test_files_of_tests_import_without_an_optional_package_or_are_listed() -> None:
+    needing: dict[str, set[str]] = {package: set() for package in NEED}
     for file in (ROOT / "tests").rglob("test_*.py"):
         reached, todo = {file}, [file]
-        while todo and Path(package) not in reached:
+        while todo:
             new = imported_files(todo.pop()) - reached
             todo.extend(path for path in new if path.is_file())
             reached |= new
-        if Path(package) in reached:
-            needing.add(file.relative_to(ROOT / "tests").as_posix())
-    assert not {file for file in needing if not file.startswith(NEED[package])}
-    assert not {each for each in NEED[package] if not any(f.startswith(each) for f in needing)}
+        for package in NEED:
+            if Path(package) in reached:
+                needing[package].add(file.relative_to(ROOT / "tests").as_posix())
+    for package, files in needing.items():
+        assert not {file for file in files if not file.startswith(NEED[package])}
+        assert not {each for each in NEED[package] if not any(f.startswith(each) for f in files)}

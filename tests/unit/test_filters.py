@@ -121,37 +121,27 @@ HALVES = [math.log(share) for share in (0.125, 0.5, 0.25, 0.125)]
 @pytest.mark.parametrize(
     ("row", "filters", "expected"),
     [
-        (HALVES, {"top_k": 1}, [1]),
         (HALVES, {"top_k": 2}, [1, 2]),
         (HALVES, {"top_k": 3}, [0, 1, 2, 3]),  # the third and the fourth are as likely
-        (HALVES, {"top_k": 4}, [0, 1, 2, 3]),
         (HALVES, {"top_k": 9}, [0, 1, 2, 3]),
-        (HALVES, {"top_p": 0.49}, [1]),
         (HALVES, {"top_p": 0.51}, [1, 2]),
         (HALVES, {"top_p": 0.76}, [1, 2, 3]),  # of two as likely the higher entry
-        (HALVES, {"top_p": 0.88}, [0, 1, 2, 3]),
         (HALVES, {"top_p": 1e-30}, [1]),
         (HALVES, {"top_p": 0.9999999}, [0, 1, 2, 3]),
         (HALVES, {"min_p": 1.0}, [1]),
-        (HALVES, {"min_p": 0.49}, [1, 2]),
         (HALVES, {"min_p": 0.24}, [0, 1, 2, 3]),
         (HALVES, {"top_k": 2, "top_p": 0.7}, [1, 2]),  # of 3/4 that are left, 1/2 is 2/3
         (HALVES, {"top_k": 2, "top_p": 0.66}, [1]),
         (HALVES, {"min_p": 0.49, "top_p": 0.66}, [1]),
         (HALVES, {"top_k": 3, "top_p": 0.76}, [1, 2, 3]),
-        (EIGHT, {"top_p": 0.5}, [4, 5, 6, 7]),
         (EIGHT, {"top_p": 0.51}, [3, 4, 5, 6, 7]),
         (EIGHT, {"top_k": 1}, [*range(8)]),
         (EIGHT, {"top_k": 1, "top_p": 0.2}, [6, 7]),
-        (EIGHT, {"min_p": 1.0}, [*range(8)]),
         ([0.0, -0.0, -1.0], {"top_k": 1}, [0, 1]),
         ([-1e30, 5.0, 5.0], {"top_k": 3}, [0, 1, 2]),
-        ([3.0], {"top_k": 1, "top_p": 0.1, "min_p": 1.0}, [0]),
     ],
 )
-def test_what_is_kept_is_what_the_host_and_vllm_keep(
-    row: list[float], filters: dict[str, Any], expected: list[int]
-) -> None:
+def test_what_is_kept_is_what_the_host_and_vllm_keep(row, filters, expected) -> None:
     assert keeps(row, **filters) == expected
 
 
@@ -171,9 +161,7 @@ def rows(draw: st.DrawFn) -> torch.Tensor:
     st.sampled_from([1.0, 0.999, 0.9, 0.6183, 0.3, 1e-6]),
     st.sampled_from([0.0, 1e-9, 0.0313, 0.7311, 1.0]),
 )
-def test_what_is_kept_equals_a_loop_over_sorted_entries(
-    logits_1V: torch.Tensor, top_k: int | None, top_p: float, min_p: float
-) -> None:
+def test_what_is_kept_equals_a_loop_over_sorted_entries(logits_1V, top_k, top_p, min_p) -> None:
     filters = Filters(top_k, top_p, min_p)
     bounds = find_bounds(logits_1V, 0, logits_1V.size(1), filters)
     assert torch.equal(~bounds.dropped(logits_1V, 0), plain_kept(logits_1V, filters))
@@ -225,12 +213,11 @@ def test_a_dropped_target_has_minus_infinity_and_no_gradient() -> None:
     assert hidden_ND.grad is not None and not hidden_ND.grad.any()
 
 
-@pytest.mark.parametrize("where", ["of the target", "elsewhere"])
-def test_a_logit_that_is_not_a_number_shows_whatever_is_kept(where: str) -> None:
-    for filters in ALL.values():
-        case = make_filtered(4, 60, filters).to(torch.float32)
-        row = int(case.targets[1]) if where == "of the target" else (int(case.targets[1]) + 1) % 50
-        case.weight_VD[row] = math.nan
+@pytest.mark.parametrize("name", ALL)
+def test_a_logit_that_is_not_a_number_shows_whatever_is_kept(name: str) -> None:
+    for elsewhere in (0, 1):
+        case = make_filtered(4, 60, ALL[name]).to(torch.float32)
+        case.weight_VD[(int(case.targets[1]) + elsewhere) % 50] = math.nan
         logprobs_N, entropy_N = fused(2)(case.hidden_ND, case.weight_VD, case.targets, case.head)
         assert logprobs_N[1].isnan() and entropy_N[1].isnan()
 
@@ -273,10 +260,8 @@ def test_filtered_scores_in_bf16_keep_what_their_own_logits_say() -> None:
 
 @pytest.mark.dear
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [4, 60])
-def test_with_filters_no_tensor_is_larger_than_chunk_times_vocabulary(
-    dtype: torch.dtype, chunk: int
-) -> None:
+@pytest.mark.parametrize("chunk", [60, 4])
+def test_with_filters_no_tensor_is_larger_than_chunk_times_vocabulary(dtype, chunk) -> None:
     case = make_filtered(256, 1000, ALL["all three"], 3, softcap=5.0).to(dtype)
     with Watch() as watch:
         differentiated(case, finite(fused(chunk)))
@@ -290,13 +275,10 @@ def test_tiles_of_filtered_tokens_are_the_same_whatever_part_of_the_slice_is_rea
     assert [tile.entries for (tile, _) in plans[2].columns()] == [slice(0, 49_000)]
 
 
-@pytest.mark.parametrize("off", [{}, {"top_p": 1, "top_k": -1}, {"top_k": 0, "min_p": 0}])
-def test_settings_that_keep_everything_are_no_filters(off: dict[str, Any]) -> None:
-    assert Filters.of(GenerationConfig(max_new_tokens=1, **off)) is None
-
-
 def test_filters_are_those_of_generation_and_of_logprobs_unless_they_are_to_be_whole() -> None:
     settings = GenerationConfig(max_new_tokens=1, top_p=0.9, top_k=5, min_p=0.1)
     assert Filters.of(settings) == Filters.of_logprobs(settings) == Filters(5, 0.9, 0.1)
     whole = settings.model_copy(update={"filter_logprobs": False})
     assert Filters.of(whole) == Filters(5, 0.9, 0.1) and Filters.of_logprobs(whole) is None
+    for off in ({}, {"top_p": 1, "top_k": -1}, {"top_k": 0, "min_p": 0}):
+        assert Filters.of(GenerationConfig(max_new_tokens=1, **off)) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from tests.families import SAMPLES
 
 LENGTH, RANK = 48, 4
 WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "olmo3")
-
-Checkpoint = Callable[..., Path]
 
 
 def reference(path: Path) -> Any:
@@ -74,9 +71,7 @@ ADAPTED = {
 
 @pytest.mark.dear
 @pytest.mark.parametrize("case", ADAPTED)
-def test_adapters_cost_what_torch_counts_on_pefts(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_adapters_cost_what_torch_counts_on_pefts(checkpoint, monkeypatch, case: str) -> None:
     """The base has gradients of its inputs alone, and none before the first adapter."""
     family, modules = ADAPTED[case]
     path = checkpoint(family)
@@ -110,10 +105,8 @@ def with_all_pairs(architecture: Architecture, rows: int) -> int:
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("family", SAMPLES)
-def test_forward_and_backward_are_what_torch_counts_on_the_reference(
-    checkpoint: Checkpoint, family: str
-) -> None:
+@pytest.mark.parametrize("family", sorted(SAMPLES))
+def test_forward_and_backward_are_what_torch_counts_on_the_reference(checkpoint, family) -> None:
     path = checkpoint(family)
     model, architecture = reference(path), architecture_of(path)
     ours = with_all_pairs(architecture, rows=2)
@@ -122,9 +115,7 @@ def test_forward_and_backward_are_what_torch_counts_on_the_reference(
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", *WINDOWED])
-def test_attention_counts_the_pairs_that_the_reference_looks_at(
-    checkpoint: Checkpoint, family: str
-) -> None:
+def test_attention_counts_the_pairs_that_the_reference_looks_at(checkpoint, family: str) -> None:
     path = checkpoint(family)
     model, architecture = reference(path).eval(), architecture_of(path)
     tokens = torch.randint(0, model.config.vocab_size, (1, LENGTH))
@@ -138,22 +129,19 @@ def test_attention_counts_the_pairs_that_the_reference_looks_at(
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 5, 6, 100])
-@pytest.mark.parametrize("length", [0, 1, 2, 5, 17])
-def test_visible_pairs_are_those_of_the_mask(length: int, window: int | None) -> None:
-    queries, keys = torch.arange(length).view(-1, 1), torch.arange(length)
-    mask = (keys <= queries) & (keys > queries - (length + 1 if window is None else window))
-    assert visible_pairs(length, window) == int(mask.sum())
+def test_visible_pairs_are_those_of_the_mask(window: int | None) -> None:
+    for length in (0, 1, 2, 5, 17):
+        queries, keys = torch.arange(length).view(-1, 1), torch.arange(length)
+        mask = (keys <= queries) & (keys > queries - (length + 1 if window is None else window))
+        assert visible_pairs(length, window) == int(mask.sum())
 
 
-def test_packed_sequences_do_not_look_at_each_other(checkpoint: Checkpoint) -> None:
-    architecture = architecture_of(checkpoint("llama"))
-    parts = [3, 10, 0, 7]
+def test_packed_sequences_do_not_look_at_each_other_and_the_head_is_for_predicted_tokens_only(
+    checkpoint,
+) -> None:
+    architecture, parts = architecture_of(checkpoint("llama")), [3, 10, 0, 7]
     assert model_flops(architecture, parts) == sum(model_flops(architecture, [n]) for n in parts)
     assert model_flops(architecture, parts) < model_flops(architecture, [sum(parts)])
-
-
-def test_the_head_is_counted_for_predicted_tokens_only(checkpoint: Checkpoint) -> None:
-    architecture = architecture_of(checkpoint("llama"))
     everywhere, nowhere = (forward_flops(architecture, [10], n) for n in (None, 0))
     per_token = 2 * architecture.hidden_size * architecture.vocab_size
     assert everywhere.head == 10 * per_token and nowhere.head == 0
@@ -162,7 +150,7 @@ def test_the_head_is_counted_for_predicted_tokens_only(checkpoint: Checkpoint) -
 
 
 def test_a_layer_for_multi_token_prediction_is_a_layer_a_projection_and_the_head(
-    checkpoint: Checkpoint,
+    checkpoint,
 ) -> None:
     path = checkpoint("deepseek_v3", num_nextn_predict_layers=1)
     raw = json.loads((path / "config.json").read_text())
