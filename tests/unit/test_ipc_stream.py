@@ -9,7 +9,6 @@ import os
 import pickle
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -114,8 +113,12 @@ def test_every_bit_arrives_once_and_again_a_step_later(
             process.begin(engine.receive, address)
 
 
-def test_the_engine_imports_neither_megatron_nor_ray(address: str) -> None:
+def test_an_engine_imports_neither_megatron_nor_ray_and_a_socket_only_for_streams(
+    address: str,
+) -> None:
     process = OtherProcess(clean=True)
+    process.call(exec, "from megatron_policy.refit.receive import collective, disk, receiver")
+    assert not {"megatron", "ray", "transformers", "zmq"} & process.call(engine.imported)
     process.call(engine.start, FORMS, 0, {})
     process.begin(engine.receive, address)
     send(address, 1)
@@ -126,13 +129,22 @@ def test_the_engine_imports_neither_megatron_nor_ray(address: str) -> None:
     assert not {"megatron", "ray", "transformers"} & imported
 
 
-@pytest.mark.parametrize("staged", [True, False])
-def test_an_engine_killed_while_loading_fails_the_sender_and_the_next_refit_succeeds(
-    start: Callable[..., OtherProcess], others: list[OtherProcess], address: str, staged: bool
+@pytest.mark.parametrize(("staged", "die_at_load"), [(True, 1), (False, 2), (True, 0)])
+def test_an_engine_killed_while_it_loads_or_waits_fails_the_sender_and_the_next_refit_succeeds(
+    start: Callable[..., OtherProcess],
+    others: list[OtherProcess],
+    address: str,
+    staged: bool,
+    die_at_load: int,
 ) -> None:
-    process = start(die_at_load=1 if staged else 2, staged=staged)
+    process = start(die_at_load=die_at_load, staged=staged)
+
+    def kill(name: str) -> None:
+        if not die_at_load and name == "layers.3.weight":
+            process.kill()
+
     with pytest.raises(RefitError, match=r"engine .* (disconnected|silent)"):
-        send(address, 1, timeout_s=SHORT)
+        send(address, 1, timeout_s=SHORT, during=kill)
     with pytest.raises((EOFError, ConnectionResetError)):
         process.result()
     assert not os.path.exists(path_of(address)) and left_here() == []
@@ -140,19 +152,6 @@ def test_an_engine_killed_while_loading_fails_the_sender_and_the_next_refit_succ
     process = start(staged=staged)
     send(address, 2)
     assert process.result() == 2
-
-
-def test_an_engine_killed_in_the_middle_fails_the_sender(
-    start: Callable[..., OtherProcess], address: str
-) -> None:
-    process = start()
-
-    def kill(name: str) -> None:
-        if name == "layers.3.weight":
-            process.kill()
-
-    with pytest.raises(RefitError, match=r"engine .* (disconnected|silent)"):
-        send(address, 1, timeout_s=SHORT, during=kill)
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -358,22 +357,21 @@ def test_an_engine_that_never_comes_fails_the_refit_in_time(address: str) -> Non
     assert os.listdir(os.path.dirname(path_of(address))) == []
 
 
-def test_a_trainer_that_never_comes_fails_the_engine_in_time(
-    start: Callable[..., OtherProcess], address: str
+def leave_socket(address: str) -> None:
+    """As a killed trainer does: nobody listens there."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path_of(address))
+    assert os.path.exists(path_of(address))
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_trainer_that_never_comes_fails_the_engine_in_time_and_a_dead_ones_socket_goes(
+    start: Callable[..., OtherProcess], address: str, left: bool
 ) -> None:
+    if left:
+        leave_socket(address)
     process = start(timeout_s=0.5)
     with pytest.raises(RefitError, match=r"no trainer connected to .* within 0.5 s"):
-        process.result(10)
-
-
-def test_the_socket_of_a_killed_trainer_is_removed_by_the_engine_that_waits_there(
-    start: Callable[..., OtherProcess], address: str
-) -> None:
-    dead = f"import socket; socket.socket(socket.AF_UNIX).bind({path_of(address)!r})"
-    subprocess.run([sys.executable, "-c", dead], check=True)
-    assert os.path.exists(path_of(address))
-    process = start(timeout_s=0.5)
-    with pytest.raises(RefitError):
         process.result(10)
     assert not os.path.exists(path_of(address))
 
@@ -381,8 +379,7 @@ def test_the_socket_of_a_killed_trainer_is_removed_by_the_engine_that_waits_ther
 def test_the_socket_of_a_killed_trainer_does_not_keep_the_next_one_away(
     start: Callable[..., OtherProcess], address: str
 ) -> None:
-    dead = f"import socket; socket.socket(socket.AF_UNIX).bind({path_of(address)!r})"
-    subprocess.run([sys.executable, "-c", dead], check=True)
+    leave_socket(address)
     process = start()
     time.sleep(0.2)
     send(address, 3)
@@ -480,7 +477,7 @@ def test_who_comes_and_says_nothing_does_not_disturb_a_refit(
         assert knocks.result() > 0
 
 
-def test_only_sockets_of_this_user_are_taken_weights_from(
+def test_only_sockets_of_this_user_are_taken_weights_from_and_they_are_open_to_no_other(
     start: Callable[..., OtherProcess], address: str
 ) -> None:
     Path(path_of(address)).write_text("not a socket")
@@ -489,18 +486,12 @@ def test_only_sockets_of_this_user_are_taken_weights_from(
         process.result(10)
     assert Path(path_of(address)).read_text() == "not a socket"
     os.unlink(path_of(address))
-
-
-def test_the_socket_is_open_to_its_user_only(address: str) -> None:
-    line = RequestSocket(address, "engine", 1.0)
-    assert os.stat(path_of(address)).st_mode & 0o777 == 0o600
-    line.close()
+    with contextlib.closing(RequestSocket(address, "engine", 1.0)):
+        assert os.stat(path_of(address)).st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(
-    "said",
-    [os.system, subprocess.Popen, pickle.Unpickler, torch.load, Path("/")],
-    ids=lambda said: getattr(said, "__name__", "path"),
+    "said", [os.system, subprocess.Popen, pickle.Unpickler, torch.load, Path("/")], ids=repr
 )
 def test_nothing_that_a_message_names_is_called(said: Any) -> None:
     for content in (pickle.dumps((said, ["a"], 1)), pickle.dumps(said, protocol=0)):
@@ -510,19 +501,7 @@ def test_nothing_that_a_message_names_is_called(said: Any) -> None:
 
 def test_a_handle_of_gpu_memory_is_let_through() -> None:
     """As torch makes it: type, size, stride, offset, storage type, dtype, GPU, handles."""
-    storage = (
-        torch.storage.TypedStorage,
-        torch.uint8,
-        0,
-        b"handle",
-        8,
-        0,
-        False,
-        b"c",
-        0,
-        b"",
-        True,
-    )
+    storage = torch.storage.TypedStorage, torch.uint8, 0, b"handle", 8, 0, False, b"c", 0, b"", True
     handle = ((torch.Tensor, torch.Size([8]), (1,), 0, *storage),)
     sent = Dialect().question(PackMessage(handle, ["a"], 512))
     assert understood(sent) == PackMessage(handle, ["a"], 512)
@@ -534,40 +513,31 @@ def test_a_handle_of_gpu_memory_is_let_through() -> None:
 
 
 HOST = {"pid": 1, "started": 1, "fd": 1, "inode": 1, "nbytes": 1}
+ANNOUNCED = {"say": "announce", "version": 3, "tensors": {}, "model": {}}
+PACKED = {"say": "pack", "handle": {"host": HOST}, "names": ["a"], "used_bytes": 1}
+MESSAGES: tuple[object, ...] = (
+    3,
+    {"say": "run", "names": ["a"]},
+    ANNOUNCED | {"version": 2},
+    *(ANNOUNCED | {"tensors": {"a": form}} for form in (["load", [1]], ["float32", [-1]], 7)),
+    {name: value for name, value in ANNOUNCED.items() if name != "model"},
+    *(ANNOUNCED | {"model": model} for model in (7, {"adapters": []})),
+    *(PACKED | {"handle": handle} for handle in ({}, {"host": {"pid": 1}})),
+    PACKED | {"handle": {"host": HOST | {"fd": "1"}}},
+    *(PACKED | wrong for wrong in ({"names": [7]}, {"used_bytes": -1})),
+)
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"x",
-        b"3",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b'{"say": "run", "names": ["a"]}',
-        b'{"say": "announce", "version": 2, "tensors": {}, "model": {}}',
-        b'{"say": "announce", "version": 3, "tensors": {"a": ["load", [1]]}, "model": {}}',
-        b'{"say": "announce", "version": 3, "tensors": {"a": ["float32", [-1]]}, "model": {}}',
-        b'{"say": "announce", "version": 3, "tensors": {"a": 7}, "model": {}}',
-        b'{"say": "announce", "version": 3, "tensors": {}}',
-        b'{"say": "announce", "version": 3, "tensors": {}, "model": 7}',
-        b'{"say": "announce", "version": 3, "tensors": {}, "model": {"adapters": []}}',
-        b'{"say": "pack", "handle": {}, "names": ["a"], "used_bytes": 1}',
-        b'{"say": "pack", "handle": {"host": {"pid": 1}}, "names": ["a"], "used_bytes": 1}',
-        json.dumps(
-            {"say": "pack", "handle": {"host": HOST}, "names": [7], "used_bytes": 1}
-        ).encode(),
-        json.dumps(
-            {"say": "pack", "handle": {"host": HOST}, "names": ["a"], "used_bytes": -1}
-        ).encode(),
-        json.dumps(
-            {"say": "pack", "handle": {"host": HOST | {"fd": "1"}}, "names": [], "used_bytes": 0}
-        ).encode(),
-        pickle.dumps(3),
-        pickle.dumps(("a", "b")),
+        *(b"", b"x", b"\xff\xfe", b"[" * 100_000, pickle.dumps(3), pickle.dumps(("a", "b"))),
+        *(json.dumps(each).encode() for each in MESSAGES),
     ],
 )
 def test_what_is_no_message_is_refused(content: bytes) -> None:
+    for whole in (ANNOUNCED, PACKED):
+        understood(json.dumps(whole).encode())
     with pytest.raises(RefitError, match="same version"):
         understood(content)
 
@@ -647,18 +617,12 @@ def _answering(
         thread.join()
 
 
-def test_the_address_is_the_hosts() -> None:
-    assert address_of("GPU-1234") == "ipc:///tmp/GPU-1234.sock"
-
-
 @pytest.mark.parametrize(
     "address", ["tcp://127.0.0.1:1", "/tmp/x.sock", "ipc://relative", "ipc:///" + 107 * "x"]
 )
-def test_an_address_elsewhere_is_refused(address: str) -> None:
+def test_addresses_elsewhere_and_too_small_buffers_are_refused(address: str) -> None:
+    assert address_of("GPU-1234") == "ipc:///tmp/GPU-1234.sock"
     with pytest.raises((ConfigError, RefitError), match="ipc:///tmp"):
         send(address, 1)
-
-
-def test_a_buffer_too_small_is_refused() -> None:
     with pytest.raises(ConfigError, match="1024 or more"):
         IpcStream(buffer_bytes=1000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -48,19 +47,13 @@ def test_numbers_and_gradients_are_those_of_transformers(
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators."""
+    """Names the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func._schema.name.removeprefix("aten::"))
         return func(*args, **(kwargs or {}))
 
