@@ -131,7 +131,7 @@ YAML = {
     "merges of merges": (merges(30), "more than 100000 values"),
     "a mapping in itself": ("policy: &p {model_name: m, x: *p}", "contains itself"),
     "a list in itself": ("policy: {model_name: &l [*l]}", "contains itself"),
-    "lists in lists": ("policy: " + "[" * 5_000, "deep"),
+    "lists in lists": ("policy: " + "[" * 50_000, "deep"),
     "blocks in blocks": ("".join(" " * n + "a:\n" for n in range(400)), "deep"),
     "sixty levels": ("policy: " + "[" * 60 + "]" * 60, "deep"),
     "a large file": ("policy: {}\n" + "#" * 2**18, "bytes"),
