@@ -44,7 +44,6 @@ NEED = {
         "hosts/test_worker.py",
         "ray/",
         "unit/test_interface_page.py",
-        "unit/test_policy_methods.py",
         "unit/test_process_activity.py",
         "unit/test_quickstart.py",
         "unit/test_site.py",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,18 +27,25 @@ from hypothesis import strategies as st
 from megatron_policy import device, policy
 from megatron_policy.attention import tile_attention
 from megatron_policy.attention.tiles import mask
-from megatron_policy.device import process_groups, shared
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.layout import topology_of
+from megatron_policy.config.model_table import model_table
+from megatron_policy.device import caches, process_groups, shared
 from megatron_policy.engines import megatron
-from megatron_policy.engines.megatron import cpu_platform
+from megatron_policy.engines.megatron import cpu_platform, model_config
 from megatron_policy.engines.megatron.layers import grouped_experts
+from megatron_policy.engines.megatron.optimizer import fuse_weight_gradients
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.lm_head.fused_tiles import LEAST_WIDTH, WIDTH_MULTIPLE, tiling
+from megatron_policy.memory import host_copies, pinned_pool
 from megatron_policy.packing.tiles import AttentionTile
 from megatron_policy.refit.buffers import Buffer
 from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
+from megatron_policy.training.reference import Reference
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl, assigned_gpu
 from tests.conftest import reason_to_fail
 from tests.dist.cases import policy_config
+from tests.dist.layouts import layout
 
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -73,34 +84,19 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
     return taken
 
 
-@pytest.mark.parametrize(("given", "set_before"), [(True, None), (True, "8"), (False, None)])
 def test_kernels_start_in_the_order_of_their_launches_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: bool, set_before: str | None
-) -> None:
-    on_gpus(monkeypatch, 8)
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.setenv(name, "")  # so that it is put back
-    monkeypatch.delenv(name)
-    if set_before is not None:
-        monkeypatch.setenv(name, set_before)
-    device.place_process(in_launch_order=given)
-    assert os.environ.get(name) == (set_before or ("1" if given else None))
-
-
-def test_a_process_takes_the_gpu_of_its_local_rank_or_the_chosen_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken = on_gpus(monkeypatch, 4)
-    device.place_process()
-    device.choose_gpu(3)
-    device.place_process()
-    assert taken == [1, 3]
-
-
-def in_ray(monkeypatch: pytest.MonkeyPatch, given: list[Any]) -> None:
-    """This process is a worker to which Ray gave these GPUs; Ray need not be installed."""
-    ray = SimpleNamespace(is_initialized=lambda: True, get_gpu_ids=lambda: given)
-    monkeypatch.setitem(sys.modules, "ray", ray)
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    on_gpus(monkeypatch, 8)
+    monkeypatch.setenv(name, "")  # so that it is put back
+    for asked, before, after in ((True, None, "1"), (True, "8", "8"), (False, None, None)):
+        monkeypatch.delenv(name)
+        if before is not None:
+            monkeypatch.setenv(name, before)
+        device.place_process(in_launch_order=asked)
+        assert os.environ.get(name) == after
+        monkeypatch.setenv(name, "")
 
 
 def test_a_process_without_ray_was_given_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,33 +105,20 @@ def test_a_process_without_ray_was_given_no_gpu(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("given", "visible", "own"),
-    [
-        ([], "0,1", None),
-        ([3], None, 3),
-        (["3"], "3", 0),
-        ([6], "4,5,6,7", 2),
-        (["6"], "4, 5, 6", 2),
-        ([6], "0,1", None),
-        (["GPU-1f"], "GPU-07,GPU-1f", 1),
-        (["GPU-1f"], None, None),
-        (["1", "0"], "0,1", None),  # what Ray says where fewer are visible than it counts
-    ],
-)
-def test_a_worker_takes_the_gpu_that_ray_gave_it_among_those_it_sees(
-    monkeypatch: pytest.MonkeyPatch, given: list[Any], visible: str | None, own: int | None
-) -> None:
-    in_ray(monkeypatch, given)
-    assert assigned_gpu.own_gpu(visible) == own
-
-
-@pytest.mark.parametrize(
     ("given", "visible", "count", "index"),
     [
         ([6], None, 8, 6),  # all GPUs of the node are visible
+        ([3], None, 8, 3),
         (["6"], "4,5,6,7", 4, 2),  # those that Ray was started with
+        (["6"], "4, 5, 6", 3, 2),
         (["6"], "6", 1, 0),  # Ray left its own
+        (["GPU-1f"], "GPU-07,GPU-1f", 2, 1),
         ([], None, 8, 5),  # Ray gave none: LOCAL_RANK's
+        ([], None, 4, 1),
+        ([], "0,1", 8, 5),
+        ([6], "0,1", 8, 5),
+        (["GPU-1f"], None, 8, 5),
+        (["1", "0"], "0,1", 8, 5),  # what Ray says where fewer are visible than it counts
     ],
 )
 def test_a_worker_binds_to_the_gpu_that_ray_gave_it_before_it_makes_a_policy(
@@ -147,7 +130,8 @@ def test_a_worker_binds_to_the_gpu_that_ray_gave_it_before_it_makes_a_policy(
 ) -> None:
     """LOCAL_RANK is the number of its bundle, which Ray does not place in the order of GPUs."""
     taken = on_gpus(monkeypatch, count)
-    in_ray(monkeypatch, given)
+    ray = SimpleNamespace(is_initialized=lambda: True, get_gpu_ids=lambda: given)
+    monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -156,20 +140,21 @@ def test_a_worker_binds_to_the_gpu_that_ray_gave_it_before_it_makes_a_policy(
     assert taken == [index]
 
 
-def test_kernels_are_compiled_only_where_triton_and_a_compiler_are(
+def test_kernels_are_compiled_and_run_only_where_triton_and_a_compiler_are(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(device, "_headers", lambda: Path(__file__))
-    for triton in (None, object()):
-        monkeypatch.setattr(device.importlib.util, "find_spec", lambda _, t=triton: t)
-        for compiler in (None, "/usr/bin/clang"):
-            monkeypatch.setattr(
-                device.shutil, "which", lambda name, c=compiler: c if name == "clang" else None
-            )
-            assert device.can_compile() == (triton is not None and compiler is not None)
-    monkeypatch.setattr(device.shutil, "which", lambda _: None)
+    here = {"triton": True, "clang": True}
+    monkeypatch.setattr(
+        device.importlib.util, "find_spec", lambda name: object() if here["triton"] else None
+    )
+    monkeypatch.setattr(device.shutil, "which", lambda name: name if here.get(name) else None)
+    for triton, compiler in product((False, True), repeat=2):
+        here |= {"triton": triton, "clang": compiler}
+        assert device.can_compile() == (triton and compiler)
+    here["clang"] = False
     monkeypatch.setenv("CC", "/opt/cc")
     assert device.can_compile()
     monkeypatch.setattr(device, "_headers", lambda: tmp_path / "Python.h")
@@ -179,11 +164,6 @@ def test_kernels_are_compiled_only_where_triton_and_a_compiler_are(
     for value, interprets in (("1", True), ("on", True), ("0", False), ("", False)):
         monkeypatch.setenv("TRITON_INTERPRET", value)
         assert device.can_compile() == (not interprets)
-
-
-def test_triton_runs_on_tensors_of_a_gpu_where_kernels_are_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     for compiled in (False, True):
         monkeypatch.setattr(device, "can_compile", lambda c=compiled: c)
         on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
@@ -203,44 +183,35 @@ def groups_unasked(*, scale: float, window_size: tuple[int, int]) -> bool:
 def without_windows(*, scale: float) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("cuda", "capability", "built", "module", "found"),
-    [
-        ("13.0", (9, 0), True, SimpleNamespace(varlen_attn=told_of_groups), True),
-        ("13.0", (9, 0), True, SimpleNamespace(varlen_attn=groups_unasked), True),
-        ("13.0", (8, 0), True, SimpleNamespace(varlen_attn=told_of_groups), True),
-        ("13.0", (7, 5), True, SimpleNamespace(varlen_attn=told_of_groups), False),
-        ("13.0", (9, 0), False, SimpleNamespace(varlen_attn=told_of_groups), False),
-        (None, (9, 4), True, SimpleNamespace(varlen_attn=told_of_groups), False),
-        ("12.8", (9, 0), True, SimpleNamespace(varlen_attn=without_windows), False),
-        ("12.8", (9, 0), True, SimpleNamespace(), False),
-        ("12.4", (9, 0), True, None, False),
-    ],
-)
 def test_attention_of_many_sequences_is_one_call_where_torch_and_the_gpu_have_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
-    cuda: str | None,
-    capability: tuple[int, int],
-    built: bool,
-    module: object,
-    found: bool,
 ) -> None:
-    def imported(name: str) -> object:
-        if module is None:
-            raise ImportError(name)
-        return module
-
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(device, "compute_capability", lambda: capability)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
-    monkeypatch.setattr(device, "import_module", imported)
-    device._varlen_attn.cache_clear()
-    try:
-        kernel = device.varlen_kernel()
-        assert (kernel is not None) == found
-        assert kernel is None or kernel(scale=1.0, window_size=(-1, 0))
-    finally:
+    told, older = (SimpleNamespace(varlen_attn=each) for each in (told_of_groups, without_windows))
+    for cuda, capability, built, module, found in (
+        ("13.0", (9, 0), True, told, True),
+        ("13.0", (9, 0), True, SimpleNamespace(varlen_attn=groups_unasked), True),
+        ("13.0", (8, 0), True, told, True),
+        ("13.0", (7, 5), True, told, False),
+        ("13.0", (9, 0), False, told, False),
+        (None, (9, 4), True, told, False),
+        ("12.8", (9, 0), True, older, False),
+        ("12.8", (9, 0), True, SimpleNamespace(), False),
+        ("12.4", (9, 0), True, None, False),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(device, "compute_capability", lambda each=capability: each)
+        monkeypatch.setattr(
+            torch.backends.cuda, "is_flash_attention_available", lambda each=built: each
+        )
+        # None in the place of a module: importing it raises ImportError.
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
         device._varlen_attn.cache_clear()
+        try:
+            kernel = device.varlen_kernel()
+        finally:
+            device._varlen_attn.cache_clear()
+        assert (kernel is not None) == found, (cuda, capability, built, module)
+        assert kernel is None or kernel(scale=1.0, window_size=(-1, 0))
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (5, 6), (4, 4), (16, 64)])
@@ -248,6 +219,8 @@ def test_the_bias_of_a_rectangle_has_no_elements_and_masks_what_its_mask_does(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(tile_attention, "is_accelerated", lambda: True)
+    long = AttentionTile(0, 2**17, 0, 2**18, None)  # torch's constructor asks for 275 GB
+    assert tile_attention.fused_bias(long, torch.zeros(1)).untyped_storage().nbytes() == 0
     queries, keys = shape
     tile = AttentionTile(0, queries, 0, keys, None)
     random = torch.Generator().manual_seed(queries)
@@ -259,12 +232,6 @@ def test_the_bias_of_a_rectangle_has_no_elements_and_masks_what_its_mask_does(
     ours = F.scaled_dot_product_attention(query, key, value, bias, is_causal=bias is None)
     plain = F.scaled_dot_product_attention(query, key, value, mask(tile, query))
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
-
-
-def test_the_bias_of_a_long_context_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_attention, "is_accelerated", lambda: True)
-    tile = AttentionTile(0, 2**17, 0, 2**18, None)  # torch's constructor asks for 275 GB
-    assert tile_attention.fused_bias(tile, torch.zeros(1)).untyped_storage().nbytes() == 0
 
 
 @given(
@@ -298,24 +265,21 @@ def test_memory_that_cannot_be_shared_names_the_variable_that_makes_it_so(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", fails)
     exported = ExportedBuffer(64, torch.device("cpu"))
-    host, exported._host = exported._host, None  # as on a GPU
-    exported.buffer = Buffer(torch.zeros(64, dtype=torch.uint8))
-    for share in (exported.handle, lambda: exported.rebuild(torch.bfloat16)):
-        with pytest.raises(RefitError, match="cannot share its GPU memory: invalid") as caught:
-            share()
-        advised = "remove expandable_segments:True from it" in str(caught.value)
-        assert advised == (variable is not None) and (variable or "") in str(caught.value)
-    assert host is not None
-    host.close()
+    with contextlib.closing(exported._host):
+        exported._host = None  # as on a GPU
+        exported.buffer = Buffer(torch.zeros(64, dtype=torch.uint8))
+        for share in (exported.handle, lambda: exported.rebuild(torch.bfloat16)):
+            with pytest.raises(RefitError, match="cannot share its GPU memory: invalid") as caught:
+                share()
+            advised = "remove expandable_segments:True from it" in str(caught.value)
+            assert advised == (variable is not None) and (variable or "") in str(caught.value)
 
 
 def test_experts_that_a_gpu_computes_one_by_one_are_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def loop(*_: Any) -> tuple[torch.Tensor, None]:
-        return torch.zeros(()), None
-
-    monkeypatch.setattr(grouped_experts.SequentialMLP, "forward", loop)
+    nothing = torch.zeros(()), None
+    monkeypatch.setattr(grouped_experts.SequentialMLP, "forward", lambda *_: nothing)
     monkeypatch.setattr(grouped_experts.GroupedExperts, "_are_grouped", lambda *_: False)
     grouped_experts._say_that_experts_loop.cache_clear()
     experts: Any = object.__new__(grouped_experts.GroupedExperts)
@@ -328,11 +292,10 @@ def test_experts_that_a_gpu_computes_one_by_one_are_reported_once(
 
 
 def test_a_run_for_gpus_fails_where_torch_does_not_see_the_one_that_is_there() -> None:
-    said = reason_to_fail(wanted=True, driver=True, visible=0)
-    assert said is not None and "torch sees none" in said
-    assert reason_to_fail(wanted=True, driver=True, visible=1) is None
-    assert reason_to_fail(wanted=True, driver=False, visible=0) is None
-    assert reason_to_fail(wanted=False, driver=True, visible=0) is None
+    for wanted, driver, visible in product((True, False), (True, False), (0, 1)):
+        said = reason_to_fail(wanted=wanted, driver=driver, visible=visible)
+        assert bool(said) == (wanted and driver and not visible)
+        assert said is None or "torch sees none" in said
 
 
 @pytest.mark.parametrize("accelerated", [True, False])
@@ -345,12 +308,11 @@ def test_megatron_core_finds_no_libraries_of_gpus_where_there_is_no_gpu(
     monkeypatch.setattr(megatron, "load_torchs_cudnn", lambda: told.append("cuDNN"))
     found = {"transformer_engine": object() if installed else None}
     monkeypatch.setattr(importlib.util, "find_spec", found.__getitem__)
-    modules: dict[str, Any] = {"apex": object()}
-    before = dict(modules)
+    before: dict[str, Any] = {"apex": object()}
+    modules = dict(before)
     megatron.prepare_imports(modules)
-    names = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
-    hidden: dict[str, Any] = dict.fromkeys(names)
-    assert modules == (before if accelerated else hidden)
+    hidden = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
+    assert modules == (before if accelerated else dict.fromkeys(hidden))
     assert told == (["cuDNN"] if accelerated and installed else [])
 
 
@@ -391,3 +353,90 @@ def test_every_part_of_torchs_cudnn_is_loaded_for_those_who_name_it(
         part.touch()
     device.load_torchs_cudnn()
     assert loaded == [(str(part), ctypes.RTLD_GLOBAL) for part in sorted(parts)]
+
+
+@pytest.mark.parametrize("accelerated", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_is_compiled_is_fused_where_a_compiler_is_and_else_said(
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    accelerated: bool,
+    compiled: bool,
+) -> None:
+    monkeypatch.setattr(model_config, "is_accelerated", lambda: accelerated)
+    monkeypatch.setattr(model_config, "can_compile", lambda: compiled)
+    megatron = {"bias_activation_fusion": True}
+    config = PolicyConfig.parse(policy_config(checkpoint("qwen2"), megatron))
+    found = model_config._kernels(model_table(config).architecture, config.megatron_cfg, "local")
+    fused = accelerated and compiled
+    assert found["bias_dropout_fusion"] is found["bias_activation_fusion"] is fused
+    said = "bias, dropout and activation are not fused" in caplog.text
+    assert said == (accelerated and not compiled)
+
+
+@pytest.mark.parametrize("accelerated", [True, False])
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (2, 2)])
+def test_stages_exchange_without_waiting_and_free_what_they_have_sent(
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    accelerated: bool,
+    pp: int,
+    vpp: int,
+) -> None:
+    monkeypatch.setattr(model_config, "is_accelerated", lambda: accelerated)
+    megatron = layout(pp, pp=pp, vpp=vpp).megatron
+    config = PolicyConfig.parse(policy_config(checkpoint("qwen2"), megatron))
+    topology = topology_of(config, pp)
+    found = model_config._parallelism(config.megatron_cfg, topology, torch.bfloat16)
+    assert found["batch_p2p_sync"] is False
+    assert found["deallocate_pipeline_outputs"] == (accelerated and pp > 1)
+    assert found["overlap_p2p_comm"] == (vpp > 1) != found["batch_p2p_comm"]
+
+
+def test_layers_that_can_add_weight_gradients_to_buffers_do() -> None:
+    fuses, plain = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    fuses.fuse_wgrad_accumulation = False  # as Transformer Engine's are before they are told
+    fuse_weight_gradients([torch.nn.Sequential(plain, torch.nn.Sequential(fuses))])
+    assert fuses.fuse_wgrad_accumulation is True
+    assert not hasattr(plain, "fuse_wgrad_accumulation")
+
+
+@pytest.mark.parametrize("accelerated", [True, False])
+def test_releasing_caches_drops_exported_buffers_that_nobody_opened(
+    monkeypatch: pytest.MonkeyPatch, accelerated: bool
+) -> None:
+    """After what is unreachable, which can hold such buffers, and before their memory goes."""
+    calls: list[str] = []
+    monkeypatch.setattr(caches, "is_accelerated", lambda: accelerated)
+    monkeypatch.setattr(gc, "collect", lambda: calls.append("cycles"))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append("exported"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("unused"))
+    caches.release_cached()
+    assert calls == (["cycles", "exported", "unused"] if accelerated else [])
+
+
+def test_a_reference_takes_no_more_pinned_memory_than_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch pins powers of two: tensor by tensor these would take almost twice their bytes."""
+    asked: list[int] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def pool(block_bytes: int) -> Any:
+        return pinned_pool.PinnedMemoryPool(allocate, block_bytes=1 << 16)
+
+    monkeypatch.setattr(host_copies, "PinnedMemoryPool", pool)
+    parameters = [torch.randn((1 << 12) + 1) for _ in range(20)]
+    kept = [each.clone() for each in parameters]
+    frozen = Reference(parameters)
+    for each in parameters:
+        each.zero_()
+    with frozen.active():
+        assert all(map(torch.equal, parameters, kept))
+    own = sum(each.nbytes for each in parameters)
+    assert set(asked) == {1 << 16} and own <= sum(asked) < own + (1 << 16) + 20 * 512
+    assert sum(1 << (each.nbytes - 1).bit_length() for each in parameters) > 1.9 * own

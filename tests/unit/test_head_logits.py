@@ -6,7 +6,6 @@ Shapes: S positions, R parallel rows, D model, V vocabulary.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,13 +27,7 @@ class Matrices(TorchDispatchMode):
         self.most = 0
         self._held: dict[int, weakref.ref[Any]] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if isinstance(found, torch.Tensor) and found.dtype == torch.float32:
             storage = found.untyped_storage()
@@ -46,11 +39,9 @@ class Matrices(TorchDispatchMode):
 
 
 def head_of(weight_VD: torch.Tensor, shape: HeadShape) -> Head:
-    def output_layer(hidden_SRD: torch.Tensor, weight: object) -> tuple[torch.Tensor, None]:
-        return hidden_SRD @ weight_VD.t(), None
-
     model: Any = SimpleNamespace(
-        share_embeddings_and_output_weights=False, output_layer=output_layer
+        share_embeddings_and_output_weights=False,
+        output_layer=lambda hidden_SRD, weight: (hidden_SRD @ weight_VD.t(), None),
     )
     group: Any = None
     return Head(model, shape, group, 8)
@@ -77,9 +68,7 @@ def test_logits_are_finished_in_place(
     weight_VD = torch.randn(V, D, generator=random).to(dtype).requires_grad_()
     hidden_SRD = torch.randn(S, R, D, generator=random).to(dtype).requires_grad_()
     slope_SRV = torch.randn(S, R, V, generator=random)
-    shape = HeadShape(
-        vocab_start=0, real=REAL, scale=scale, softcap=softcap, temperature=temperature
-    )
+    shape = HeadShape(0, REAL, scale=scale, softcap=softcap, temperature=temperature)
     inputs = (hidden_SRD, weight_VD)
     expected = plainly(hidden_SRD @ weight_VD.t(), shape)
     with Matrices() as counted:
@@ -87,10 +76,7 @@ def test_logits_are_finished_in_place(
     assert counted.most == matrices
     assert torch.equal(logits_SRV, expected)
     found = torch.autograd.grad((logits_SRV * slope_SRV).sum(), inputs)
-    for ours, theirs in zip(
-        found, torch.autograd.grad((expected * slope_SRV).sum(), inputs), strict=True
-    ):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, found, torch.autograd.grad((expected * slope_SRV).sum(), inputs)))
 
 
 def test_a_loss_can_change_its_logits_in_place() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from megatron_policy import MegatronPolicy, Policy
+from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.pieces import StepPieces
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
@@ -81,3 +83,37 @@ def test_a_rank_answers_to_the_names_of_the_driver() -> None:
     of_engines = {"offload_to_cpu", "get_load_report", *SEEN_AS, "stream_weights_via_ipc_zmq"}
     of_engines |= {"prepare_refit_info", "prepare_info_for_collective", "prepare_weights_for_ipc"}
     assert public(Policy) - public(MegatronPolicy) == without | of_engines
+
+
+def hidden(cls: type) -> list[str]:
+    """What two bases of `cls` define of which neither derives from the other: one of the two would
+    never be called. Abstract classes may name what others define.
+    """
+    bases = [each for each in cls.__mro__[1:-1] if not inspect.isabstract(each)]
+    return sorted(
+        f"{name}: {one.__name__}, {other.__name__}"
+        for one, other in combinations(bases, 2)
+        if not issubclass(one, other)
+        for name in vars(one).keys() & vars(other).keys()
+        if not name.startswith("__")
+    )
+
+
+def test_no_base_hides_a_method_or_an_attribute_of_another() -> None:
+    for cls in (Policy, MegatronPolicyWorkerImpl, NemoRLWorker):
+        assert hidden(cls) == []
+
+
+def test_a_method_that_two_bases_define_is_found() -> None:
+    class One:
+        def save(self) -> None: ...
+
+    class More(One):
+        def save(self) -> None: ...
+
+    class Other:
+        def save(self) -> None: ...
+
+    assert hidden(type("Extended", (More, One), {})) == []
+    assert hidden(type("Twice", (One, Other), {})) == ["save: One, Other"]
+    assert hidden(type("Below", (type("Between", (Other,), {}), One), {})) == ["save: Other, One"]

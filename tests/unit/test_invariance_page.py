@@ -36,12 +36,9 @@ def test_the_page_was_measured_with_the_versions_that_are_pinned() -> None:
     assert found == {name: pinned[name] for name in page.PACKAGES}, "run `make invariance`"
 
 
-def test_a_page_of_part_of_the_table_is_not_written() -> None:
+def test_a_page_is_read_back_as_it_was_rendered_and_one_of_part_of_the_table_not_written() -> None:
     with pytest.raises(AssertionError, match="whole table"):
         page.write({CELLS[0]: dict.fromkeys(QUANTITIES, page.Found(0.0, 1e-5))})
-
-
-def test_a_page_is_read_back_as_it_was_rendered() -> None:
     found = {name: page.Found(n * 1e-7, 1e-5) for n, name in enumerate(QUANTITIES)}
     *lines, worst, share = page.lines(
         page.render(dict.fromkeys(CELLS, found), dict.fromkeys(TABLES, ""))

@@ -42,12 +42,6 @@ def start(other: OtherProcess) -> Iterator[Callable[..., OtherProcess]]:
     assert shared_memory_of("self") == []
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> Iterator[str]:
-    with small_disk(tmp_path / "tiny") as path:
-        yield path
-
-
 def source_of(seed: int, **exporter: Any) -> IpcHandles:
     return IpcHandles(StandIn(weights(seed), **exporter))
 
@@ -69,7 +63,7 @@ def test_every_bit_arrives_and_again_a_step_later(
         assert held == engine.bits(weights(step)) and accepted == step and not mixed
 
 
-def host_receiver(handles: Handles, wanted: str) -> dict[str, torch.Tensor]:
+def host_receiver_bits(handles: Handles, wanted: str) -> engine.Bits:
     """What a receiver does that knows shapes and the protocol, but not this package."""
     packed, rebuilds, offsets = handles[wanted]
     assert packed is True
@@ -78,48 +72,48 @@ def host_receiver(handles: Handles, wanted: str) -> dict[str, torch.Tensor]:
         own = list(arguments)
         own[6] = 0
         flat[dtype] = function(*own)
-    return {
-        name: flat[dtype][offset : offset + torch.Size(shape).numel()].view(shape).clone()
-        for name, offset in offsets.items()
-        for shape, dtype in [FORMS[name]]
-    }
+    return engine.bits(
+        {
+            name: flat[dtype][offset : offset + torch.Size(shape).numel()].view(shape).clone()
+            for name, offset in offsets.items()
+            for shape, dtype in [FORMS[name]]
+        }
+    )
 
 
-def test_the_handles_are_what_the_hosts_receivers_take(
-    start: Callable[..., OtherProcess],
-) -> None:
-    process = start()
-    source = source_of(1)
+def test_the_handles_are_what_the_hosts_receivers_take(start: Callable[..., OtherProcess]) -> None:
+    process, source = start(), source_of(1)
     process.begin(host_receiver_bits, source.weights(NAMES), device.device_id())
     assert process.result() == engine.bits(weights(1))
     source.release()
 
 
-def host_receiver_bits(handles: Handles, wanted: str) -> engine.Bits:
-    return engine.bits(host_receiver(handles, wanted))
-
-
 def test_what_was_lent_cannot_be_opened_after_the_next_call_or_release(
     start: Callable[..., OtherProcess],
 ) -> None:
-    process = start()
-    source = source_of(1)
-    first = source.weights(["embed"])
-    second = source.weights(["norm"])
-    with pytest.raises(RefitError, match="send the weights again"):
-        process.call(engine.receive_handles, first)
-    source.release()
-    with pytest.raises(RefitError, match="send the weights again"):
-        process.call(engine.receive_handles, second)
+    process, source = start(), source_of(1)
+    for name, withdraw in (("embed", lambda: source.weights(["norm"])), ("norm", source.release)):
+        lent = source.weights([name])
+        withdraw()
+        with pytest.raises(RefitError, match="send the weights again"):
+            process.call(engine.receive_handles, lent)
 
 
-@pytest.mark.parametrize("why", ["incomplete", "flipped", "stale", "twice"])
+@pytest.mark.parametrize(
+    ("step", "calls", "said"),
+    [
+        (4, CALLS[:2], "norm"),
+        (4, CALLS, "digest"),
+        (2, CALLS, "older"),
+        (4, (*CALLS, CALLS[1]), "twice"),
+    ],
+)
 def test_what_is_not_the_complete_set_is_refused_and_the_next_refit_succeeds(
-    start: Callable[..., OtherProcess], why: str
+    start: Callable[..., OtherProcess], step: int, calls: Any, said: str
 ) -> None:
     process = start()
 
-    def refit(step: int, calls: Any, flip: bool = False) -> None:
+    def refit(step: int, calls: Any = CALLS, flip: bool = False) -> None:
         source = source_of(step)
         for names in calls:
             handles = source.weights(names)
@@ -128,19 +122,12 @@ def test_what_is_not_the_complete_set_is_refused_and_the_next_refit_succeeds(
             process.call(engine.receive_handles, handles)
         process.call(engine.finish, source.manifest(step))
 
-    refit(3, CALLS)
-    fault = {
-        "incomplete": (4, CALLS[:2]),
-        "flipped": (4, CALLS, True),
-        "stale": (2, CALLS),
-        "twice": (4, [*CALLS, CALLS[1]]),
-    }[why]
-    said = {"incomplete": "norm", "flipped": "digest", "stale": "older", "twice": "twice"}[why]
+    refit(3)
     with pytest.raises(RefitError, match=said):
-        refit(*fault)
-    held, step, mixed, _ = process.call(engine.state)
-    assert held == engine.bits(weights(3)) and step == 3 and not mixed
-    refit(5, CALLS)
+        refit(step, calls, flip=said == "digest")
+    held, accepted, mixed, _ = process.call(engine.state)
+    assert held == engine.bits(weights(3)) and accepted == 3 and not mixed
+    refit(5)
     assert process.call(engine.state)[:2] == (engine.bits(weights(5)), 5)
 
 
@@ -159,19 +146,19 @@ def test_a_refit_that_a_trainer_abandoned_does_not_disturb_the_next(
     abandoned.release()
 
 
-def lend_and_be_killed() -> Any:
+kept: list[IpcHandles] = []
+
+
+def lend() -> Any:
     kept.append(source_of(1))
     return kept[-1].weights(CALLS[0])
-
-
-kept: list[IpcHandles] = []
 
 
 def test_the_handles_of_a_killed_trainer_are_refused_and_nothing_of_it_is_left(
     start: Callable[..., OtherProcess],
 ) -> None:
     process, trainer = start(), OtherProcess()
-    handles = trainer.call(lend_and_be_killed)
+    handles = trainer.call(lend)
     assert len(shared_memory_of(trainer.pid)) > 0
     trainer.kill()
     with pytest.raises(RefitError, match="same machine"):
@@ -181,62 +168,48 @@ def test_the_handles_of_a_killed_trainer_are_refused_and_nothing_of_it_is_left(
 
 
 def test_room_for_part_of_it_is_an_error_that_leaves_nothing_and_less_still_fits(
-    start: Callable[..., OtherProcess], tiny: str
+    start: Callable[..., OtherProcess], tmp_path: Path
 ) -> None:
     process = start()
     forms = dict.fromkeys(("a", "b"), ((300, 1000), torch.bfloat16))
     held = weights(1, forms)
-    source = IpcHandles(StandIn(held), directory=tiny)
-    with pytest.raises(RefitError, match="shared memory"):
-        source.weights(["a", "b"])
-    assert free(tiny) == MIB
-    process.call(engine.start, forms, 0, {})
-    for name in forms:
-        process.call(engine.receive_handles, source.weights([name]))
-    process.call(engine.finish, source.manifest(1))
-    assert process.call(engine.state)[0] == engine.bits(held)
-    source.release()
-    assert free(tiny) == MIB
-
-
-def test_a_name_that_is_unknown_is_an_error_of_the_trainer() -> None:
-    with pytest.raises(RefitError, match="other"):
-        source_of(1).weights(["embed", "other"])
+    with small_disk(tmp_path / "tiny") as tiny:
+        source = IpcHandles(StandIn(held), directory=tiny)
+        with pytest.raises(RefitError, match="shared memory"):
+            source.weights(["a", "b"])
+        assert free(tiny) == MIB
+        process.call(engine.start, forms, 0, {})
+        for name in forms:
+            process.call(engine.receive_handles, source.weights([name]))
+        process.call(engine.finish, source.manifest(1))
+        assert process.call(engine.state)[0] == engine.bits(held)
+        source.release()
+        assert free(tiny) == MIB
 
 
 def receiver() -> Receiver:
     return Receiver(lambda tensors: None, expected=FORMS)
 
 
-@pytest.mark.parametrize("entry", [None, (False, []), (True, [], {"norm": 0}), (True, 3, {})])
-def test_what_are_no_handles_is_refused(entry: Any) -> None:
-    with pytest.raises(RefitError):
-        receiver().receive_ipc_handles({"here": entry})
-
-
-def test_handles_of_another_device_are_refused_by_name() -> None:
+def test_handles_that_do_not_fit_are_refused_by_name() -> None:
     source = source_of(1)
+    with pytest.raises(RefitError, match="other"):
+        source.weights(["embed", "other"])
     ((_, entry),) = source.weights(["norm"]).items()
+    packed, rebuilds, offsets = entry
     with pytest.raises(RefitError, match="here, there, none for"):
         receiver().receive_ipc_handles({"here": entry, "there": entry})
     with pytest.raises(RefitError, match="none for elsewhere"):
         receiver().receive_ipc_handles({"here": entry}, device_id="elsewhere")
-    receiver().receive_ipc_handles({"here": entry, "there": entry}, device_id="there")
-    source.release()
-
-
-def test_an_offset_beyond_the_end_is_refused() -> None:
-    source = source_of(1)
-    ((_, (packed, rebuilds, offsets)),) = source.weights(["norm"]).items()
     for offset in (10**6, -1):
         with pytest.raises(RefitError, match="does not fit"):
-            receiver().receive_ipc_handles({"x": (packed, rebuilds, {"norm": offset})})
+            receiver().receive_ipc_handles({"here": (packed, rebuilds, {"norm": offset})})
+    for wrong in (None, (False, []), (True, [], {"norm": 0}), (True, 3, {})):
+        with pytest.raises(RefitError):
+            receiver().receive_ipc_handles({"here": wrong})
+    receiver().receive_ipc_handles({"here": entry, "there": entry}, device_id="there")
     assert offsets == {"norm": 0}
     source.release()
-
-
-def test_a_manifest_without_handles_is_refused() -> None:
-    source = source_of(1)
     source.weights(NAMES)
     manifest = source.manifest(1)
     with pytest.raises(RefitError, match="missing"):

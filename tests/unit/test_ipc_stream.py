@@ -9,7 +9,6 @@ import os
 import pickle
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -54,21 +53,30 @@ def others() -> Iterator[list[OtherProcess]]:
         process.kill()
 
 
-@pytest.fixture
-def start(others: list[OtherProcess], address: str) -> Iterator[Callable[..., OtherProcess]]:
-    """`start(...)`: a process that has just become an engine; nothing may be left of it."""
+class Pair:
+    """This process as the trainer of an address, and another that becomes the engine there."""
 
-    def started(
-        forms: Any = FORMS, die_at_load: int = 0, receiving: bool = True, **options: Any
+    def __init__(self, others: list[OtherProcess], address: str) -> None:
+        self.others, self.address, self.path = others, address, path_of(address)
+
+    def start(
+        self, forms: Any = FORMS, die_at_load: int = 0, receiving: bool = True, **options: Any
     ) -> OtherProcess:
-        process = others[0]
-        options = {"timeout_s": 20.0, **options}
-        process.call(engine.start, forms, die_at_load, options)
+        """A process that has just become an engine; nothing may be left of it."""
+        process = self.others[0]
+        process.call(engine.start, forms, die_at_load, {"timeout_s": 20.0, **options})
         if receiving:
-            process.begin(engine.receive, address)
+            process.begin(engine.receive, self.address)
         return process
 
-    yield started
+    def send(self, seed: int, buffer_bytes: int = BUFFER, **exporter: Any) -> RefitManifest:
+        """One refit from this process, of the weights of that seed, which is also the step."""
+        return send(self.address, seed, buffer_bytes, **exporter)
+
+
+@pytest.fixture
+def pair(others: list[OtherProcess], address: str) -> Iterator[Pair]:
+    yield Pair(others, address)
     if others[0].alive:
         assert others[0].call(engine.left) == []
     else:
@@ -98,11 +106,11 @@ def send(address: str, seed: int, buffer_bytes: int = BUFFER, **exporter: Any) -
 @pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize("buffer_bytes", [1024, BUFFER, 2**20])
 def test_every_bit_arrives_once_and_again_a_step_later(
-    start: Callable[..., OtherProcess], address: str, staged: bool, buffer_bytes: int
+    pair: Pair, staged: bool, buffer_bytes: int
 ) -> None:
-    process = start(staged=staged)
+    process = pair.start(staged=staged)
     for step in (1, 2):
-        manifest = send(address, step, buffer_bytes)
+        manifest = pair.send(step, buffer_bytes)
         assert process.result() == step == manifest.step
         held, accepted, mixed, loads = process.call(engine.state)
         assert held == engine.bits(weights(step)) and accepted == step and not mixed
@@ -111,11 +119,15 @@ def test_every_bit_arrives_once_and_again_a_step_later(
         assert (len(loads) == step) == (staged or buffer_bytes == 2**20)
         assert process.call(engine.left) == []
         if step == 1:
-            process.begin(engine.receive, address)
+            process.begin(engine.receive, pair.address)
 
 
-def test_the_engine_imports_neither_megatron_nor_ray(address: str) -> None:
+def test_an_engine_imports_neither_megatron_nor_ray_and_a_socket_only_for_streams(
+    address: str,
+) -> None:
     process = OtherProcess(clean=True)
+    process.call(exec, "from megatron_policy.refit.receive import collective, disk, receiver")
+    assert not {"megatron", "ray", "transformers", "zmq"} & process.call(engine.imported)
     process.call(engine.start, FORMS, 0, {})
     process.begin(engine.receive, address)
     send(address, 1)
@@ -126,52 +138,44 @@ def test_the_engine_imports_neither_megatron_nor_ray(address: str) -> None:
     assert not {"megatron", "ray", "transformers"} & imported
 
 
-@pytest.mark.parametrize("staged", [True, False])
-def test_an_engine_killed_while_loading_fails_the_sender_and_the_next_refit_succeeds(
-    start: Callable[..., OtherProcess], others: list[OtherProcess], address: str, staged: bool
+@pytest.mark.parametrize(("staged", "die_at_load"), [(True, 1), (False, 2), (True, 0)])
+def test_an_engine_killed_while_it_loads_or_waits_fails_the_sender_and_the_next_refit_succeeds(
+    pair: Pair, staged: bool, die_at_load: int
 ) -> None:
-    process = start(die_at_load=1 if staged else 2, staged=staged)
-    with pytest.raises(RefitError, match=r"engine .* (disconnected|silent)"):
-        send(address, 1, timeout_s=SHORT)
-    with pytest.raises((EOFError, ConnectionResetError)):
-        process.result()
-    assert not os.path.exists(path_of(address)) and left_here() == []
-    others[0] = OtherProcess()
-    process = start(staged=staged)
-    send(address, 2)
-    assert process.result() == 2
-
-
-def test_an_engine_killed_in_the_middle_fails_the_sender(
-    start: Callable[..., OtherProcess], address: str
-) -> None:
-    process = start()
+    process = pair.start(die_at_load=die_at_load, staged=staged)
 
     def kill(name: str) -> None:
-        if name == "layers.3.weight":
+        if not die_at_load and name == "layers.3.weight":
             process.kill()
 
     with pytest.raises(RefitError, match=r"engine .* (disconnected|silent)"):
-        send(address, 1, timeout_s=SHORT, during=kill)
+        pair.send(1, timeout_s=SHORT, during=kill)
+    with pytest.raises((EOFError, ConnectionResetError)):
+        process.result()
+    assert not os.path.exists(pair.path) and left_here() == []
+    pair.others[0] = OtherProcess()
+    process = pair.start(staged=staged)
+    pair.send(2)
+    assert process.result() == 2
 
 
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_trainer_killed_in_the_middle_fails_the_engine_and_leaves_nothing(
-    start: Callable[..., OtherProcess], others: list[OtherProcess], address: str, staged: bool
+    pair: Pair, staged: bool
 ) -> None:
-    process = start(staged=staged, timeout_s=SHORT)
-    others[1].begin(send_and_die, address, 1, "layers.4.weight")
+    process = pair.start(staged=staged, timeout_s=SHORT)
+    pair.others[1].begin(send_and_die, pair.address, 1, "layers.4.weight")
     with pytest.raises(RefitError, match=r"trainer .* (disconnected|silent)|cannot open"):
         process.result(3 * SHORT)
-    others[1].kill()
-    others[1] = OtherProcess()
-    others[1].call(os.getpid)
+    pair.others[1].kill()
+    pair.others[1] = OtherProcess()
+    pair.others[1].call(os.getpid)
     held, step, mixed, _ = process.call(engine.state)
     assert step is None and mixed == (not staged)
     assert (held == ZEROS) == staged
-    assert not os.path.exists(path_of(address)) and process.call(engine.left) == []
-    process.begin(engine.receive, address)
-    send(address, 2)
+    assert not os.path.exists(pair.path) and process.call(engine.left) == []
+    process.begin(engine.receive, pair.address)
+    pair.send(2)
     assert process.result() == 2
     assert process.call(engine.state)[:3] == (engine.bits(weights(2)), 2, False)
 
@@ -222,15 +226,10 @@ def with_more(manifest: RefitManifest) -> RefitManifest:
     ids=["flipped", "unannounced", "missing"],
 )
 def test_what_is_not_the_complete_set_is_refused_on_both_sides(
-    start: Callable[..., OtherProcess],
-    address: str,
-    meddle: dict[str, Any],
-    said: str,
-    staged: bool,
-    expected: bool,
+    pair: Pair, meddle: dict[str, Any], said: str, staged: bool, expected: bool
 ) -> None:
-    process = start(staged=staged, **({} if expected else {"expected": None}))
-    sink = Meddling(IpcStream(address, buffer_bytes=BUFFER), **meddle)
+    process = pair.start(staged=staged, **({} if expected else {"expected": None}))
+    sink = Meddling(IpcStream(pair.address, buffer_bytes=BUFFER), **meddle)
     with pytest.raises(RefitError, match=said) as sent:
         deliver(StandIn(weights(1)), sink, step=1)
     assert "the engine refused the weights" in str(sent.value)
@@ -238,68 +237,59 @@ def test_what_is_not_the_complete_set_is_refused_on_both_sides(
         process.result()
     held, step, mixed, _ = process.call(engine.state)
     assert step is None and mixed == (not staged) and (held == ZEROS) == staged
-    process.begin(engine.receive, address)
-    send(address, 1)
+    process.begin(engine.receive, pair.address)
+    pair.send(1)
     assert process.result() == 1 and process.call(engine.state)[2] is False
 
 
-OTHER_NAME = {**FORMS, "other": ((3,), torch.float32)}
-OTHER_SHAPE = {**FORMS, "norm": ((34,), torch.bfloat16)}
-OTHER_DTYPE = {**FORMS, "norm": ((33,), torch.float16)}
-FEWER = {name: form for name, form in FORMS.items() if name != "norm"}
-
-
-@pytest.mark.parametrize("model", [OTHER_NAME, OTHER_SHAPE, OTHER_DTYPE, FEWER])
-def test_the_weights_of_another_model_are_refused_before_any_is_sent(
-    start: Callable[..., OtherProcess], address: str, model: dict[str, Any]
-) -> None:
-    process = start(model, staged=False)
-    with pytest.raises(RefitError, match=r"not the weights of the engine's model.*(other|norm)"):
-        send(address, 1)
-    with pytest.raises(RefitError):
-        process.result()
-    assert process.call(engine.state)[1:] == (None, False, [])
+def test_the_weights_of_another_model_are_refused_before_any_is_sent(pair: Pair) -> None:
+    for model in (
+        FORMS | {"other": ((3,), torch.float32)},
+        FORMS | {"norm": ((34,), torch.bfloat16)},
+        FORMS | {"norm": ((33,), torch.float16)},
+        {name: form for name, form in FORMS.items() if name != "norm"},
+    ):
+        process = pair.start(model, staged=False)
+        with pytest.raises(RefitError, match=r"not the weights of the engine's.*(other|norm)"):
+            pair.send(1)
+        with pytest.raises(RefitError):
+            process.result()
+        assert process.call(engine.state)[1:] == (None, False, [])
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_what_the_engine_cannot_load_is_refused_with_its_reason(
-    start: Callable[..., OtherProcess], address: str, staged: bool
-) -> None:
-    process = start({**FORMS, "norm": ((34,), torch.bfloat16)}, expected=None, staged=staged)
+def test_what_the_engine_cannot_load_is_refused_with_its_reason(pair: Pair, staged: bool) -> None:
+    process = pair.start({**FORMS, "norm": ((34,), torch.bfloat16)}, expected=None, staged=staged)
     with pytest.raises(RefitError, match=r"RuntimeError: .*size of tensor"):
-        send(address, 1)
+        pair.send(1)
     with pytest.raises(RefitError, match="mixed"):
         process.result()
     assert process.call(engine.state)[1:3] == (None, True)
 
 
-def test_a_step_older_than_the_engines_is_refused_and_an_equal_one_is_not(
-    start: Callable[..., OtherProcess], address: str
-) -> None:
-    process = start()
+def test_a_step_older_than_the_engines_is_refused_and_an_equal_one_is_not(pair: Pair) -> None:
+    process = pair.start()
     for step in (5, 5):
-        send(address, step)
+        pair.send(step)
         assert process.result() == 5
-        process.begin(engine.receive, address)
+        process.begin(engine.receive, pair.address)
     with pytest.raises(RefitError, match=r"step 4 .*older"):
-        send(address, 4)
+        pair.send(4)
     with pytest.raises(RefitError, match="older"):
         process.result()
     assert process.call(engine.state)[:2] == (engine.bits(weights(5)), 5)
 
 
 @pytest.mark.parametrize("during", ["before the first", "in the middle"])
-def test_a_trainer_that_gives_up_ends_the_engines_wait(
-    start: Callable[..., OtherProcess], address: str, during: str
-) -> None:
-    process = start(timeout_s=30)
+def test_a_trainer_that_gives_up_ends_the_engines_wait(pair: Pair, during: str) -> None:
+    process = pair.start(timeout_s=30)
 
     def fail(name: str) -> None:
         if name == ("embed" if during == "before the first" else "layers.3.weight"):
             raise RuntimeError("somewhere else")
 
     with pytest.raises(RuntimeError, match="somewhere else"):
-        send(address, 1, during=fail)
+        pair.send(1, during=fail)
     # On a busy machine it may all be over before the engine opens what it was told of.
     with pytest.raises(RefitError, match=r"trainer .* disconnected|cannot open"):
         process.result(10)
@@ -330,15 +320,15 @@ def test_a_request_is_read_whole_though_its_trainer_has_left(address: str) -> No
 
 
 def test_a_full_shared_memory_fails_the_refit_and_a_smaller_buffer_succeeds(
-    start: Callable[..., OtherProcess], address: str, tmp_path: Path
+    pair: Pair, tmp_path: Path
 ) -> None:
     forms = {f"w{i}": ((100, 1000), torch.bfloat16) for i in range(8)}
     held = weights(1, forms)
-    process = start(forms)
+    process = pair.start(forms)
     with small_disk(tmp_path / "tiny") as tiny:
 
         def refit(buffer_bytes: int) -> None:
-            sink = IpcStream(address, buffer_bytes=buffer_bytes, directory=tiny)
+            sink = IpcStream(pair.address, buffer_bytes=buffer_bytes, directory=tiny)
             deliver(StandIn(held), sink, step=1)
 
         with pytest.raises(RefitError, match=r"the trainer cannot get .* smaller buffer") as full:
@@ -346,7 +336,7 @@ def test_a_full_shared_memory_fails_the_refit_and_a_smaller_buffer_succeeds(
         assert free(tiny) == MIB and full.value.__cause__ is not None
         with pytest.raises(RefitError, match=r"trainer .* disconnected"):
             process.result()
-        process.begin(engine.receive, address)
+        process.begin(engine.receive, pair.address)
         refit(MIB)
         assert process.result() == 1 and process.call(engine.state)[0] == engine.bits(held)
         assert free(tiny) == MIB
@@ -358,34 +348,30 @@ def test_an_engine_that_never_comes_fails_the_refit_in_time(address: str) -> Non
     assert os.listdir(os.path.dirname(path_of(address))) == []
 
 
-def test_a_trainer_that_never_comes_fails_the_engine_in_time(
-    start: Callable[..., OtherProcess], address: str
+def leave_socket(address: str) -> None:
+    """As a killed trainer does: nobody listens there."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path_of(address))
+    assert os.path.exists(path_of(address))
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_trainer_that_never_comes_fails_the_engine_in_time_and_a_dead_ones_socket_goes(
+    pair: Pair, left: bool
 ) -> None:
-    process = start(timeout_s=0.5)
+    if left:
+        leave_socket(pair.address)
+    process = pair.start(timeout_s=0.5)
     with pytest.raises(RefitError, match=r"no trainer connected to .* within 0.5 s"):
         process.result(10)
+    assert not os.path.exists(pair.path)
 
 
-def test_the_socket_of_a_killed_trainer_is_removed_by_the_engine_that_waits_there(
-    start: Callable[..., OtherProcess], address: str
-) -> None:
-    dead = f"import socket; socket.socket(socket.AF_UNIX).bind({path_of(address)!r})"
-    subprocess.run([sys.executable, "-c", dead], check=True)
-    assert os.path.exists(path_of(address))
-    process = start(timeout_s=0.5)
-    with pytest.raises(RefitError):
-        process.result(10)
-    assert not os.path.exists(path_of(address))
-
-
-def test_the_socket_of_a_killed_trainer_does_not_keep_the_next_one_away(
-    start: Callable[..., OtherProcess], address: str
-) -> None:
-    dead = f"import socket; socket.socket(socket.AF_UNIX).bind({path_of(address)!r})"
-    subprocess.run([sys.executable, "-c", dead], check=True)
-    process = start()
+def test_the_socket_of_a_killed_trainer_does_not_keep_the_next_one_away(pair: Pair) -> None:
+    leave_socket(pair.address)
+    process = pair.start()
     time.sleep(0.2)
-    send(address, 3)
+    pair.send(3)
     assert process.result() == 3
 
 
@@ -406,22 +392,24 @@ def test_an_engine_leaves_with_the_trainer_it_has_answered(address: str) -> None
 
 @pytest.mark.parametrize("own", [True, False], ids=["our receiver", "the host's"])
 def test_an_engine_that_leaves_with_the_first_question_gives_way_to_the_next_one(
-    start: Callable[..., OtherProcess], address: str, own: bool
+    pair: Pair, own: bool
 ) -> None:
-    sink = IpcStream(address, buffer_bytes=BUFFER, dialect=Dialect(None if own else "all sent"))
-    process = start(receiving=False, timeout_s=20.0)
+    sink = IpcStream(
+        pair.address, buffer_bytes=BUFFER, dialect=Dialect(None if own else "all sent")
+    )
+    process = pair.start(receiving=False, timeout_s=20.0)
     said: list[Any] = []
     with ThreadPoolExecutor(1) as threads, zmq.Context() as context:
         with context.socket(zmq.REP) as slow:
-            slow.connect(address)
+            slow.connect(pair.address)
             refit = threads.submit(deliver, StandIn(weights(1), timeout_s=20.0), sink, 1)
             assert slow.poll(20_000), "it has the first question"
         if own:
-            process.begin(engine.receive, address)
+            process.begin(engine.receive, pair.address)
             assert refit.result(30).step == process.result() == 1
             assert process.call(engine.state)[0] == engine.bits(weights(1))
         else:
-            _answering(context, address, said, [b"ack"] * 99, lambda: refit.result(30))
+            _answering(context, pair.address, said, [b"ack"] * 99, lambda: refit.result(30))
             assert said[-1] == "all sent"
             assert list(chain(*(names for _, names, _ in said[:-1]))) == list(FORMS)
 
@@ -438,24 +426,20 @@ def test_an_engine_that_leaves_without_an_answer_fails_the_refit_where_no_other_
             refit.result(30)
 
 
-def test_of_two_engines_at_one_address_each_has_a_refit_of_its_own(
-    start: Callable[..., OtherProcess], others: list[OtherProcess], address: str
-) -> None:
-    both = [start(), others[1]]
+def test_of_two_engines_at_one_address_each_has_a_refit_of_its_own(pair: Pair) -> None:
+    both = [pair.start(), pair.others[1]]
     both[1].call(engine.start, FORMS, 0, {"timeout_s": 20.0})
-    both[1].begin(engine.receive, address)
+    both[1].begin(engine.receive, pair.address)
     for step in (1, 2):
-        send(address, step, timeout_s=20.0)
+        pair.send(step, timeout_s=20.0)
     assert {process.result() for process in both} == {1, 2}
     for process in both:
         held, step, mixed, _ = process.call(engine.state)
         assert held == engine.bits(weights(step)) and not mixed
 
 
-def test_who_comes_and_says_nothing_does_not_disturb_a_refit(
-    start: Callable[..., OtherProcess], address: str
-) -> None:
-    path, stop = path_of(address), threading.Event()
+def test_who_comes_and_says_nothing_does_not_disturb_a_refit(pair: Pair) -> None:
+    path, stop = pair.path, threading.Event()
 
     def knock() -> int:
         times = 0
@@ -468,11 +452,11 @@ def test_who_comes_and_says_nothing_does_not_disturb_a_refit(
     with ThreadPoolExecutor(1) as threads:
         knocks = threads.submit(knock)
         try:
-            process = start(receiving=False)
+            process = pair.start(receiving=False)
             for step in (1, 2, 3):
-                refit = threading.Timer(0.1, process.begin, (engine.receive, address))
+                refit = threading.Timer(0.1, process.begin, (engine.receive, pair.address))
                 refit.start()
-                send(address, step, timeout_s=20.0)
+                pair.send(step, timeout_s=20.0)
                 refit.join()
                 assert process.result() == step
         finally:
@@ -480,27 +464,21 @@ def test_who_comes_and_says_nothing_does_not_disturb_a_refit(
         assert knocks.result() > 0
 
 
-def test_only_sockets_of_this_user_are_taken_weights_from(
-    start: Callable[..., OtherProcess], address: str
+def test_only_sockets_of_this_user_are_taken_weights_from_and_they_are_open_to_no_other(
+    pair: Pair,
 ) -> None:
-    Path(path_of(address)).write_text("not a socket")
-    process = start()
+    Path(pair.path).write_text("not a socket")
+    process = pair.start()
     with pytest.raises(RefitError, match="not a socket of this user"):
         process.result(10)
-    assert Path(path_of(address)).read_text() == "not a socket"
-    os.unlink(path_of(address))
-
-
-def test_the_socket_is_open_to_its_user_only(address: str) -> None:
-    line = RequestSocket(address, "engine", 1.0)
-    assert os.stat(path_of(address)).st_mode & 0o777 == 0o600
-    line.close()
+    assert Path(pair.path).read_text() == "not a socket"
+    os.unlink(pair.path)
+    with contextlib.closing(RequestSocket(pair.address, "engine", 1.0)):
+        assert os.stat(pair.path).st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(
-    "said",
-    [os.system, subprocess.Popen, pickle.Unpickler, torch.load, Path("/")],
-    ids=lambda said: getattr(said, "__name__", "path"),
+    "said", [os.system, subprocess.Popen, pickle.Unpickler, torch.load, Path("/")], ids=repr
 )
 def test_nothing_that_a_message_names_is_called(said: Any) -> None:
     for content in (pickle.dumps((said, ["a"], 1)), pickle.dumps(said, protocol=0)):
@@ -510,19 +488,7 @@ def test_nothing_that_a_message_names_is_called(said: Any) -> None:
 
 def test_a_handle_of_gpu_memory_is_let_through() -> None:
     """As torch makes it: type, size, stride, offset, storage type, dtype, GPU, handles."""
-    storage = (
-        torch.storage.TypedStorage,
-        torch.uint8,
-        0,
-        b"handle",
-        8,
-        0,
-        False,
-        b"c",
-        0,
-        b"",
-        True,
-    )
+    storage = torch.storage.TypedStorage, torch.uint8, 0, b"handle", 8, 0, False, b"c", 0, b"", True
     handle = ((torch.Tensor, torch.Size([8]), (1,), 0, *storage),)
     sent = Dialect().question(PackMessage(handle, ["a"], 512))
     assert understood(sent) == PackMessage(handle, ["a"], 512)
@@ -534,49 +500,38 @@ def test_a_handle_of_gpu_memory_is_let_through() -> None:
 
 
 HOST = {"pid": 1, "started": 1, "fd": 1, "inode": 1, "nbytes": 1}
+ANNOUNCED = {"say": "announce", "version": 3, "tensors": {}, "model": {}}
+PACKED = {"say": "pack", "handle": {"host": HOST}, "names": ["a"], "used_bytes": 1}
+MESSAGES: tuple[object, ...] = (
+    3,
+    {"say": "run", "names": ["a"]},
+    ANNOUNCED | {"version": 2},
+    *(ANNOUNCED | {"tensors": {"a": form}} for form in (["load", [1]], ["float32", [-1]], 7)),
+    {name: value for name, value in ANNOUNCED.items() if name != "model"},
+    *(ANNOUNCED | {"model": model} for model in (7, {"adapters": []})),
+    *(PACKED | {"handle": handle} for handle in ({}, {"host": {"pid": 1}})),
+    PACKED | {"handle": {"host": HOST | {"fd": "1"}}},
+    *(PACKED | wrong for wrong in ({"names": [7]}, {"used_bytes": -1})),
+)
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"x",
-        b"3",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b'{"say": "run", "names": ["a"]}',
-        b'{"say": "announce", "version": 2, "tensors": {}, "model": {}}',
-        b'{"say": "announce", "version": 3, "tensors": {"a": ["load", [1]]}, "model": {}}',
-        b'{"say": "announce", "version": 3, "tensors": {"a": ["float32", [-1]]}, "model": {}}',
-        b'{"say": "announce", "version": 3, "tensors": {"a": 7}, "model": {}}',
-        b'{"say": "announce", "version": 3, "tensors": {}}',
-        b'{"say": "announce", "version": 3, "tensors": {}, "model": 7}',
-        b'{"say": "announce", "version": 3, "tensors": {}, "model": {"adapters": []}}',
-        b'{"say": "pack", "handle": {}, "names": ["a"], "used_bytes": 1}',
-        b'{"say": "pack", "handle": {"host": {"pid": 1}}, "names": ["a"], "used_bytes": 1}',
-        json.dumps(
-            {"say": "pack", "handle": {"host": HOST}, "names": [7], "used_bytes": 1}
-        ).encode(),
-        json.dumps(
-            {"say": "pack", "handle": {"host": HOST}, "names": ["a"], "used_bytes": -1}
-        ).encode(),
-        json.dumps(
-            {"say": "pack", "handle": {"host": HOST | {"fd": "1"}}, "names": [], "used_bytes": 0}
-        ).encode(),
-        pickle.dumps(3),
-        pickle.dumps(("a", "b")),
+        *(b"", b"x", b"\xff\xfe", b"[" * 100_000, pickle.dumps(3), pickle.dumps(("a", "b"))),
+        *(json.dumps(each).encode() for each in MESSAGES),
     ],
 )
 def test_what_is_no_message_is_refused(content: bytes) -> None:
+    for whole in (ANNOUNCED, PACKED):
+        understood(json.dumps(whole).encode())
     with pytest.raises(RefitError, match="same version"):
         understood(content)
 
 
-def test_a_message_that_means_nothing_is_answered_with_a_refusal(
-    start: Callable[..., OtherProcess], address: str
-) -> None:
-    process = start()
-    line = RequestSocket(address, "engine", 5.0)
+def test_a_message_that_means_nothing_is_answered_with_a_refusal(pair: Pair) -> None:
+    process = pair.start()
+    line = RequestSocket(pair.address, "engine", 5.0)
     line.send(lambda: pickle.dumps(os.system))
     assert line.receive().startswith(b"refused: ")
     line.close()
@@ -584,11 +539,9 @@ def test_a_message_that_means_nothing_is_answered_with_a_refusal(
         process.result()
 
 
-def test_a_pack_larger_than_its_memory_is_refused_by_name(
-    start: Callable[..., OtherProcess], address: str
-) -> None:
-    process = start()
-    line = RequestSocket(address, "engine", 20.0)
+def test_a_pack_larger_than_its_memory_is_refused_by_name(pair: Pair) -> None:
+    process = pair.start()
+    line = RequestSocket(pair.address, "engine", 20.0)
     exported = ExportedBuffer(512, torch.device("cpu"))
 
     def said(content: bytes) -> bytes:
@@ -647,18 +600,12 @@ def _answering(
         thread.join()
 
 
-def test_the_address_is_the_hosts() -> None:
-    assert address_of("GPU-1234") == "ipc:///tmp/GPU-1234.sock"
-
-
 @pytest.mark.parametrize(
     "address", ["tcp://127.0.0.1:1", "/tmp/x.sock", "ipc://relative", "ipc:///" + 107 * "x"]
 )
-def test_an_address_elsewhere_is_refused(address: str) -> None:
+def test_addresses_elsewhere_and_too_small_buffers_are_refused(address: str) -> None:
+    assert address_of("GPU-1234") == "ipc:///tmp/GPU-1234.sock"
     with pytest.raises((ConfigError, RefitError), match="ipc:///tmp"):
         send(address, 1)
-
-
-def test_a_buffer_too_small_is_refused() -> None:
     with pytest.raises(ConfigError, match="1024 or more"):
         IpcStream(buffer_bytes=1000)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,9 +18,8 @@ from megatron_policy.parallel.topology import Topology
 from tests.pure.test_rows import model
 
 
-@pytest.mark.parametrize(
-    ("traits", "said"),
-    [
+def test_what_transformer_engine_cannot_express_is_refused_by_name() -> None:
+    for traits, said in (
         ({"attention_softcap": 50.0}, "softcapped attention scores"),
         ({"query_growth": QueryGrowth(0.1, 64)}, "queries that grow with their position"),
         ({"activation": Activation.XIELU}, "activation function with learnt constants"),
@@ -35,15 +32,11 @@ from tests.pure.test_rows import model
         ({"qk_norm": QkNorm.ALL_HEADS}, "query and key norms across heads"),
         ({"qk_norm": QkNorm.EACH_HEAD}, "query and key norms across heads"),
         ({"qk_norm": QkNorm.AFTER_ROTATION}, "query and key norms after rotation"),
-    ],
-)
-def test_what_transformer_engine_cannot_express_is_refused_by_name(
-    traits: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"cannot express this model's {said}; use 'auto' or"):
-        resolve_implementation("transformer_engine", model(**traits))
-    for wish in ("auto", "local"):
-        assert resolve_implementation(wish, model(**traits)) == "local"
+    ):
+        with pytest.raises(ConfigError, match=f"cannot express this model's {said}; use 'auto' or"):
+            resolve_implementation("transformer_engine", model(**traits))
+        for wish in ("auto", "local"):
+            assert resolve_implementation(wish, model(**traits)) == "local"
 
 
 @pytest.mark.parametrize(("pp", "variable"), [(1, False), (1, True), (2, False), (2, True)])
@@ -59,14 +52,14 @@ def test_stages_exchange_shapes_where_lengths_vary(pp: int, variable: bool) -> N
     assert described.context_parallel_size == 2
 
 
-@pytest.mark.parametrize("implementation", [LOCAL, TRANSFORMER_ENGINE])
-def test_no_layer_overwrites_or_drops_weight_gradients(implementation: str) -> None:
+def test_no_layer_overwrites_or_drops_weight_gradients() -> None:
     """The flag for all linear layers drops those of weights with two readers, and Transformer
     Engine overwrites them in the first microbatch of each run of the schedule unless it keeps no
     transposed weights.
     """
-    described = transformer_config(
-        model(), MegatronConfig(), Topology(), torch.bfloat16, implementation
-    )
-    assert not described.gradient_accumulation_fusion
-    assert described.disable_parameter_transpose_cache == (implementation == TRANSFORMER_ENGINE)
+    for layers in (LOCAL, TRANSFORMER_ENGINE):
+        described = transformer_config(
+            model(), MegatronConfig(), Topology(), torch.bfloat16, layers
+        )
+        assert not described.gradient_accumulation_fusion
+        assert described.disable_parameter_transpose_cache == (layers == TRANSFORMER_ENGINE)

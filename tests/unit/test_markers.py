@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
+
 ASKING = """
 import pytest
 
@@ -23,6 +24,10 @@ def test_that_asks_for_none():
 """
 
 
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
 @pytest.mark.nightly
 def test_a_test_that_asks_for_more_gpus_than_there_are_is_skipped_with_the_reason(
     tmp_path: Path,
@@ -30,12 +35,7 @@ def test_a_test_that_asks_for_more_gpus_than_there_are_is_skipped_with_the_reaso
     asking = tmp_path / "test_asking.py"
     asking.write_text(ASKING)
     options = ["-c", "pyproject.toml", "-p", "tests.conftest", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(asking)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = run("-m", "pytest", *options, str(asking))
     assert "1 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "needs 1000 GPU(s), " in done.stdout
 
@@ -59,5 +59,5 @@ def test_files_of_tests_that_only_compute_import_no_framework() -> None:
         "    found = [name for name in SLOW if name in sys.modules]\n"
         "    assert not found, f'{path} imports {found}'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = run("-c", code)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,8 +44,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 
 def sides(adapters: Path, weight: str) -> tuple[torch.Tensor, torch.Tensor] | None:
     """A and B of the adapter of a weight, in fp32."""
-    tensors = load_file(adapters / ADAPTER_MODEL)
-    module = PREFIX + weight.removesuffix(".weight")
+    tensors, module = load_file(adapters / ADAPTER_MODEL), PREFIX + weight.removesuffix(".weight")
     if f"{module}.lora_A.weight" not in tensors:
         return None
     return tensors[f"{module}.lora_A.weight"].float(), tensors[f"{module}.lora_B.weight"].float()
@@ -76,8 +74,8 @@ def assert_alike(
         pair, bound = sides(adapters, name), torch.zeros(())
         if pair is not None:
             a, b = (each.double().abs() for each in pair)
-            scale = (scales or {}).get(name.removesuffix(".weight"), SCALE)
             terms = 3 * len(a) + 3  # a fused layer adds zeros for its other modules
+            scale = (scales or {}).get(name.removesuffix(".weight"), SCALE)
             bound = 2 * terms * 2.0**-24 * (weight.double().abs() + scale * b @ a)
         assert (one[name].double() - other[name].double()).abs().le(bound).all(), name
 
@@ -127,22 +125,12 @@ def test_weights_are_the_sums_and_all_else_is_the_base(
             assert (tmp_path / "saved merged" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_peft_itself_merges_to_the_same_within_rounding(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    base, peft = made(checkpoint, tmp_path / "peft")
-    convert(peft, tmp_path / "merged", "hf", merge=True)
-    theirs = PeftModel.from_pretrained(load_hf(base), str(peft)).merge_and_unload()
-    assert_alike(weights_of(tmp_path / "merged"), theirs.state_dict(), base, peft)
-
-
 def test_experts_are_merged_one_by_one(checkpoint: Checkpoint, tmp_path: Path) -> None:
     base = checkpoint("qwen3_moe", **SMALL)
     peft = peft_models.make_expert_adapters(base, tmp_path / "peft")
     convert(peft, tmp_path / "merged", "hf", base=base, merge=True)
-    assert (
-        assert_merged(tmp_path / "merged", base, peft) == len(load_file(peft / ADAPTER_MODEL)) // 2
-    )
+    adapters = len(load_file(peft / ADAPTER_MODEL)) // 2
+    assert assert_merged(tmp_path / "merged", base, peft) == adapters
 
 
 def test_the_bits_are_the_same_with_any_memory(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -193,85 +181,74 @@ def test_a_tied_model_and_one_in_several_files_are_merged(
     assert assert_merged(tmp_path / "merged", base, peft) == 2
 
 
-def test_a_whole_checkpoint_of_megatron_core_can_be_merged_to(
+def test_a_whole_checkpoint_of_megatron_core_can_be_merged_to_also_with_a_head_of_its_own(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     base, peft = made(checkpoint, tmp_path / "peft")
+    with_tensors(peft, head_adapter)
+    changed(peft, target_modules=[*ALL, "lm_head"])
     convert(peft, tmp_path / "hf", "hf", base=base, merge=True)
     convert(peft, tmp_path / "mcore", "mcore", base=base, merge=True)
     assert verify(tmp_path / "hf", tmp_path / "mcore").equal
     convert(tmp_path / "mcore", tmp_path / "back", "hf")
-    assert_merged(tmp_path / "back", base, peft)
+    assert assert_merged(tmp_path / "back", base, peft) == 2 * len(ALL) + 1
 
 
-def test_ranks_and_scales_can_differ_from_module_to_module(
-    checkpoint: Checkpoint, tmp_path: Path
+@pytest.mark.parametrize("alike", [True, False])
+def test_peft_itself_merges_to_the_same_within_rounding_also_other_ranks_and_scales(
+    checkpoint: Checkpoint, tmp_path: Path, alike: bool
 ) -> None:
     base, peft = made(checkpoint, tmp_path / "peft")
+    scales: dict[str, float] = {}
+    if not alike:
 
-    def narrower(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[f"{Q0}.lora_A.weight"] = tensors[f"{Q0}.lora_A.weight"][:2].clone()
-        tensors[f"{Q0}.lora_B.weight"] = tensors[f"{Q0}.lora_B.weight"][:, :2].clone()
+        def narrower(tensors: dict[str, torch.Tensor]) -> None:
+            tensors[f"{Q0}.lora_A.weight"] = tensors[f"{Q0}.lora_A.weight"][:2].clone()
+            tensors[f"{Q0}.lora_B.weight"] = tensors[f"{Q0}.lora_B.weight"][:, :2].clone()
 
-    with_tensors(peft, narrower)
-    path = Q0.removeprefix(PREFIX)
-    changed(peft, rank_pattern={path: 2}, alpha_pattern={path: 5.0, "k_proj": 1.0})
+        with_tensors(peft, narrower)
+        path = Q0.removeprefix(PREFIX)
+        changed(peft, rank_pattern={path: 2}, alpha_pattern={path: 5.0, "k_proj": 1.0})
+        scales = {path: 5.0 / 2}
+        scales |= {f"model.layers.{layer}.self_attn.k_proj": 1.0 / 4 for layer in (0, 1)}
     convert(peft, tmp_path / "merged", "hf", base=base, merge=True)
     found, own = weights_of(tmp_path / "merged"), weights_of(base)
-    scales = {path: 5.0 / 2, "model.layers.1.self_attn.k_proj": 1.0 / 4}
     for module, scale in scales.items():
         pair = sides(peft, f"{module}.weight")
         assert pair is not None
         wanted = plainly(own[f"{module}.weight"], *pair, scale=scale)
         assert torch.equal(found[f"{module}.weight"], wanted)
     theirs = PeftModel.from_pretrained(load_hf(base), str(peft)).merge_and_unload()
-    scales["model.layers.0.self_attn.k_proj"] = 1.0 / 4
     assert_alike(found, theirs.state_dict(), base, peft, scales)
 
 
-def test_a_head_of_its_own_can_have_an_adapter(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    base, peft = made(checkpoint, tmp_path / "peft")
-    with_tensors(peft, head_adapter)
-    changed(peft, target_modules=[*ALL, "lm_head"])
-    convert(peft, tmp_path / "merged", "hf", base=base, merge=True)
-    assert assert_merged(tmp_path / "merged", base, peft) == 2 * len(ALL) + 1
-
-
-def _other_shape(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{Q0}.lora_B.weight"] = torch.ones(8, 4)
-
-
-def _unknown(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{Q0}_of_mine.lora_A.weight"] = torch.ones(4, 64)
-    tensors[f"{Q0}_of_mine.lora_B.weight"] = torch.ones(64, 4)
-
-
-def _of_a_norm(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{PREFIX}model.norm.lora_A.weight"] = torch.ones(4, 1)
-    tensors[f"{PREFIX}model.norm.lora_B.weight"] = torch.ones(64, 4)
-
-
-BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
-    "shape": (
-        _other_shape,
-        r"q_proj\.weight is \[64, 64\], but its adapter's A and B are",
-    ),
-    "unknown": (_unknown, r"has no model\.layers\.0\.self_attn\.q_proj_of_mine\.weight"),
-    "a norm": (_of_a_norm, r"model\.norm\.weight is \[64\], but its adapter's A and B are"),
+BAD: dict[str, dict[str, torch.Tensor]] = {
+    r"q_proj\.weight is \[64, 64\], but its adapter's A and B are": {
+        f"{Q0}.lora_B.weight": torch.ones(8, 4)
+    },
+    r"has no model\.layers\.0\.self_attn\.q_proj_of_mine\.weight": {
+        f"{Q0}_of_mine.lora_A.weight": torch.ones(4, 64),
+        f"{Q0}_of_mine.lora_B.weight": torch.ones(64, 4),
+    },
+    r"model\.norm\.weight is \[64\], but its adapter's A and B are": {
+        f"{PREFIX}model.norm.lora_A.weight": torch.ones(4, 1),
+        f"{PREFIX}model.norm.lora_B.weight": torch.ones(64, 4),
+    },
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("said", BAD)
 def test_what_does_not_fit_is_named_and_nothing_is_left(
-    checkpoint: Checkpoint, tmp_path: Path, bad: str
+    checkpoint: Checkpoint, tmp_path: Path, said: str
 ) -> None:
     base, peft = made(checkpoint, tmp_path / "peft")
-    act, said = BAD[bad]
-    with_tensors(peft, act)
+    with_tensors(peft, lambda tensors: tensors.update(BAD[said]))
     changed(peft, target_modules=".*")
     for call in (plan_conversion, convert):
         with pytest.raises(ConversionError, match=f"do not fit the base:\n.*{said}"):
             call(peft, tmp_path / "out", "hf", base=base, merge=True)
+    with pytest.raises(ConfigError, match="give base= instead"):
+        convert(peft, tmp_path / "out", "hf", base=base, merge=True, config=base)
     assert os.listdir(tmp_path) == ["peft"]
 
 
@@ -296,19 +273,7 @@ def test_a_damaged_base_is_found(checkpoint: Checkpoint, tmp_path: Path) -> None
 def test_sums_beyond_float16_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     base = checkpoint("qwen2", tied=False, dtype="float16", **SMALL)
     peft = peft_models.make_adapters(base, tmp_path / "peft", ["q_proj"])
-
-    def huge(tensors: dict[str, torch.Tensor]) -> None:
-        for name in tensors:
-            tensors[name] = tensors[name] * 1e4
-
-    with_tensors(peft, huge)
+    with_tensors(peft, lambda tensors: tensors.update({n: t * 1e4 for n, t in tensors.items()}))
     with pytest.raises(ConversionError, match="beyond the range of float16"):
         convert(peft, tmp_path / "out", "hf", base=base, merge=True)
     convert(peft, tmp_path / "out", "hf", base=base, merge=True, dtype="bfloat16")
-
-
-def test_a_config_option_is_not_for_merging(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    base, peft = made(checkpoint, tmp_path / "peft")
-    wish: dict[str, Any] = {"base": base, "merge": True, "config": base}
-    with pytest.raises(ConfigError, match="give base= instead"):
-        convert(peft, tmp_path / "out", "hf", **wish)

@@ -18,16 +18,19 @@ from megatron_policy.config.notes import notes_of
 POSITIONS = 64
 
 
-def notes(checkpoint: Any, family: str = "qwen2", **keys: Any) -> list[str]:
-    raw = {
+def section(checkpoint: Any, family: str = "qwen2", **keys: Any) -> dict[str, Any]:
+    return {
         "model_name": str(checkpoint(family)),
         "train_global_batch_size": 2,
         "train_micro_batch_size": 1,
-        "max_total_sequence_length": POSITIONS,
         "megatron_cfg": {"enabled": True},
         **keys,
     }
-    config = PolicyConfig.parse(raw)
+
+
+def notes(checkpoint: Any, family: str = "qwen2", **keys: Any) -> list[str]:
+    keys = {"max_total_sequence_length": POSITIONS, **keys}
+    config = PolicyConfig.parse(section(checkpoint, family, **keys))
     return list(notes_of(config, model_table(config).architecture))
 
 
@@ -69,13 +72,7 @@ def test_what_is_meant_is_not(checkpoint: Any) -> None:
 
 def test_inspect_config_says_them(checkpoint: Any, tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
-    section = {
-        "model_name": str(checkpoint("qwen2")),
-        "train_global_batch_size": 2,
-        "train_micro_batch_size": 1,
-        **megatron(**EXPERTS),
-    }
-    file.write_text(yaml.safe_dump(section))
+    file.write_text(yaml.safe_dump(section(checkpoint, **megatron(**EXPERTS))))
     said = CliRunner().invoke(app, ["inspect-config", str(file)]).stdout
     assert "since the model has no experts:" in " ".join(said.split())
     found = json.loads(CliRunner().invoke(app, ["inspect-config", str(file), "--json"]).stdout)

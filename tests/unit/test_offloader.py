@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing as mp
 import resource
-from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_policy.memory.offloader import StorageOffloader
 from megatron_policy.memory.pinned_pool import ALIGNMENT, PinnedMemoryPool
+from tests.other_process import OtherProcess
 
 BLOCK = 4 * ALIGNMENT
 SIZES = (100, 3 * ALIGNMENT, BLOCK, 2 * BLOCK + 7, 1)
@@ -25,30 +26,19 @@ def spans(region: tuple[torch.Tensor, ...]) -> list[tuple[int, int]]:
     return [(piece.data_ptr(), piece.data_ptr() + piece.numel()) for piece in region]
 
 
-def test_regions_have_their_size_and_never_overlap() -> None:
+def test_regions_have_their_size_never_overlap_and_are_taken_again() -> None:
     pool = small_pool()
     regions = [pool.take(size) for size in SIZES]
     assert [sum(piece.numel() for piece in region) for region in regions] == list(SIZES)
     ends = sorted(span for region in regions for span in spans(region))
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
     assert sum(SIZES) <= pool.nbytes <= sum(SIZES) + len(SIZES) * ALIGNMENT + BLOCK
-
-
-def test_after_a_reset_the_same_sizes_get_the_same_memory() -> None:
-    pool = small_pool()
-    first, made = [spans(pool.take(size)) for size in SIZES], pool.nbytes
+    first, made = [spans(region) for region in regions], pool.nbytes
     for _ in range(3):
         pool.reset()
         assert [spans(pool.take(size)) for size in SIZES] == first
-    assert pool.nbytes == made
-
-
-def test_a_slice_given_back_is_taken_again_for_its_size() -> None:
-    pool = small_pool()
-    regions = [pool.take(size) for size in SIZES]
-    made = pool.nbytes
     pool.release(regions[3])
-    assert spans(pool.take(SIZES[3])) == spans(regions[3])
+    assert spans(pool.take(SIZES[3])) == first[3]
     assert pool.nbytes == made
 
 
@@ -74,7 +64,7 @@ def storages(tensors: list[torch.Tensor]) -> list[torch.UntypedStorage]:
     return [tensor.untyped_storage() for tensor in tensors]
 
 
-def test_views_of_an_emptied_storage_hold_their_content_again_after_the_refill() -> None:
+def test_views_of_an_emptied_storage_hold_their_content_again_or_zeros_without_a_pool() -> None:
     whole = torch.randn(1000)
     views = [whole[10:20], whole.view(10, 100).t(), whole.view(torch.uint8)]
     expected = [view.clone() for view in (whole, *views)]
@@ -84,14 +74,11 @@ def test_views_of_an_emptied_storage_hold_their_content_again_after_the_refill()
     offloader.refill()
     assert offloader.nbytes == 0
     assert all(torch.equal(a, b) for a, b in zip((whole, *views), expected, strict=True))
-
-
-def test_without_a_pool_zeros_come_back() -> None:
-    gradients, offloader = torch.ones(100), StorageOffloader(None)
-    offloader.empty(storages([gradients]))
-    assert gradients.untyped_storage().nbytes() == 0
-    offloader.refill()
-    assert torch.equal(gradients, torch.zeros(100)) and offloader.host_bytes == 0
+    without_pool = StorageOffloader(None)
+    without_pool.empty(storages([whole]))
+    assert whole.untyped_storage().nbytes() == 0
+    without_pool.refill()
+    assert torch.equal(whole, torch.zeros(1000)) and without_pool.host_bytes == 0
 
 
 class Limited:
@@ -129,13 +116,12 @@ def test_a_refill_that_runs_out_of_room_goes_on_where_it_stopped(room_for: int) 
     assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
 
 
-def fill_up(pipe: Connection) -> None:
+def fill_up() -> tuple[str, list[int], list[Any]]:
     """Empty 3 x 64 MiB, take the room for two of them away, refill, give the room back, refill."""
     tensors = [torch.full((16 << 20,), float(value)) for value in range(3)]
     offloader = StorageOffloader(PinnedMemoryPool())
     offloader.empty(storages(tensors))
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + (96 << 20), unlimited[1]))
     try:
@@ -146,19 +132,12 @@ def fill_up(pipe: Connection) -> None:
     back = [storage.nbytes() >> 20 for storage in storages(tensors)]
     resource.setrlimit(resource.RLIMIT_AS, unlimited)
     offloader.refill()
-    values = [tensor.unique().tolist() for tensor in tensors]
-    pipe.send((failed, back, values))
+    return failed, back, [tensor.unique().tolist() for tensor in tensors]
 
 
 def test_a_process_that_is_really_out_of_memory_loses_nothing() -> None:
-    here, there = mp.Pipe()
-    process = mp.get_context("spawn").Process(target=fill_up, args=(there,))
-    process.start()
-    try:
-        assert here.poll(60), "the process does not answer"
-        failed, back, values = here.recv()
-    finally:
-        process.join(10)
-        process.kill()
+    process = OtherProcess()
+    failed, back, values = process.call(fill_up)
+    process.kill()
     assert failed and back == [64, 0, 0]
     assert values == [[0.0], [1.0], [2.0]]

@@ -41,21 +41,18 @@ def loaded_by(code: str, cwd: Path) -> set[str]:
     return set(python(f"{code}\n{report}", cwd=cwd, path=ROOT).splitlines()[-1].split())
 
 
-def test_importing_the_package_imports_nothing_heavy(tmp_path: Path) -> None:
+def code_of(*arguments: str) -> str:
+    """A program that runs a command, which has to succeed."""
+    call = f"app({list(arguments)!r})"
+    end = "except SystemExit as done:\n    assert not done.code, done.code\n"
+    return f"from megatron_policy.cli import app\ntry:\n    {call}\n{end}"
+
+
+def test_what_needs_nothing_heavy_imports_nothing_heavy(tmp_path: Path) -> None:
     assert loaded_by("import megatron_policy; dir(megatron_policy)", tmp_path) == set()
-
-
-def test_importing_configuration_and_errors_starts_neither_megatron_nor_ray(tmp_path: Path) -> None:
-    code = "from megatron_policy import ConfigError, PolicyConfig"
-    assert not loaded_by(code, tmp_path) & {"megatron", "ray", "transformers"}
-
-
-def test_help_imports_neither_torch_nor_ray_nor_megatron(tmp_path: Path) -> None:
-    code = (
-        "from megatron_policy.cli import app\n"
-        "try:\n    app(['--help'])\nexcept SystemExit as done:\n    assert not done.code\n"
-    )
-    assert loaded_by(code, tmp_path) <= {"rich"}
+    parsing = "from megatron_policy import ConfigError, PolicyConfig"
+    assert not loaded_by(parsing, tmp_path) & {"megatron", "ray", "transformers"}
+    assert loaded_by(code_of("--help"), tmp_path) <= {"rich"}
 
 
 @pytest.mark.skipif(
@@ -75,9 +72,7 @@ def test_a_plan_imports_no_model_of_transformers(
     )
     model = str(checkpoint("qwen2", tied=True))
     code = (
-        "import sys; from megatron_policy.cli import app\n"
-        f"try:\n    app(['plan', '--model', {model!r}, '--gpus', '1'])\n"
-        "except SystemExit as done:\n    assert done.code in (0, None), done.code\n"
+        f"{code_of('plan', '--model', model, '--gpus', '1')}"
         "from transformers.utils import is_torch_available, import_utils\n"
         "assert is_torch_available() and import_utils.is_torch_available()\n"
         f"{report}"
@@ -85,14 +80,11 @@ def test_a_plan_imports_no_model_of_transformers(
     assert python(code, cwd=tmp_path, path=ROOT).splitlines()[-1:] == listing.splitlines()
 
 
-@pytest.mark.parametrize("name", megatron_policy.__all__)
-def test_every_reexported_name_is_there(name: str) -> None:
-    value = getattr(megatron_policy, name)
-    assert getattr(value, "__name__", name) == name
-    assert name in dir(megatron_policy)
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_every_reexported_name_is_there_and_no_other() -> None:
+    for name in megatron_policy.__all__:
+        value = getattr(megatron_policy, name)
+        assert getattr(value, "__name__", name) == name
+        assert name in dir(megatron_policy)
     with pytest.raises(AttributeError, match="'megatron_policy' has no attribute 'Polciy'"):
         megatron_policy.Polciy  # noqa: B018
 
@@ -107,8 +99,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in ("megatron_policy", "converters", "tests", "configs", "examples"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignore)
     built = tmp_path_factory.mktemp("dist")
-    (built / "editable").mkdir()
-    (built / "bare").mkdir()
+    for name in ("editable", "bare"):
+        (built / name).mkdir()
     code = (
         "import os\nfrom setuptools import build_meta as build\n"
         f"build.build_wheel({str(built)!r}); build.build_sdist({str(built)!r})\n"
@@ -118,20 +110,20 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (wheel,) = built.glob("*.whl")
-    (sdist,) = built.glob("*.tar.gz")
-    (editable,) = (built / "editable").glob("*.whl")
-    (bare,) = (built / "bare").glob("*.whl")
-    return {"wheel": wheel, "sdist": sdist, "editable": editable, "bare": bare}
+    places = {"wheel": "", "sdist": "", "editable": "editable", "bare": "bare"}
+    found = {}
+    for kind, place in places.items():
+        (found[kind],) = (built / place).glob("*.tar.gz" if kind == "sdist" else "*.whl")
+    return found
 
 
 def sources() -> set[str]:
     """Every module of the package by its path in a wheel."""
-    package = {path.relative_to(ROOT) for path in (ROOT / "megatron_policy").rglob("*.py")}
-    converters = {path.relative_to(ROOT) for path in (ROOT / "converters").rglob("*.py")}
-    return {path.as_posix() for path in package} | {
-        f"megatron_policy/{path}" for path in converters
-    }
+    package, converters = (
+        {path.relative_to(ROOT).as_posix() for path in (ROOT / name).rglob("*.py")}
+        for name in ("megatron_policy", "converters")
+    )
+    return package | {f"megatron_policy/{path}" for path in converters}
 
 
 def test_the_wheel_holds_one_package_with_every_module_and_the_converters(distributions) -> None:
@@ -177,16 +169,15 @@ def test_the_wheel_works_outside_the_repository(distributions, tmp_path: Path) -
     ]
 
 
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_the_line_that_a_python_runs_at_its_start_is_installed(distributions, kind: str) -> None:
-    archive = zipfile.ZipFile(distributions[kind])
-    line = archive.read(START_LINE).decode()
-    assert line.startswith("import ") and line.count("\n") == 1
-    (record,) = (name for name in archive.namelist() if name.endswith("/RECORD"))
-    assert START_LINE in archive.read(record).decode(), "or it would outlive the package"
-
-
-def test_the_line_is_left_out_where_the_variable_says_so(distributions) -> None:
+def test_the_line_that_a_python_runs_at_its_start_is_installed_unless_a_variable_says_no(
+    distributions,
+) -> None:
+    for kind in ("wheel", "editable"):
+        archive = zipfile.ZipFile(distributions[kind])
+        line = archive.read(START_LINE).decode()
+        assert line.startswith("import ") and line.count("\n") == 1
+        (record,) = (name for name in archive.namelist() if name.endswith("/RECORD"))
+        assert START_LINE in archive.read(record).decode(), "or it would outlive the package"
     assert START_LINE not in zipfile.ZipFile(distributions["bare"]).namelist()
 
 

@@ -33,22 +33,27 @@ ROLES = {
     "model.embed_tokens.weight": "embedding",
     "lm_head.weight": "head",
     "model.norm.weight": "norm",
+    "model.layers.0.input_layernorm.weight": "norm",
+    "model.layers.0.self_attn.q_norm.weight": "norm",
     "model.layers.0.self_attn.q_proj.weight": "linear",
     "model.layers.0.self_attn.o_proj.weight": "linear",
-    "model.layers.0.self_attn.q_norm.weight": "norm",
     "model.layers.1.mlp.gate.weight": "router",
     "model.layers.1.mlp.experts.1.up_proj.weight": "expert",
-    "model.layers.0.input_layernorm.weight": "norm",
 }
 
 
-def test_every_tensor_has_the_role_that_its_name_says(checkpoint) -> None:
+def test_every_tensor_has_the_role_that_its_name_says_and_frozen_routers_are_a_group(
+    checkpoint,
+) -> None:
     found = {n: role_of(e) for e in table_of(checkpoint("qwen3_moe")).entries for n in e.hf}
     assert {name: found[name] for name in ROLES} == ROLES
     biased = table_of(checkpoint("qwen2", tied=True)).entries
     assert {role_of(e) for e in biased if e.hf[0].endswith("bias")} == {"bias"}
     copies = {role_of(e) for e in biased if "embed_tokens" in e.hf[0]}
     assert copies == {"embedding"}, "a tied head is a copy of the embedding"
+    groups = groups_of({"roles": ["router"], "lr": 1e-3}, freeze_moe_router=True)
+    frozen = {e.hf[0] for e in table_of(checkpoint("qwen3_moe")).entries if groups.frozen(e)}
+    assert frozen and all(name.endswith("mlp.gate.weight") for name in frozen)
 
 
 def test_the_first_group_that_fits_counts(checkpoint) -> None:
@@ -67,33 +72,28 @@ def test_the_first_group_that_fits_counts(checkpoint) -> None:
         assert (group.lr if group else None) == (1e-4 if first else None), name
 
 
-def test_frozen_routers_are_a_group(checkpoint) -> None:
-    groups = groups_of({"roles": ["router"], "lr": 1e-3}, freeze_moe_router=True)
-    frozen = {e.hf[0] for e in table_of(checkpoint("qwen3_moe")).entries if groups.frozen(e)}
-    assert frozen and all(name.endswith("mlp.gate.weight") for name in frozen)
-
-
-REFUSED = {
-    "no tensor of the model has a name like 'model.layer.0.*'; it has model.layers.0.": [
-        {"names": ["model.layer.0.*"], "freeze": True}
-    ],
+REFUSED: dict[str, dict[str, Any]] = {
+    "no tensor of the model has a name like 'model.layer.0.*'; it has model.layers.0.": {
+        "names": ["model.layer.0.*"]
+    },
     "q_proj.weight, model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj"
-    ".weight are one parameter in training": [{"names": ["*.q_proj.weight"], "freeze": True}],
-    "put \\* where the expert's number is": [{"names": ["*.experts.1.*"], "freeze": True}],
-    "freezes every parameter": [{"names": ["*"], "freeze": True}],
-    r"in the group {'roles': \['adapter'\]}: the model has the roles .*, or set policy.mega": [
-        {"roles": ["adapter"], "lr": 1e-3}
-    ],
-    "what names fits has the roles head; name one of these, or leave the group out": [
-        {"names": ["lm_head.weight"], "roles": ["embedding"], "lr": 1e-3}
-    ],
+    ".weight are one parameter in training": {"names": ["*.q_proj.weight"]},
+    "put \\* where the expert's number is": {"names": ["*.experts.1.*"]},
+    "freezes every parameter": {"names": ["*"]},
+    r"in the group {'roles': \['adapter'\]}: the model has the roles .*, or set policy.mega": {
+        "roles": ["adapter"]
+    },
+    "what names fits has the roles head; name one of these, or leave the group out": {
+        "names": ["lm_head.weight"],
+        "roles": ["embedding"],
+    },
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_groups_that_no_model_can_have_are_refused(checkpoint, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        groups_of(*REFUSED[message]).check(table_of(checkpoint("qwen3_moe")))
+        groups_of(REFUSED[message] | {"freeze": True}).check(table_of(checkpoint("qwen3_moe")))
 
 
 def test_a_group_of_a_role_that_the_model_lacks_is_refused(checkpoint) -> None:
@@ -106,19 +106,16 @@ def test_a_group_of_a_role_that_the_model_lacks_is_refused(checkpoint) -> None:
     groups_of(freeze_moe_router=True).check(dense)
 
 
-@pytest.mark.parametrize(
-    ("group", "message"),
-    [
+def test_groups_that_say_nothing_are_refused() -> None:
+    for group, message in (
         ({"freeze": True}, "names or roles are missing"),
         ({"roles": ["norm"], "freeze": True, "lr": 0.1}, "leave out the rates"),
         ({"roles": ["norm"]}, "changes nothing"),
         ({"roles": ["normal"], "freeze": True}, "'norm'"),
         ({"role": ["norm"], "freeze": True}, "role"),
-    ],
-)
-def test_groups_that_say_nothing_are_refused(group: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        groups_of(group)
+    ):
+        with pytest.raises(ValueError, match=message):
+            groups_of(group)
 
 
 def test_inspect_config_shows_what_is_trained_and_how(checkpoint, tmp_path: Path) -> None:
@@ -137,17 +134,13 @@ def test_inspect_config_shows_what_is_trained_and_how(checkpoint, tmp_path: Path
     assert wrong.exit_code == 2 and "'nothing'" in wrong.stderr.replace("\n", " ")
 
 
-@pytest.mark.parametrize(
-    ("boxes", "tiled"),
-    [
-        ([((0, 0), (1, 4)), ((2, 0), (1, 4))], True),
-        ([((0, 0), (1, 2)), ((0, 2), (1, 2)), ((3, 0), (1, 4))], True),
-        ([], True),
-        ([((0, 0), (1, 2))], False),
-        ([((0, 0), (2, 4)), ((1, 0), (1, 4))], False),
-        ([((4, 0), (1, 4))], False),
-        ([((0, 0), (1, 3)), ((0, 2), (1, 2))], False),
-    ],
-)
-def test_layers_without_state_are_left_out_whole(boxes: Any, tiled: bool) -> None:
-    assert tiled_in_part((4, 4), boxes) == tiled
+def test_layers_without_state_are_left_out_whole() -> None:
+    whole = [((0, 0), (1, 4)), ((2, 0), (1, 4))], [((0, 0), (1, 2)), ((0, 2), (1, 2))], []
+    assert all(tiled_in_part((4, 4), boxes) for boxes in whole)
+    for boxes in (
+        [((0, 0), (1, 2))],
+        [((0, 0), (2, 4)), ((1, 0), (1, 4))],
+        [((4, 0), (1, 4))],
+        [((0, 0), (1, 3)), ((0, 2), (1, 2))],
+    ):
+        assert not tiled_in_part((4, 4), boxes), boxes

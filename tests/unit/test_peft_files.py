@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,12 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 
-from megatron_policy.converters.adapters import AdapterSpec, adapters_on
+from megatron_policy.converters.adapters import (
+    AdapterSpec,
+    adapters_on,
+    stacked_parameters,
+    target_parameters,
+)
 from megatron_policy.converters.config_fields.peft_fields import peft_settings
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
@@ -38,13 +44,13 @@ TENSORS = {
 SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
 SPEC = AdapterSpec(4, 8.0, 0.1, "some/model", "5eed")
 MODULE = "model.layers.{}.self_attn.q_proj"
+MODULES = [MODULE.format(layer) for layer in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def table(checkpoint) -> Table:
     """Of the adapters of `TENSORS`, but for its sizes."""
-    modules = [MODULE.format(layer) for layer in (0, 1)]
-    return adapters_on(bind(read_config(checkpoint("qwen2"))), 4, modules, lambda _: False)
+    return adapters_on(bind(read_config(checkpoint("qwen2"))), 4, MODULES, lambda _: False)
 
 
 @pytest.fixture
@@ -80,20 +86,27 @@ def test_what_is_written_is_read_again_and_says_what_it_is(written: Path) -> Non
         assert reader.shapes.keys() == TENSORS.keys()
         assert all(torch.equal(reader.tensor(name), each) for name, each in TENSORS.items())
     config = json.loads((written / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    assert config["target_modules"] == [MODULE.format(layer) for layer in (0, 1)]
+    assert config["target_modules"] == MODULES
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8, 0.1)
     assert config["task_type"] == "CAUSAL_LM"
     assert config["target_parameters"] is None and config["modules_to_save"] is None
 
 
-def test_a_directory_of_ours_says_which_fields_were_overridden(
-    tmp_path: Path, table: Table
+def test_another_base_or_other_overrides_are_refused_by_the_digest(
+    tmp_path: Path, table: Table, written: Path
 ) -> None:
     other = AdapterSpec(4, 1.5, 0.0, "", "0ther", {"rope_theta": 2.0})
-    found = read_peft(write_peft(tmp_path / "adapters", other, table))
+    found = read_peft(write_peft(tmp_path / "overridden", other, table))
     assert found.uniform(SHAPES) == (4, 1.5)
     assert found.stated is not None and found.stated.overrides == {"rope_theta": 2.0}
     found.check_base("anywhere", "0ther", {"rope_theta": 2.0})
+    found = read_peft(written)
+    with pytest.raises(
+        ConfigError, match="'some/model', which has other weights or config than 'mine'"
+    ):
+        found.check_base("mine", "0ther", {})
+    with pytest.raises(ConfigError, match=r"hf_config_overrides {}, not {'a': 1}: set policy.hf_"):
+        found.check_base("mine", "0ther", {"a": 1})
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -105,15 +118,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lora_bias": True}, "lora_bias=True: they also add biases"),
     ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\]: .* merge them"),
     ({"modules_to_save": ["score", "lm_head"]}, "modules_to_save=.* only a scalar head is read"),
-    ({"modules_to_save": "score"}, "modules_to_save='score': .* merge them"),
-    ({"modules_to_save": [{"score": 1}]}, "modules_to_save=.* merge them"),
-    ({"modules_to_save": {"score": 1}}, "modules_to_save=.* merge them"),
-    ({"target_parameters": 3}, "target_parameters=3: must be names of parameters"),
-    (
-        {"target_parameters": "experts.down_proj"},
-        "target_parameters=.* must be names of parameters",
+    *(
+        ({"modules_to_save": modules}, "modules_to_save=.*: .* merge them")
+        for modules in ("score", [{"score": 1}], {"score": 1})
     ),
-    ({"target_parameters": [3]}, "target_parameters=.* must be names"),
+    *(
+        ({"target_parameters": named}, "target_parameters=.* must be names of parameters")
+        for named in (3, "experts.down_proj", [3])
+    ),
     ({"fan_in_fan_out": True}, "fan_in_fan_out=True: it is for Conv1D .* set it to false"),
     ({"trainable_token_indices": [3]}, r"trainable_token_indices=\[3\]: not supported"),
     ({"layer_replication": [[0, 2]]}, r"layer_replication=\[\[0, 2\]\]: not supported"),
@@ -126,36 +138,33 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layers_to_transform": "all"}, "layers_to_transform='all': must be numbers"),
     ({"target_modules": {"q_proj": 1}}, "target_modules=.* must be names of modules"),
     ({"target_modules": None}, "target_modules=None: PEFT adapts .*: write the modules out"),
-    ({"r": "4"}, "r='4': must be a whole number"),
-    ({"lora_alpha": None}, "lora_alpha=None: must be a number"),
-    ({"lora_alpha": 10**400}, "lora_alpha=10+.*: must be a number"),
-    ({"r": 10**400}, "r=10+.*: must be a whole number"),
+    *(({"r": rank}, "r=.*: must be a whole number") for rank in ("4", 10**400)),
+    *(({"lora_alpha": alpha}, "lora_alpha=.*: must be a number") for alpha in (None, 10**400)),
     ({"lora_dropout": 2}, "lora_dropout=2: must be in 0"),
     ({"base_model_name_or_path": 7}, "base_model_name_or_path=7: must be a name"),
 ]
 
 
-@pytest.mark.parametrize(("values", "said"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_would_compute_something_else_is_refused_by_name(
-    written: Path, values: dict[str, Any], said: str
+def test_what_would_compute_something_else_is_refused_by_name(written: Path) -> None:
+    own = (written / ADAPTER_CONFIG).read_text(encoding="utf-8")
+    for values, said in REFUSED:
+        changed(written, ADAPTER_CONFIG, **values)
+        with pytest.raises(ConversionError, match=f"{written} cannot be read:\n  {said}"):
+            read_peft(written)
+        (written / ADAPTER_CONFIG).write_text(own, encoding="utf-8")
+
+
+def test_what_has_to_be_there_is_named_and_what_peft_writes_by_itself_is_read(
+    written: Path,
 ) -> None:
-    changed(written, ADAPTER_CONFIG, **values)
-    with pytest.raises(ConversionError, match=f"{written} cannot be read:\n  {said}"):
-        read_peft(written)
-
-
-def test_what_peft_writes_by_itself_is_read(written: Path) -> None:
     LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]).save_pretrained(str(written))
     assert read_peft(written).uniform(SHAPES) == (4, 8.0)
-
-
-@pytest.mark.parametrize("missing", ["r", "lora_alpha", "peft_type", "target_modules"])
-def test_what_has_to_be_there_is_named(written: Path, missing: str) -> None:
     content = json.loads((written / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    del content[missing]
-    (written / ADAPTER_CONFIG).write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(ConversionError, match=f"{missing}=None"):
-        read_peft(written)
+    for missing in ("r", "lora_alpha", "peft_type", "target_modules"):
+        rest = {name: value for name, value in content.items() if name != missing}
+        (written / ADAPTER_CONFIG).write_text(json.dumps(rest), encoding="utf-8")
+        with pytest.raises(ConversionError, match=f"{missing}=None"):
+            read_peft(written)
 
 
 PATHS = [
@@ -178,9 +187,8 @@ NAMED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("named", NAMED, ids=str)
 def test_modules_are_those_that_peft_adapts(named: dict[str, Any]) -> None:
-    config = LoraConfig(r=4, lora_alpha=8, **named)
-    plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **named}
-    settings = peft_settings(plain, "here")
+    named = {"r": 4, "lora_alpha": 8, **named}
+    config, settings = LoraConfig(**named), peft_settings({"peft_type": "LORA", **named}, "here")
     for path in PATHS:
         assert settings.names(path) == (check_target_module_exists(config, path) is True), path
 
@@ -213,48 +221,34 @@ def test_adapters_that_peft_leaves_out_are_refused(written: Path) -> None:
 )
 def test_scales_are_those_of_peft(patterns: dict[str, Any]) -> None:
     """Its own layers tell their ranks and scales."""
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], **patterns)
-    made: Any = LoraModel(_Tiny(), config, "default")
-    settings = peft_settings(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **patterns},
-        "here",
-    )
-    seen = 0
-    for name, module in made.named_modules():
-        if hasattr(module, "scaling"):
-            path = name.removeprefix("model.")
-            rank, alpha = settings.rank_of(path), settings.alpha_of(path)
-            assert rank == module.r["default"], path
-            assert math.isclose(alpha / rank, module.scaling["default"], rel_tol=1e-12), path
-            seen += 1
-    assert seen == 2
+    patterns = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **patterns}
+    made: Any = LoraModel(tiny_model(), LoraConfig(**patterns), "default")
+    settings = peft_settings({"peft_type": "LORA", **patterns}, "here")
+    adapted = {n: each for n, each in made.named_modules() if hasattr(each, "scaling")}
+    assert len(adapted) == 2
+    for name, module in adapted.items():
+        path = name.removeprefix("model.")
+        rank, alpha = settings.rank_of(path), settings.alpha_of(path)
+        assert rank == module.r["default"], path
+        assert math.isclose(alpha / rank, module.scaling["default"], rel_tol=1e-12), path
 
 
-class _Tiny(torch.nn.Module):
+def tiny_model() -> torch.nn.Module:
     """Modules with the paths of `TENSORS`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        attention = (torch.nn.ModuleDict({"q_proj": torch.nn.Linear(8, 6)}) for _ in range(2))
-        layers = [torch.nn.ModuleDict({"self_attn": each}) for each in attention]
-        self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
-
-
-@pytest.mark.parametrize("alpha", [0, -8])
-def test_an_alpha_that_no_policy_has_is_refused_where_adapters_are_not_merged(
-    written: Path, alpha: int
-) -> None:
-    changed(written, ADAPTER_CONFIG, lora_alpha=alpha)
-    found = read_peft(written)
-    assert {a for _, a in found.modules(SHAPES).values()} == {alpha}
-    with pytest.raises(ConversionError, match=f"alpha {alpha} for .*convert --merge"):
-        found.uniform(SHAPES)
+    attention = (torch.nn.ModuleDict({"q_proj": torch.nn.Linear(8, 6)}) for _ in range(2))
+    layers = torch.nn.ModuleList(torch.nn.ModuleDict({"self_attn": each}) for each in attention)
+    return torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": layers})})
 
 
 def test_one_rank_and_scale_of_all_modules_is_taken_and_others_are_named(written: Path) -> None:
-    changed(written, ADAPTER_CONFIG, use_rslora=True)
+    for alpha in (0, -8):
+        changed(written, ADAPTER_CONFIG, lora_alpha=alpha)
+        assert {a for _, a in read_peft(written).modules(SHAPES).values()} == {alpha}
+        with pytest.raises(ConversionError, match=f"alpha {alpha} for .*convert --merge"):
+            read_peft(written).uniform(SHAPES)
+    changed(written, ADAPTER_CONFIG, lora_alpha=8, use_rslora=True)
     assert read_peft(written).uniform(SHAPES) == (4, 16.0)
-    same = {MODULE.format(layer): 3.0 for layer in (0, 1)}
+    same = dict.fromkeys(MODULES, 3.0)
     changed(written, ADAPTER_CONFIG, use_rslora=False, alpha_pattern=same)
     assert read_peft(written).uniform(SHAPES) == (4, 3.0)
     changed(written, ADAPTER_CONFIG, alpha_pattern={MODULE.format(1): 3.0})
@@ -266,57 +260,33 @@ def test_one_rank_and_scale_of_all_modules_is_taken_and_others_are_named(written
         read_peft(written).modules(SHAPES)
 
 
-@pytest.mark.parametrize(
-    ("take", "put", "said"),
-    [
-        (NAME.format(1, "B"), None, f"has no {NAME.format(1, 'B')}; write both"),
-        (NAME.format(0, "A"), None, f"has no {NAME.format(0, 'A')}; write both"),
-        (None, "base_model.model.lm_head.weight", "has base_model.model.lm_head.weight; only lin"),
-        (None, "base_model.model.model.embed_tokens.lora_embedding_A", "lora_embedding_A; only l"),
-        (None, "model.layers.0.mlp.up_proj.lora_A.weight", "has model.layers.0.*; only linear"),
-    ],
-)
-def test_tensors_that_are_missing_or_unknown_are_named(
-    written: Path, take: str | None, put: str | None, said: str
-) -> None:
-    shapes = {name: shape for name, shape in SHAPES.items() if name != take}
-    shapes |= {} if put is None else {put: (4, 8)}
-    with pytest.raises(ConversionError, match=said):
-        read_peft(written).modules(shapes)
-
-
-def test_no_adapters_at_all_are_named(written: Path) -> None:
+def test_tensors_that_are_missing_or_unknown_are_named(written: Path) -> None:
+    for missing in (NAME.format(1, "B"), NAME.format(0, "A")):
+        shapes = {name: shape for name, shape in SHAPES.items() if name != missing}
+        with pytest.raises(ConversionError, match=f"has no {missing}; write both"):
+            read_peft(written).modules(shapes)
+    for unknown in (
+        "base_model.model.lm_head.weight",
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "model.layers.0.mlp.up_proj.lora_A.weight",
+    ):
+        with pytest.raises(ConversionError, match=f"has {unknown}; only linear"):
+            read_peft(written).modules(SHAPES | {unknown: (4, 8)})
     with pytest.raises(ConversionError, match="has no adapters"):
         read_peft(written).uniform({})
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"r": 4, "r": 4}'])
 @pytest.mark.parametrize("name", [ADAPTER_CONFIG, BASE])
-def test_a_damaged_file_is_named(written: Path, text: str, name: str) -> None:
-    (written / name).write_text(text, encoding="utf-8")
-    with pytest.raises(ConversionError, match=name):
-        read_peft(written)
-
-
-def test_a_base_that_is_not_named_is_damage(written: Path) -> None:
+def test_a_damaged_or_missing_file_is_named(written: Path, name: str) -> None:
     changed(written, BASE, digest=5)
     with pytest.raises(ConversionError, match="does not name a base and its digest"):
         read_peft(written)
-
-
-def test_a_directory_without_adapters_is_named(tmp_path: Path) -> None:
+    for text in ("", "[]", "{", '{"r": 4, "r": 4}'):
+        (written / name).write_text(text, encoding="utf-8")
+        with pytest.raises(ConversionError, match=name):
+            read_peft(written)
     with pytest.raises(ConfigError, match="save_pretrained or export_peft wrote"):
-        read_peft(tmp_path)
-
-
-def test_another_base_or_other_overrides_are_refused_by_the_digest(written: Path) -> None:
-    found = read_peft(written)
-    with pytest.raises(
-        ConfigError, match="'some/model', which has other weights or config than 'mine'"
-    ):
-        found.check_base("mine", "0ther", {})
-    with pytest.raises(ConfigError, match=r"hf_config_overrides {}, not {'a': 1}: set policy.hf_"):
-        found.check_base("mine", "0ther", {"a": 1})
+        read_peft(written.parent)
 
 
 def test_a_base_that_is_only_named_has_to_have_that_name_or_the_same_weights(
@@ -324,21 +294,17 @@ def test_a_base_that_is_only_named_has_to_have_that_name_or_the_same_weights(
 ) -> None:
     base = checkpoint("qwen2")
 
-    def check(named: str | None, model: Path = base, **values: Any) -> None:
-        changed(theirs, ADAPTER_CONFIG, base_model_name_or_path=named, **values)
-        read_peft(theirs).check_base(model, "5eed", {})
+    def check(named: str | None) -> None:
+        changed(theirs, ADAPTER_CONFIG, base_model_name_or_path=named)
+        read_peft(theirs).check_base(base, "5eed", {})
 
     for named in (None, str(base), f"somebody/{base.name.upper()}", f"/other/place/{base.name}/"):
         check(named)
     with pytest.raises(ConfigError, match=r"'some/model', not on .*write that into base_model_na"):
         check("some/model")
-    same = tmp_path / "same"
-    same.symlink_to(base)
-    check(str(same))
-    copied = tmp_path / "other name"
-    copied.mkdir()
-    for file in base.iterdir():
-        (copied / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "same").symlink_to(base)
+    check(str(tmp_path / "same"))
+    copied = shutil.copytree(base, tmp_path / "other name")
     check(str(copied))
     tensors = load_file(base / "model.safetensors")
     tensors["model.norm.weight"][0] += 1
@@ -359,10 +325,7 @@ def test_models_that_differ_in_what_their_config_computes_or_in_late_rows_are_to
     found = {}
     changes = {"same": {}, "idle": {"pad_token_id": 3}, "eps": {"rms_norm_eps": 0.05}, "late": {}}
     for name, change in changes.items():
-        root = tmp_path / name
-        root.mkdir()
-        for file in base.iterdir():
-            (root / file.name).write_bytes(file.read_bytes())
+        root = Path(shutil.copytree(base, tmp_path / name))
         (root / "config.json").write_text(json.dumps(own | change))
         if name == "late":
             tensors = load_file(root / "model.safetensors")
@@ -402,12 +365,62 @@ def test_the_revision_of_a_snapshot_has_to_be_the_stated_one(
 ) -> None:
     commit = "0123456789abcdef" * 2 + "01234567"
     snapshot = tmp_path / "models--some--model" / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    for file in checkpoint("qwen2").iterdir():
-        (snapshot / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(checkpoint("qwen2"), snapshot)
     for revision in (None, commit, "main"):
         changed(theirs, ADAPTER_CONFIG, revision=revision)
         read_peft(theirs).check_base(snapshot, "5eed", {})
     changed(theirs, ADAPTER_CONFIG, revision=commit[::-1])
     with pytest.raises(ConfigError, match=f"revision {commit[::-1]} of 'some/model'.*{commit}"):
         read_peft(theirs).check_base(snapshot, "5eed", {})
+
+
+@pytest.fixture(scope="module")
+def stacked(checkpoint) -> tuple[list[str], Table]:
+    """The parameters with stacked experts, and the table of adapters of these and of `MODULES`."""
+    model = bind(read_config(checkpoint("gpt_oss")))
+    parameters = stacked_parameters(model)
+    return parameters, adapters_on(model, 4, MODULES, lambda _: False, parameters)
+
+
+def test_parameters_of_experts_are_named_whole_or_by_their_ends_and_have_the_modules_scale(
+    tmp_path: Path, stacked: tuple[list[str], Table]
+) -> None:
+    parameters, adapters = stacked
+    path, shapes = write_peft(tmp_path / "adapters", SPEC, adapters), adapters.hf_shapes()
+    config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    assert config["target_modules"] == MODULES
+    assert config["target_parameters"] == sorted(parameters) == target_parameters(adapters)
+    assert config["lora_dropout"] == 0.0
+    ends = ["experts.down_proj", "gate_up_proj"]
+    for named in (parameters, ends):
+        changed(path, ADAPTER_CONFIG, target_parameters=named)
+        found = read_peft(path)
+        assert found.parameters(parameters, "here") == parameters
+        assert found.uniform(shapes, parameters) == (4, 8.0)
+        assert list(found.modules(shapes, parameters)) == config["target_modules"]
+    changed(path, ADAPTER_CONFIG, target_parameters=["experts.down_proj"])
+    assert all(name.endswith("down_proj") for name in read_peft(path).parameters(parameters, ""))
+    for other in (["experts.gate_proj"], ["xperts.down_proj"], [*ends, "w"]):
+        changed(path, ADAPTER_CONFIG, target_parameters=other)
+        with pytest.raises(ConversionError, match=f"{other[-1]}; here has no such tensors"):
+            read_peft(path).parameters(parameters, "here")
+    with pytest.raises(ConversionError, match="does not name them"):
+        read_peft(path).uniform(shapes)
+    changed(path, ADAPTER_CONFIG, target_parameters=parameters)
+    for patterns in ({"alpha_pattern": {"down_proj": 3.0}}, {"rank_pattern": {"down_proj": 2}}):
+        changed(path, ADAPTER_CONFIG, **{"alpha_pattern": {}, "rank_pattern": {}} | patterns)
+        with pytest.raises(ConversionError, match=r"for .*down_proj, but a policy's are all alike"):
+            read_peft(path).uniform(shapes, parameters)
+
+
+def test_a_head_that_is_trained_in_full_comes_with_the_adapters(written: Path) -> None:
+    head = {"base_model.model.score.weight": (1, 8)}
+    with pytest.raises(ConversionError, match=r"has base_model.model.score.weight; only linear"):
+        read_peft(written).uniform(SHAPES | head)
+    assert not read_peft(written).settings.of_head
+    changed(written, ADAPTER_CONFIG, modules_to_save=["classifier", "score"])
+    found = read_peft(written)
+    assert found.uniform(SHAPES | head) == (4, 8.0) and found.settings.has_head
+    changed(written, ADAPTER_CONFIG, modules_to_save=None, task_type="SEQ_CLS")
+    found = read_peft(written)
+    assert found.settings.of_head and not found.settings.has_head

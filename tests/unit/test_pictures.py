@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -32,18 +33,14 @@ from megatron_policy.pictures.timeline import draw_plan
 from tests.families import PUBLISHED
 
 LLAMA = PUBLISHED["Llama-3.1-8B"][-1]
-FIELDS = {"dense": LLAMA | {"num_hidden_layers": 64}, "moe": PUBLISHED["Qwen3-30B-A3B"][-1]}
-_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+FIELDS = {"dense": LLAMA | {"num_hidden_layers": 64}, "moe": PUBLISHED_EXPERTS["Qwen3-30B-A3B"][-1]}
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "1 rank": ("dense", 1, {}),
     "8 replicas": ("dense", 8, {}),
-    "interleaved": (
-        "dense",
-        8,
-        {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
-    ),
-    "1,024 ranks": ("dense", 1024, dict(zip(_SIZES, (8, 4, 8), strict=True))),
-    "64 stages": ("dense", 64, {"pipeline_model_parallel_size": 64}),
+    "interleaved": ("dense", 8, {PP: 4, "virtual_pipeline_model_parallel_size": 2}),
+    "1,024 ranks": ("dense", 1024, {TP: 8, "context_parallel_size": 4, PP: 8}),
+    "64 stages": ("dense", 64, {PP: 64}),
     "experts": ("moe", 256, {"expert_model_parallel_size": 64, "expert_tensor_parallel_size": 1}),
 }
 
@@ -55,8 +52,6 @@ def rows_of(name: str) -> ModelRows:
 
 @cache
 def model_in(name: str) -> Path:
-    from tempfile import mkdtemp
-
     path = Path(mkdtemp())
     (path / "config.json").write_text(json.dumps(FIELDS[name]))
     return path
@@ -65,31 +60,25 @@ def model_in(name: str) -> Path:
 def planned(name: str, rows: int = 256) -> StepPlan:
     """The plan of a layout, with so many rows in a global batch."""
     model, ranks, keys = LAYOUTS[name]
-    keys = keys | {"sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1}
     section = {
         "model_name": model,
         "precision": "bfloat16",
         "train_global_batch_size": rows,
         "train_micro_batch_size": 1,
         "max_total_sequence_length": 4096,
-        "megatron_cfg": {"enabled": True, **keys},
+        "megatron_cfg": {"enabled": True, "sequence_parallel": keys.get(TP, 1) > 1, **keys},
     }
     return plan_of(PolicyConfig.parse(section), rows_of(model), ranks, SHORT["H100"])
 
 
-@pytest.mark.parametrize(
-    ("pp", "vpp", "microbatches"), [(4, 1, 6), (4, 1, 2), (4, 2, 8), (2, 4, 4)]
-)
-def test_a_stage_runs_every_pass_once_and_none_backward_before_it_ran_forward(
-    pp: int, vpp: int, microbatches: int
-) -> None:
-    schedule = Schedule(pp, vpp, microbatches)
-    for stage in range(pp):
-        order = schedule.order(stage)
-        assert len(set(order)) == len(order) == 2 * vpp * microbatches
-        for place, each in enumerate(order):
-            if each.backward:
-                assert each._replace(backward=False) in order[:place]
+def test_a_stage_runs_every_pass_once_and_none_backward_before_it_ran_forward() -> None:
+    for pp, vpp, microbatches in ((4, 1, 6), (4, 1, 2), (4, 2, 8), (2, 4, 4)):
+        schedule = Schedule(pp, vpp, microbatches)
+        for stage in range(pp):
+            order = schedule.order(stage)
+            assert len(set(order)) == len(order) == 2 * vpp * microbatches
+            for place, each in enumerate(order):
+                assert not each.backward or each._replace(backward=False) in order[:place]
 
 
 def test_a_step_of_equal_stages_takes_as_long_as_the_formula_says() -> None:
@@ -149,6 +138,7 @@ def test_no_text_is_small_leaves_the_sheet_or_covers_another(tmp_path: Path, nam
     layout, step = tmp_path / "layout.svg", tmp_path / "step.svg"
     draw_layout(LayoutView.of_plan(plan, "H100 of 80 GiB"), layout)
     draw_plan(plan, step)
+
     for path in (layout, step):
         found = sorted(texts_in(path), key=lambda text: (round(text[2]), text[0]))
         assert len(found) > 8
@@ -160,9 +150,8 @@ def test_no_text_is_small_leaves_the_sheet_or_covers_another(tmp_path: Path, nam
 
 
 def test_a_picture_of_1024_ranks_shows_every_stage_and_counts_the_replicas(tmp_path: Path) -> None:
-    path = tmp_path / "layout.svg"
-    draw_layout(LayoutView.of_plan(planned("1,024 ranks"), "H100 of 80 GiB"), path)
-    found = [text for *_, text in texts_in(path)]
+    draw_layout(LayoutView.of_plan(planned("1,024 ranks"), "H100 of 80 GiB"), tmp_path / "l.svg")
+    found = [text for *_, text in texts_in(tmp_path / "l.svg")]
     assert {f"stage {stage}" for stage in range(8)} <= set(found)
     assert "ranks 896-1023" in found and "x 3 more replicas" in found
     assert "rank 31" in found and "rank 32" not in found
@@ -172,7 +161,9 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
-def test_plan_draws_the_layout_and_the_step_and_says_where(tmp_path: Path) -> None:
+def test_plan_draws_the_layout_the_step_and_what_a_refit_sends_and_says_where(
+    tmp_path: Path,
+) -> None:
     options = ("--model", model_in("dense"), "--tp", 2, "--pp", 2, "--dp", 1, "--rows", 8)
     picture, timeline, trace = (tmp_path / name for name in ("l.png", "t.png", "t.json"))
     result = run(*options, "--picture", picture, "--timeline", timeline)
@@ -185,9 +176,6 @@ def test_plan_draws_the_layout_and_the_step_and_says_where(tmp_path: Path) -> No
     written = read_trace(json.loads(trace.read_text()))
     assert written.expected and written.microbatches == 8
     assert [track.stage for track in written.tracks] == [0, 1]
-
-
-def test_the_picture_of_a_refit_says_what_each_stage_sends(tmp_path: Path) -> None:
     path = tmp_path / "refit.svg"
     result = run("--refit", model_in("dense"), "--tp", 2, "--pp", 2, "--picture", path)
     assert result.exit_code == 0 and result.stdout.endswith(f"the layout: {path}\n")
@@ -202,19 +190,13 @@ def test_the_picture_of_a_refit_says_what_each_stage_sends(tmp_path: Path) -> No
         ("--picture", "l.jpg", "does not end in .svg or .png: give a file that does"),
         ("--timeline", "t.txt", "ends in none of .svg, .png and .json"),
         ("--timeline", "missing/t.json", "make it first"),
+        ("--picture", "l.svg", 'pip install "matplotlib>=3.8"'),
     ],
 )
 def test_a_file_that_cannot_be_drawn_is_refused_before_anything_is_planned(
-    tmp_path: Path, option: str, file: str, message: str
+    tmp_path: Path, option: str, file: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "pip" in message:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("--model", tmp_path / "none", "--gpus", 8, option, tmp_path / file)
     assert result.exit_code == 2 and message in result.stderr
-
-
-def test_a_picture_without_matplotlib_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = run("--model", tmp_path, "--gpus", 8, "--picture", tmp_path / "l.svg")
-    assert result.exit_code == 2
-    assert 'pip install "matplotlib>=3.8"' in result.stderr

@@ -33,11 +33,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def can_exchange(folder: Path) -> bool:
-    for name in ("a", "b"):
-        (folder / name).mkdir()
-    done = renaming.exchanged(folder / "a", folder / "b")
-    for name in ("a", "b"):
-        (folder / name).rmdir()
+    places = folder / "a", folder / "b"
+    for place in places:
+        place.mkdir()
+    done = renaming.exchanged(*places)
+    for place in places:
+        place.rmdir()
     return done
 
 
@@ -47,10 +48,8 @@ def write(place: Path, text: str) -> None:
 
 
 def held(*places: Path) -> list[str | None]:
-    return [
-        (place / ".metadata").read_text() if (place / ".metadata").exists() else None
-        for place in places
-    ]
+    files = [place / ".metadata" for place in places]
+    return [file.read_text() if file.exists() else None for file in files]
 
 
 def test_a_directory_that_is_replaced_is_never_missed(
@@ -99,7 +98,7 @@ def test_a_directory_that_is_replaced_is_never_missed(
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_several_directories_come_together_and_replace_what_was_there(
+def test_several_directories_come_together_and_replace_what_was_there_on_request(
     tmp_path: Path, way: str
 ) -> None:
     places = tmp_path / "a" / "one", tmp_path / "b" / "c" / "two"
@@ -109,6 +108,14 @@ def test_several_directories_come_together_and_replace_what_was_there(
                 write(partial, text)
             assert held(*places) == [None if text == "old" else "old"] * 2
         assert held(*places) == [text] * 2
+    assert [os.listdir(place.parent) for place in places] == [["one"], ["two"]]
+    with pytest.raises(ConfigError, match="overwrite=True"):
+        Staged(places)
+    (places[1] / "metadata.json").rename(places[1] / "thesis.tex")
+    (places[1] / ".metadata").unlink()
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match="is not a checkpoint"):
+            Staged(places[1:], overwrite)
     assert [os.listdir(place.parent) for place in places] == [["one"], ["two"]]
 
 
@@ -148,7 +155,7 @@ def test_a_failure_leaves_neither_directories_nor_the_parents_they_were_given(
     assert os.listdir(tmp_path) == []
 
 
-def test_leftovers_of_any_step_go_and_those_in_use_or_of_others_stay(tmp_path: Path) -> None:
+def test_leftovers_go_and_those_in_use_of_others_or_whole_on_request_stay(tmp_path: Path) -> None:
     for name in (".iter_0000001.partial-ab", ".iter_0000007.replaced", ".iter_0000008.replaced"):
         (tmp_path / name / "hf").mkdir(parents=True)
     for name in ("iter_0000008", ".other.partial-ab", "iter_0000003", ".iter_notes"):
@@ -161,19 +168,25 @@ def test_leftovers_of_any_step_go_and_those_in_use_or_of_others_stay(tmp_path: P
     assert set(os.listdir(tmp_path)) == kept | {".other.partial-ab", ".iter_notes"}
     assert (tmp_path / "iter_0000007" / "hf").is_dir()
     assert not (tmp_path / "iter_0000008" / "hf").exists()
+    whole = tmp_path / "on request" / ".iter_0000001.partial-1"
+    for place, file in ((whole, "checkpoint.json"), (whole.with_name(f"{whole.name}2"), "half")):
+        place.mkdir(parents=True)
+        (place / file).write_text("{}")
+    clean_leftovers(whole.parent, unless="checkpoint.json")
+    assert list(whole.parent.iterdir()) == [whole]
+    clean_leftovers(whole.parent)
+    assert not list(whole.parent.iterdir())
 
 
-@pytest.mark.parametrize("names", [["checkpoint.json"], ["__0_0.distcp", "hf"]])
-def test_a_training_checkpoint_that_was_damaged_may_be_replaced(
-    tmp_path: Path, names: list[str]
-) -> None:
-    place = tmp_path / "iter_0000002"
-    place.mkdir()
-    for name in names:
-        (place / name).touch()
-    with new_directory(place, overwrite=True) as partial:
-        write(partial, "new")
-    assert held(place) == ["new"] and len(os.listdir(place)) == 2
+def test_a_training_checkpoint_that_was_damaged_may_be_replaced(tmp_path: Path) -> None:
+    for number, names in enumerate((["checkpoint.json"], ["__0_0.distcp", "hf"])):
+        place = tmp_path / f"iter_000000{number}"
+        place.mkdir()
+        for name in names:
+            (place / name).touch()
+        with new_directory(place, overwrite=True) as partial:
+            write(partial, "new")
+        assert held(place) == ["new"] and len(os.listdir(place)) == 2
 
 
 def test_what_the_system_refuses_is_an_error_and_what_it_cannot_do_is_not(
@@ -185,17 +198,6 @@ def test_what_the_system_refuses_is_an_error_and_what_it_cannot_do_is_not(
     for number in (errno.EINVAL, errno.ENOSYS):
         monkeypatch.setattr(renaming.ctypes, "get_errno", lambda number=number: number)
         assert not renaming.exchanged(tmp_path / "a", tmp_path / "b")
-
-
-def test_leftovers_that_are_whole_are_spared_on_request(tmp_path: Path) -> None:
-    for name, file in (("1", "checkpoint.json"), ("2", "half")):
-        folder = tmp_path / f".iter_0000001.partial-{name}"
-        folder.mkdir()
-        (folder / file).write_text("{}")
-    clean_leftovers(tmp_path, unless="checkpoint.json")
-    assert [path.name for path in tmp_path.iterdir()] == [".iter_0000001.partial-1"]
-    clean_leftovers(tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("first_to_end", [0, 1])
@@ -248,11 +250,14 @@ def age(place: Path) -> None:
         os.utime(path, (0, 0))
 
 
-def test_what_another_machine_wrote_stays_and_is_named_until_it_is_old(
+def test_what_a_dead_process_wrote_goes_and_another_machines_stays_until_it_is_old(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Machines that share a file system need not see each other's locks."""
     out = tmp_path / "out"
+    left_behind(out)
+    publish_once(out, "of this machine")
+    assert os.listdir(tmp_path) == ["out"] and not caplog.text
     other = left_behind(out)
     other = other.rename(other.with_name(f".out.partial-00000000-{other.name[-12:]}"))
     for text in ("first", "second"):

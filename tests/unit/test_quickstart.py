@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase, Qwen2Config
 
 from examples.quickstart.checkpoint import train_tokenizer
-from examples.quickstart.codec import Codec, with_masks
+from examples.quickstart.codec import Codec
 from examples.quickstart.demo import tokenizer_of
 from examples.quickstart.display import Display, sparkline
 from examples.quickstart.grpo import group_advantages
@@ -28,9 +27,6 @@ from megatron_policy.config.layout import topology_of
 from megatron_policy.errors import ConfigError
 
 PROBLEM = Problem(("d", "b", "e", "a", "c"))
-
-
-# -- task ----------------------------------------------------------------------------------------
 
 
 def test_only_the_letters_in_order_and_nothing_else_are_rewarded() -> None:
@@ -73,9 +69,6 @@ def test_a_seed_decides_the_problems_and_their_demonstrations() -> None:
     assert shown(3) == shown(3) != shown(4)
 
 
-# -- tokens --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     return train_tokenizer(p.prompt + p.answer for p in Problems(seed=0).held_out)
@@ -98,7 +91,7 @@ def test_the_tokenizer_has_one_token_for_each_letter(tokenizer: PreTrainedTokeni
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
-def test_demonstrations_are_learnt_from_the_answers_first_token_to_their_end(
+def test_answers_are_learnt_from_their_first_token_and_read_back_without_the_prompt(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     batch = Codec(tokenizer).demonstrations([PROBLEM, PROBLEM], [PROBLEM.answer, " a b"])
@@ -111,35 +104,14 @@ def test_demonstrations_are_learnt_from_the_answers_first_token_to_their_end(
     learnt = batch["input_ids"][1][batch["token_mask"][1] > 0]
     assert tokenizer.decode(learnt) == f" a b{tokenizer.eos_token}"
     assert set(batch["input_ids"][1, 10:].tolist()) == {tokenizer.pad_token_id}
-
-
-def test_generated_tokens_come_back_as_the_text_after_the_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    codec = Codec(tokenizer)
-    problems = [PROBLEM, Problem(("b", "a", "a", "a", "a"))]
+    codec, problems = Codec(tokenizer), [PROBLEM, Problem(("b", "a", "a", "a", "a"))]
     texts = [PROBLEM.answer, " b"]
     whole = codec.demonstrations(problems, texts)
     generated = BatchedDataDict(
-        {
-            "output_ids": whole["input_ids"],
-            "unpadded_sequence_lengths": whole["input_lengths"],
-        }
+        {"output_ids": whole["input_ids"], "unpadded_sequence_lengths": whole["input_lengths"]}
     )
     assert codec.answers(generated, codec.prompts(problems)["input_lengths"]) == texts
     assert codec.lengths(problems) == Lengths(prompt=7, answer=6)
-
-
-def test_masks_begin_where_each_prompt_ends() -> None:
-    batch = BatchedDataDict(
-        {"input_ids": torch.zeros(2, 4).long(), "input_lengths": torch.tensor([4, 3])}
-    )
-    masked = with_masks(batch, torch.tensor([1, 2]))
-    assert masked["token_mask"].tolist() == [[0, 1, 1, 1], [0, 0, 1, 0]]
-    assert "token_mask" not in batch
-
-
-# -- advantages ----------------------------------------------------------------------------------
 
 
 def test_advantages_have_mean_zero_and_deviation_one_in_every_group_that_differs() -> None:
@@ -149,34 +121,24 @@ def test_advantages_have_mean_zero_and_deviation_one_in_every_group_that_differs
     for group in groups[:2]:
         assert group.mean().item() == pytest.approx(0.0, abs=1e-6)
         assert group.pow(2).mean().sqrt().item() == pytest.approx(1.0, abs=1e-5)
+    assert not groups[2:].any()
 
 
-def test_a_group_of_equal_rewards_has_no_advantages() -> None:
-    assert not group_advantages(torch.tensor([1.0, 1, 1, 0, 0, 0]), 3).any()
+LAYOUTS = ((Layout(2, 2), 1), (Layout(2, 1), 2), (Layout(4, 2), 2))
+"""Workers and tensor-parallel ranks of each, and how many replicas that makes."""
 
 
-# -- settings, comparison, pictures --------------------------------------------------------------
-
-
-def layouts() -> Iterator[tuple[Layout, int]]:
-    yield Layout(workers=2, tensor_parallel=2), 1
-    yield Layout(workers=2, tensor_parallel=1), 2
-    yield Layout(workers=4, tensor_parallel=2), 2
-
-
-@pytest.mark.parametrize(("layout", "replicas"), layouts())
 @pytest.mark.parametrize("phase", [Imitation(), GRPO()], ids=["sft", "grpo"])
-def test_the_policy_section_is_a_valid_one_whose_batches_divide(
-    layout: Layout, replicas: int, phase: Imitation | GRPO
-) -> None:
-    section = policy_section("m", phase, 60, layout, Lengths(7, 6), width=128, seed=3)
-    config = PolicyConfig.parse(section)
-    assert topology_of(config, layout.workers).dp == replicas
-    share = config.train_global_batch_size // replicas
-    assert share % config.train_micro_batch_size == 0
+def test_the_policy_section_is_a_valid_one_whose_batches_divide(phase: Imitation | GRPO) -> None:
+    for layout, replicas in LAYOUTS:
+        section = policy_section("m", phase, 60, layout, Lengths(7, 6), width=128, seed=3)
+        config = PolicyConfig.parse(section)
+        assert topology_of(config, layout.workers).dp == replicas
+        share = config.train_global_batch_size // replicas
+        assert share % config.train_micro_batch_size == 0
+        assert config.max_total_sequence_length >= 7 + 6
+        assert config.megatron_cfg.optimizer.lr == phase.learning_rate
     assert (GRPO().problems * GRPO().group_size) % GRPO().batch_size == 0
-    assert config.max_total_sequence_length >= 7 + 6
-    assert config.megatron_cfg.optimizer.lr == phase.learning_rate
 
 
 def test_wider_models_take_smaller_steps_and_narrower_ones_no_larger_steps() -> None:
@@ -188,19 +150,16 @@ def test_wider_models_take_smaller_steps_and_narrower_ones_no_larger_steps() -> 
     assert rate(256) == pytest.approx(rate(128) / 4)
 
 
-@pytest.mark.parametrize(("difference", "passed"), [(1e-5, True), (1e-3, False), (math.nan, False)])
-def test_an_export_passes_when_it_is_within_the_tolerance(difference: float, passed: bool) -> None:
-    assert Comparison(difference, tolerance=1e-4).passed is passed
+def test_an_export_passes_when_it_is_within_the_tolerance() -> None:
+    for difference, passed in ((1e-5, True), (1e-3, False), (math.nan, False)):
+        assert Comparison(difference, tolerance=1e-4).passed is passed
 
 
-def test_a_sparkline_rises_with_its_values_and_keeps_its_width() -> None:
+def test_a_sparkline_rises_with_its_values_and_smoothing_lags_behind_a_step() -> None:
     assert sparkline([]) == ""
     assert sparkline([0.5]) == "▁"
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert sparkline([float(x // 50) for x in range(100)], width=4) == "▁▁██"
-
-
-def test_smoothing_keeps_a_constant_and_lags_behind_a_step() -> None:
     assert smoothed([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
     assert 0.0 < smoothed([0.0, 1.0])[1] < 1.0
 

@@ -47,8 +47,7 @@ def _hang_in_a_collective() -> None:
     dist.init_process_group("gloo")
     if _rank() == 0:
         dist.barrier()
-    else:
-        _a_wait_that_never_ends()
+    _a_wait_that_never_ends()
 
 
 def _die_on_rank_1(how: str) -> None:
@@ -78,11 +77,6 @@ def _what_is_left() -> tuple[bool, bool, bool, float]:
     )
 
 
-def _many_small_views() -> list[torch.Tensor]:
-    whole = torch.arange(4096, dtype=torch.bfloat16, requires_grad=True)
-    return [whole[i : i + 2] for i in range(0, 4096, 2)]
-
-
 def _threads_of_the_fork_server() -> int:
     status = Path(f"/proc/{os.getppid()}/status").read_text()
     return int(status.split("Threads:")[1].split()[0])
@@ -97,9 +91,24 @@ def _assert_works(ranks: RankPool) -> None:
     assert ranks.run(2, _sum_of_ranks, 10) == [(0, 2, 10.0), (1, 2, 10.0)]
 
 
-def test_every_rank_runs_in_one_group_and_results_come_in_rank_order(ranks: RankPool) -> None:
+def _many_small_views() -> list[torch.Tensor]:
+    whole = torch.arange(4096, dtype=torch.bfloat16, requires_grad=True)
+    return [whole[i : i + 2] for i in range(0, 4096, 2)]
+
+
+def test_ranks_are_one_group_and_results_come_in_rank_order_and_by_value(ranks: RankPool) -> None:
     assert ranks.run(3, _sum_of_ranks, 1) == [(0, 3, 3.0), (1, 3, 3.0), (2, 3, 3.0)]
     _assert_works(ranks)
+    (views,) = ranks.run(1, _many_small_views)
+    assert len(views) == 2048
+    assert torch.equal(torch.cat(views), torch.arange(4096, dtype=torch.bfloat16))
+    assert max(view.untyped_storage().nbytes() for view in views) == 4
+
+
+def test_ranks_fork_from_a_process_of_one_thread_and_run_what_can_be_sent(ranks: RankPool) -> None:
+    assert ranks.run(1, _threads_of_the_fork_server) == [1]
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        ranks.run(1, lambda: None)
 
 
 def test_a_raising_ranks_traceback_and_output_reach_the_test(ranks: RankPool) -> None:
@@ -141,19 +150,3 @@ def test_the_same_processes_start_every_run_clean(ranks: RankPool) -> None:
     assert ranks.run(2, _what_is_left) == first
     assert first[0][:3] == (False, False, False)
     assert ranks.pids == pids
-
-
-def test_many_views_of_one_tensor_come_back_by_value(ranks: RankPool) -> None:
-    (views,) = ranks.run(1, _many_small_views)
-    assert len(views) == 2048
-    assert torch.equal(torch.cat(views), torch.arange(4096, dtype=torch.bfloat16))
-    assert max(view.untyped_storage().nbytes() for view in views) == 4
-
-
-def test_the_process_that_ranks_fork_from_has_one_thread(ranks: RankPool) -> None:
-    assert ranks.run(1, _threads_of_the_fork_server) == [1]
-
-
-def test_a_function_that_cannot_be_sent_is_refused_before_any_rank_runs(ranks: RankPool) -> None:
-    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-        ranks.run(1, lambda: None)

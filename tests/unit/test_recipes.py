@@ -15,7 +15,6 @@ from tests.unit.test_estimate_plan import MODELS, model, run
 
 ROOT = Path(__file__).parents[2]
 INDEX = ROOT / "docs" / "recipes.md"
-PAGES = [INDEX, *(file.with_name("README.md") for file in RECIPES)]
 PUBLISHED_AS = {"Qwen2.5": "Qwen2.5-7B", "Qwen3": "Qwen3-30B-A3B", "DeepSeek": "DeepSeek-V3"}
 
 
@@ -87,9 +86,3 @@ def test_the_page_of_a_recipe_says_first_that_it_has_not_run_then_its_plan_and_c
     (row,) = (line for line in INDEX.read_text().splitlines() if f"/{folder}/README.md" in line)
     peak = next(line for line in plan if line.startswith("fits:")).split()[1]
     assert row.endswith(f"| {float(peak):.1f} |")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_the_pages_of_recipes_lead_to_exists(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / target).exists(), target

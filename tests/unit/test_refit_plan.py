@@ -4,6 +4,7 @@ cut; counted before anything moves.
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 
 from megatron_policy.converters.formats.hf_files import read_config
 from megatron_policy.converters.rows import fill_shard
-from megatron_policy.converters.table import Table, bind
+from megatron_policy.converters.table import bind
 from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.parallel.topology import LayerSplit, Placement, Topology
@@ -27,7 +28,6 @@ from megatron_policy.refit.export import Sources, stream_alone
 from megatron_policy.refit.plan import RefitPlan, RefitTensor, packed
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.rounds import rounds_of, stream_together
-from tests.families import SAMPLES
 
 # What a stream has beside tensors: alignment. (Vocabularies and groups that ranks share unevenly,
 # as others here do, take more: the streams are as long as the longest.)
@@ -66,27 +66,26 @@ def sources_of(model: RefitModel, tensors: dict[str, torch.Tensor], rank: int) -
     return Sources(held, architecture)
 
 
-class Meeting:
-    """Where the threads of a group exchange memory; an exchange that not all join fails."""
+class Channel:
+    """One rank's end of a group, in place of `BoundedProcessGroup`: threads exchange memory, and an
+    exchange that not all join fails.
+    """
 
     def __init__(self, size: int) -> None:
         self.barrier, self.memory = threading.Barrier(size, timeout=600), [torch.empty(0)] * size
+        self.rank, self.size, self.calls = 0, size, 0
 
-
-class Channel:
-    """One rank's end of a group, in place of `BoundedProcessGroup`."""
-
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank, self.size = meeting, rank, len(meeting.memory)
-        self.calls = 0
+    def of_rank(self, rank: int) -> Channel:
+        end = copy.copy(self)
+        end.rank = rank
+        return end
 
     def broadcast(self, memory: torch.Tensor, source: int) -> PendingCollective:
         return self._exchanged(memory, lambda all_: all_[source])
 
     def all_gather(self, memory: torch.Tensor) -> PendingCollective:
         def own_parts(all_: list[torch.Tensor]) -> torch.Tensor:
-            parts = [one.view(self.size, -1)[rank] for rank, one in enumerate(all_)]
-            return torch.cat(parts)
+            return torch.cat([one.view(self.size, -1)[rank] for rank, one in enumerate(all_)])
 
         return self._exchanged(memory, own_parts)
 
@@ -96,10 +95,10 @@ class Channel:
     def _exchanged(self, memory: torch.Tensor, result: Any) -> PendingCollective:
         if self.size > 1:
             self.calls += 1
-            self.meeting.memory[self.rank] = memory.clone()
-            self.meeting.barrier.wait()
-            memory.copy_(result(self.meeting.memory))
-            self.meeting.barrier.wait()
+            self.memory[self.rank] = memory.clone()
+            self.barrier.wait()
+            memory.copy_(result(self.memory))
+            self.barrier.wait()
         return PendingCollective(self, None)  # type: ignore[arg-type]
 
 
@@ -108,19 +107,16 @@ def together(
 ) -> list[dict[str, torch.Tensor]]:
     """What every rank of the topology receives; each runs in a thread of its own."""
     grid = model.topology
-    meetings: dict[object, Meeting] = {}
+    channels: dict[object, Channel] = {}
     lock = threading.Lock()
 
     def channel(name: object, rank: int, size: int) -> Any:
         with lock:
-            return Channel(meetings.setdefault(name, Meeting(size)), rank)
+            return channels.setdefault(name, Channel(size)).of_rank(rank)
 
     def received(rank: int) -> dict[str, torch.Tensor]:
-        at, experts, sources = (
-            grid.coords(rank),
-            grid.expert_coords(rank),
-            sources_of(model, tensors, rank),
-        )
+        at, experts = grid.coords(rank), grid.expert_coords(rank)
+        sources = sources_of(model, tensors, rank)
         tp = channel(("tp", at.pp, at.dp, at.cp), at.tp, grid.tp)
         pp = channel(("pp", at.dp, at.cp, at.tp), at.pp, grid.pp)
         held = grid.ep * grid.expert_tp
@@ -150,10 +146,6 @@ def together(
         return list(pool.map(received, range(grid.world_size)))
 
 
-def sizes_of(table: Table) -> list[int]:
-    return [n for n in (1, 2, 4) if table.architecture.num_attention_heads % n == 0]
-
-
 @pytest.mark.dear
 @pytest.mark.parametrize("family", SAMPLES)
 def test_shards_become_the_tensors_again_however_their_streams_are_cut(
@@ -161,17 +153,16 @@ def test_shards_become_the_tensors_again_however_their_streams_are_cut(
 ) -> None:
     path = checkpoint(family)
     expected = files(path)
-    for size in sizes_of(bind(read_config(path)))[1:]:
+    for size in (2, 4):
         model = model_of(path, size)
+        if model.table.architecture.num_attention_heads % size:
+            continue
         for bucket in (size * 4096, size * 5008, 10**9):
-            plan = plan_refit(model, bucket_bytes=bucket)
-            assert_received(together(plan, model, expected), model, expected)
+            assert_received(plan_refit(model, bucket_bytes=bucket), model, expected)
 
 
-def assert_received(
-    received: list[dict[str, torch.Tensor]], model: RefitModel, expected: dict[str, torch.Tensor]
-) -> None:
-    for found in received:
+def assert_received(plan: RefitPlan, model: RefitModel, expected: dict[str, torch.Tensor]) -> None:
+    for found in together(plan, model, expected):
         assert set(found) == set(expected) - set(model.table.ignored)
         for name, tensor in found.items():
             assert torch.equal(tensor, expected[name]), name
@@ -191,6 +182,7 @@ EXPERT_GRIDS = (
     ("qwen3_moe", {"tp": 2, "cp": 2, "dp": 2, "ep": 4, "etp": 2}),
     ("gpt_oss", {"tp": 3, "dp": 2, "ep": 2, "etp": 1}),
 )
+from tests.families import SAMPLES
 
 
 @pytest.mark.dear
@@ -203,7 +195,7 @@ def test_experts_of_other_ranks_arrive_whole_on_every_rank(
     for bucket in (32768, 10**9):
         plan = plan_refit(model, bucket_bytes=bucket)
         assert plan.round_bytes <= 1.03 * bucket
-        assert_received(together(plan, model, expected), model, expected)
+        assert_received(plan, model, expected)
 
 
 def test_an_exchange_of_experts_goes_by_bytes_and_not_by_experts(checkpoint: Any) -> None:
@@ -217,6 +209,7 @@ def test_an_exchange_of_experts_goes_by_bytes_and_not_by_experts(checkpoint: Any
     assert [(each.rounds, each.collectives) for each in stacked.exchanges[1:]] == [(1, 1)]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("family", SAMPLES)
 def test_one_rank_alone_streams_every_tensor_bit_equal(checkpoint: Any, family: str) -> None:
     path = checkpoint(family)
@@ -231,30 +224,19 @@ def test_one_rank_alone_streams_every_tensor_bit_equal(checkpoint: Any, family: 
         assert target is not None
         assert torch.equal(target.tensor(tensor.shape, tensor.dtype), expected[tensor.name])
         seen.append(tensor.name)
-    assert len(set(seen)) == len(seen)
     assert seen == [t.name for t in plan.tensors]
-    assert set(seen) == set(expected) - set(model.table.ignored)
+    assert sorted(seen) == sorted(set(expected) - set(model.table.ignored))
 
 
 @pytest.mark.parametrize(("size", "stages"), [(1, 2), (2, 1), (2, 2), (4, 4), (1, 4)])
-@pytest.mark.parametrize("bucket", [4096 * 4, 30_000, 100_000, 10**9])
-def test_the_rounds_are_as_few_as_the_bytes_need(
-    checkpoint: Any, size: int, stages: int, bucket: int
-) -> None:
-    path = checkpoint("llama", tied=True, groups=4, vocab=512)
-    plan = plan_refit(model_of(path, size, stages), bucket_bytes=bucket)
-    assert plan.round_bytes <= 1.03 * bucket, "2 %, and as much for the alignment of small ones"
-    assert plan.rounds <= math.ceil(plan.total_bytes * SLACK / bucket)
-    assert plan.rounds >= plan.total_bytes // bucket
-    assert plan.collectives == plan.rounds * ((size > 1) + (stages > 1))
-
-
-def test_layers_do_not_make_rounds_at_equal_bytes(checkpoint: Any) -> None:
-    few = plan_refit(model_of(checkpoint("qwen3", layers=2, ffn=256), 2), bucket_bytes=65536)
-    many = plan_refit(model_of(checkpoint("qwen3", layers=4, ffn=64), 2), bucket_bytes=65536)
-    assert len(many.tensors) > len(few.tensors) * 1.5
-    per_byte = few.rounds / few.total_bytes, many.rounds / many.total_bytes
-    assert math.isclose(*per_byte, rel_tol=0.15), "rounds follow the bytes"
+def test_the_rounds_are_as_few_as_the_bytes_need(checkpoint: Any, size: int, stages: int) -> None:
+    model = model_of(checkpoint("llama", tied=True, groups=4, vocab=512), size, stages)
+    for bucket in (4096 * 4, 30_000, 100_000, 10**9):
+        plan = plan_refit(model, bucket_bytes=bucket)
+        assert plan.round_bytes <= 1.03 * bucket, "2 %, and as much for the alignment of small ones"
+        assert plan.total_bytes // bucket <= plan.rounds
+        assert plan.rounds <= math.ceil(plan.total_bytes * SLACK / bucket)
+        assert plan.collectives == plan.rounds * ((size > 1) + (stages > 1))
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"dp": 2, "ep": 2, "pp": 2}])
@@ -268,10 +250,8 @@ def test_each_item_is_in_the_rounds_once_and_whole(checkpoint: Any, sizes: dict[
             assert 0 <= begin < end <= item.elements
             seen.setdefault(item.start, []).append((begin, end))
         parts = exchange.parts(number)
-        assert [0, *[part.end for part in parts]] == [
-            *[part.begin for part in parts],
-            exchange.chunk,
-        ]
+        ends, begins = ([getattr(part, side) for part in parts] for side in ("end", "begin"))
+        assert [0, *ends] == [*begins, exchange.chunk]
     assert len(seen) == len(exchange.items)
     for item in exchange.items:
         runs = seen[item.start]

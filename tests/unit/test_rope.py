@@ -34,36 +34,27 @@ FACTORS = {
     "short_factor": [1.0 + 0.1 * pair for pair in range(HEAD // 2)],
     "long_factor": [1.0 + 0.7 * pair for pair in range(HEAD // 2)],
 }
+YARN = {"rope_type": "yarn", "factor": 8.0}
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, **FACTORS}
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 3.0},
     "llama3": LLAMA3 | {"original_max_position_embeddings": 32},
-    "yarn": {"rope_type": "yarn", "factor": 4.0},
-    "yarn of a longer text": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 2048,
-        "beta_fast": 20.0,
-        "beta_slow": 2.0,
-    },
-    "yarn untruncated": {"rope_type": "yarn", "factor": 4.0, "truncate": False, "beta_fast": 9.0},
-    "yarn with mscales": {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.3},
-    "yarn with one mscale": {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7},
-    "yarn with a factor": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.25},
-    "longrope": {"rope_type": "longrope", "factor": 4.0, **FACTORS},
-    "longrope with a factor": {
-        "rope_type": "longrope",
-        "factor": 4.0,
-        "attention_factor": 1.5,
-        **FACTORS,
-    },
-    "longrope within its length": {"rope_type": "longrope", "factor": 1.0, **FACTORS},
+    "yarn": YARN | {"factor": 4.0},
+    "yarn of a longer text": YARN
+    | {"original_max_position_embeddings": 2048, "beta_fast": 20.0, "beta_slow": 2.0},
+    "yarn untruncated": YARN | {"factor": 4.0, "truncate": False, "beta_fast": 9.0},
+    "yarn with mscales": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn with one mscale": YARN | {"mscale": 0.7},
+    "yarn with a factor": YARN | {"attention_factor": 1.25},
+    "longrope": LONGROPE,
+    "longrope with a factor": LONGROPE | {"attention_factor": 1.5},
+    "longrope within its length": LONGROPE | {"factor": 1.0},
 }
 
 
-def rope_and_config(path: Path, scaling: dict[str, Any], **fields: Any) -> tuple[Rope, Any]:
-    """What a llama config comes to, and the config as transformers reads it."""
-    config = AutoConfig.for_model(
+def config_of(scaling: dict[str, Any], **fields: Any) -> Any:
+    return AutoConfig.for_model(
         "llama",
         hidden_size=4 * HEAD,
         num_attention_heads=4,
@@ -73,50 +64,38 @@ def rope_and_config(path: Path, scaling: dict[str, Any], **fields: Any) -> tuple
         rope_scaling=dict(scaling),
         **fields,
     )
-    config.save_pretrained(path)
+
+
+def rope_and_config(path: Path, scaling: dict[str, Any]) -> tuple[Rope, Any]:
+    """What a llama config comes to, and the config as transformers reads it."""
+    config_of(scaling).save_pretrained(path)
     return bind(read_config(path)).architecture.rope, AutoConfig.from_pretrained(path)
 
 
-@pytest.mark.parametrize("length", [10, LONGEST, LONGEST + 1, 3 * LONGEST])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_frequencies_and_factor_are_those_of_transformers(
-    tmp_path: Path, name: str, length: int
+def test_frequencies_and_factor_are_those_of_transformers_and_no_others(
+    tmp_path: Path, name: str
 ) -> None:
     rope, config = rope_and_config(tmp_path, SCALINGS[name])
-    kind = SCALINGS[name]["rope_type"]
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
-    torch.testing.assert_close(
-        inverse_frequencies(rope, HEAD, length), frequencies, rtol=1e-6, atol=0
-    )
-    assert attention_factor(rope) == pytest.approx(factor, rel=1e-12)
+    kind, found = SCALINGS[name]["rope_type"], {}
+    for length in (10, LONGEST, LONGEST + 1, 3 * LONGEST):
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+        found[length] = inverse_frequencies(rope, HEAD, length)
+        torch.testing.assert_close(found[length], frequencies, rtol=1e-6, atol=0)
+        assert attention_factor(rope) == pytest.approx(factor, rel=1e-12)
+    changes = not torch.equal(found[LONGEST], found[LONGEST + 1])
+    assert changes == (kind in ("dynamic", "longrope"))
+    assert not torch.equal(found[LONGEST + 1], inverse_frequencies(Rope(5e4), HEAD))
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
 def test_a_part_of_a_head_is_rotated_as_transformers_does(tmp_path: Path, kind: str) -> None:
-    rope, _ = rope_and_config(tmp_path / "whole", SCALINGS[kind])
-    half = AutoConfig.for_model(
-        "llama",
-        head_dim=HEAD,
-        max_position_embeddings=LONGEST,
-        rope_theta=5e4,
-        rope_scaling=dict(SCALINGS[kind]),
-        partial_rotary_factor=0.5,
-    )
+    rope, _ = rope_and_config(tmp_path, SCALINGS[kind])
+    half = config_of(SCALINGS[kind], partial_rotary_factor=0.5)
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](half, torch.device("cpu"), seq_len=100)
     ours = inverse_frequencies(dataclasses.replace(rope, fraction=0.5), HEAD, 100)
     torch.testing.assert_close(ours, frequencies, rtol=1e-6, atol=0)
     assert len(ours) == HEAD // 4
-
-
-def test_scalings_turn_pairs_differently_and_long_texts_differently_where_they_should(
-    tmp_path: Path,
-) -> None:
-    plain = inverse_frequencies(Rope(5e4), HEAD)
-    for name, scaling in SCALINGS.items():
-        rope, _ = rope_and_config(tmp_path / name, scaling)
-        short, long = (inverse_frequencies(rope, HEAD, n) for n in (LONGEST, LONGEST + 1))
-        assert torch.equal(short, long) != (scaling["rope_type"] in ("dynamic", "longrope")), name
-        assert not torch.equal(long, plain), name
 
 
 def test_each_layer_cuts_out_the_angles_of_its_own_rope() -> None:
@@ -151,16 +130,6 @@ def test_padding_does_not_make_a_text_longer(tmp_path: Path) -> None:
     assert not torch.equal(rotary(padded), long)
 
 
-class FirstOfTwo:
-    """A rank of a context-parallel group of two."""
-
-    def size(self) -> int:
-        return 2
-
-    def rank(self) -> int:
-        return 0
-
-
 @pytest.mark.parametrize("name", ["llama3", "dynamic"])
 def test_tokens_of_packed_sequences_are_turned_by_their_places_in_them(
     tmp_path: Path, name: str
@@ -168,7 +137,7 @@ def test_tokens_of_packed_sequences_are_turned_by_their_places_in_them(
     rope, _ = rope_and_config(tmp_path, SCALINGS[name])
     rotary = Rotary((rope, dataclasses.replace(rope, interleaved=True)), HEAD)
     layout = packed_layout([5, LONGEST + 9, 1], LONGEST + 9, 4, 4, 2)
-    params = sequence_params(layout, FirstOfTwo())
+    params = sequence_params(layout, SimpleNamespace(size=lambda: 2, rank=lambda: 0))
     wanted = rotary.get_rotary_seq_len(None, None, None, None, packed_seq_params=params)
     # Unless told otherwise, a text is as long as the longest of them with its filler.
     table = rotary(LONGEST + 12)
@@ -189,37 +158,19 @@ def test_positions_are_never_counted_by_a_rank_that_holds_part_of_them(rotary: A
         rotary.get_rotary_seq_len(None, SimpleNamespace(input_tensor=None), torch.zeros(4), split)
 
 
-@pytest.mark.parametrize(
-    ("scaling", "said"),
-    [
+def test_a_scaling_that_cannot_be_honoured_is_refused_by_name() -> None:
+    short = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]}
+    for scaling, said in (
         ({"rope_type": "linear", "factor": "2"}, "factor = '2': must be a positive number"),
         ({"rope_type": "yarn", "factor": 0.0}, "factor = 0.0: must be a positive number"),
         ({"rope_type": "dynamic"}, "factor, which this model family needs"),
         ({"rope_type": "proportional", "factor": 2.0}, "rope_type = 'proportional'"),
         ({"rope_type": "yarn", "factor": 2.0, "beta_medium": 3}, "beta_medium = 3: unknown"),
-        (
-            {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]},
-            "short_factor has 1 numbers; heads of 16 have 8 rotated pairs",
-        ),
+        (short, "short_factor has 1 numbers; heads of 16 have 8 rotated pairs"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-    ],
-)
-def test_a_scaling_that_cannot_be_honoured_is_refused_by_name(
-    scaling: dict[str, Any], said: str
-) -> None:
-    raw = {
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "hidden_size": 4 * HEAD,
-        "num_attention_heads": 4,
-        "intermediate_size": 8,
-        "vocab_size": 9,
-        "max_position_embeddings": LONGEST,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "rope_parameters": {"rope_theta": 1e4} | scaling,
-    }
-    with pytest.raises(ConversionError) as caught:
-        bind(raw)
-    assert said in str(caught.value)
+    ):
+        raw = config_of(YARN).to_dict() | {"rope_parameters": {"rope_theta": 1e4} | scaling}
+        raw.pop("rope_scaling", None)
+        with pytest.raises(ConversionError) as caught:
+            bind(raw)
+        assert said in str(caught.value)

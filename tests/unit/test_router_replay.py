@@ -15,6 +15,8 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout
 from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.engines.megatron.layers.replay import RouterParams
+from megatron_policy.engines.megatron.layers.router import route
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import sequence_cost
@@ -101,7 +103,7 @@ def test_choices_of_all_layers_are_reduced_to_those_with_experts() -> None:
     assert kept[0, 1, 2].tolist() == [4, 1]
 
 
-def test_the_configuration_decides_whether_experts_are_replayed() -> None:
+def test_the_configuration_decides_whether_experts_are_replayed_and_plans_stay() -> None:
     data, bare = batch(), batch()
     del bare["routed_experts"]
     with pytest.raises(BatchError, match="enabled is true, but the data lack 'routed_experts'"):
@@ -114,24 +116,18 @@ def test_the_configuration_decides_whether_experts_are_replayed() -> None:
     for replay in (REPLAY, OFF):
         assert "routed_experts" not in replay.prepared(data, Replay.NEVER)
     assert "routed_experts" in data
+    data.micro_batch_indices, data.caller_rows = [[[0, 3]]], [7, 8, 9]
+    for given in (Replay.REQUIRED, Replay.NEVER):
+        prepared = REPLAY.prepared(data, given)
+        assert prepared.micro_batch_indices == [[[0, 3]]] and prepared.caller_rows == [7, 8, 9]
     with pytest.raises(BatchError, match="the model has none"):
         RouterReplay(False, 0, 0, (), 2).check_has_experts()
-
-
-def test_a_plan_and_the_callers_rows_stay_with_the_data() -> None:
-    data = batch()
-    data.micro_batch_indices, data.caller_rows = [[[0, 3]]], [7, 8, 9]
-    for replay in (Replay.REQUIRED, Replay.NEVER):
-        prepared = REPLAY.prepared(data, replay)
-        assert prepared.micro_batch_indices == [[[0, 3]]] and prepared.caller_rows == [7, 8, 9]
 
 
 def test_only_a_model_with_experts_can_replay_and_only_what_is_in_the_data() -> None:
     raw = minimal() | {"router_replay": {"enabled": True}}
     config = PolicyConfig.parse(raw)
-    with pytest.raises(
-        ConfigError, match=r"router_replay\.enabled=true needs a model with experts"
-    ):
+    with pytest.raises(ConfigError, match=r"router_replay\.enabled=true needs a model with expert"):
         check_layout(config, model(), Topology())
     raw["router_replay"] = {"enabled": True, "transport": "ray"}
     with pytest.raises(ConfigError, match=r"transport='ray' leaves .* use 'inline'"):
@@ -141,10 +137,8 @@ def test_only_a_model_with_experts_can_replay_and_only_what_is_in_the_data() -> 
 
 
 def test_the_driver_refuses_before_it_sends_and_deals_choices_with_their_rows() -> None:
-    dynamic = Batching("dynamic", 8, 1)
-    dealer = BatchDispatcher(
-        Topology(dp=2), 9, dynamic, dynamic, sequence_cost(8), Longest(8, 8), REPLAY
-    )
+    dynamic, longest = Batching("dynamic", 8, 1), Longest(8, 8)
+    dealer = BatchDispatcher(Topology(dp=2), 9, dynamic, dynamic, sequence_cost(8), longest, REPLAY)
     wrong = changed(2, 1, 1, [0, 5])
     for deal in (
         lambda: dealer.to_train(wrong, TokenNLL(), 3, 1),
@@ -166,19 +160,8 @@ def test_the_driver_refuses_before_it_sends_and_deals_choices_with_their_rows() 
 def test_experts_that_tokens_are_made_to_take_weigh_by_the_routers_scores(
     scoring: Scoring, renormalized: bool
 ) -> None:
-    from megatron_policy.engines.megatron.layers.replay import RouterParams
-    from megatron_policy.engines.megatron.layers.router import route
-
-    moe = Moe(
-        experts=6,
-        chosen=2,
-        ffn_hidden_size=8,
-        scoring=scoring,
-        renormalized=renormalized,
-        scale=1.5,
-        groups=3,
-        groups_chosen=1,
-    )
+    sizes = {"experts": 6, "chosen": 2, "ffn_hidden_size": 8, "groups": 3, "groups_chosen": 1}
+    moe = Moe(scoring=scoring, renormalized=renormalized, scale=1.5, **sizes)
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), requires_grad=True)
     own = route(logits, moe, torch.arange(6.0))[1]
     taken = torch.tensor([[5, 0], [1, 2], [-1, -1], [4, 3]])

@@ -40,10 +40,14 @@ def numbered(rows: int, length: int = 1) -> BatchedDataDict:
     return BatchedDataDict({"input_ids": ids, "names": [str(row) for row in range(rows)]})
 
 
+def dealer_of(training: Batching) -> BatchDispatcher:
+    limits, dense = Longest(64, 64), RouterReplay(False, 0, 0, (), 1)
+    return BatchDispatcher(Topology(dp=2), 99, training, training, COST, limits, dense)
+
+
 @pytest.mark.parametrize("training", [PADDED, PACKED, DYNAMIC])
 def test_the_driver_refuses_sizes_and_plans_that_cannot_be_dealt(training: Batching) -> None:
-    limits, dense = Longest(64, 64), RouterReplay(False, 0, 0, (), 1)
-    dealer = BatchDispatcher(Topology(dp=2), 99, training, training, COST, limits, dense)
+    dealer = dealer_of(training)
     data = numbered(4, 3) | {"input_lengths": torch.full((4,), 3), "sample_mask": torch.ones(4)}
     for sizes, message in (((-4, 1), "gbs is -4"), ((4, -1), "mbs is -1")):
         with pytest.raises(BatchError, match=message):
@@ -55,12 +59,16 @@ def test_the_driver_refuses_sizes_and_plans_that_cannot_be_dealt(training: Batch
             deal()
 
 
-def test_every_global_batch_is_dealt_evenly_and_in_order() -> None:
+def test_every_global_batch_is_dealt_evenly_in_order_and_without_the_rest_of_it() -> None:
     shards = training_shards(numbered(8), ranks=2, global_batch_size=4)
     assert [shard["input_ids"].flatten().tolist() for shard in shards] == [
         [0, 1, 4, 5],
         [2, 3, 6, 7],
     ]
+    data = numbered(64, length=1000)
+    whole = len(pickle.dumps(data))
+    for shards in (even_shards(data, 8), training_shards(data, 8, 64)):
+        assert all(len(pickle.dumps(shard)) < whole / 6 for shard in shards)
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5))
@@ -88,22 +96,10 @@ def test_joining_undoes_dealing_whatever_the_number_of_rows(rows: int) -> None:
     assert whole["names"] == data["names"]
 
 
-def test_a_shard_does_not_carry_the_rest_of_the_batch_along() -> None:
-    data = numbered(64, length=1000)
-    whole = len(pickle.dumps(data))
-    for shards in (even_shards(data, 8), training_shards(data, 8, 64)):
-        assert all(len(pickle.dumps(shard)) < whole / 6 for shard in shards)
-
-
 def test_answers_of_unequal_length_are_padded_as_their_key_asks() -> None:
     parts = [{"output_ids": torch.ones(1, 2)}, {"output_ids": torch.ones(2, 3)}]
     whole = joined(parts, 2, {"output_ids": 7})
     assert whole["output_ids"].tolist() == [[1, 1, 7], [1, 1, 1]]
-
-
-def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no rows"):
-        even_shards(BatchedDataDict(), 2)
 
 
 def test_metrics_of_all_ranks_follow_one_another_and_the_slowest_gives_the_speed() -> None:
@@ -157,25 +153,9 @@ def test_global_batches_are_planned_one_by_one_and_follow_one_another() -> None:
         assert all(Plan.of(part) is not None for part in parts)
 
 
-def test_a_rank_without_rows_still_gets_every_key_and_a_plan() -> None:
-    dealt = planned_shards(uneven([5]), [5], PACKED, Topology(dp=2), COST)
-    (empty,) = [shard for shard in dealt.shards if not shard.size]
-    assert empty.keys() == uneven([5]).keys()
-    assert (empty["input_ids"].shape, empty["names"]) == ((0, 16), [])
-    assert empty.micro_batch_indices == [[[0, 0]]]
-
-
-def test_the_row_that_is_too_long_is_the_callers() -> None:
-    small = Batching("packed", 8, key="sequence_packing.train_mb_tokens")
-    lengths = [1, 1, 1, 9]
-    with pytest.raises(BatchError, match=r"row 3 has 9 tokens, more than sequence_packing\.t"):
-        planned_shards(uneven(lengths), lengths, small, Topology(dp=2), COST, 2)
-
-
 @pytest.mark.parametrize("training", [PADDED, PACKED, DYNAMIC])
 def test_pairs_are_dealt_whole_and_what_would_cut_one_is_refused(training: Batching) -> None:
-    limits, dense = Longest(64, 64), RouterReplay(False, 0, 0, (), 1)
-    dealer = BatchDispatcher(Topology(dp=2), 99, training, training, COST, limits, dense)
+    dealer = dealer_of(training)
     lengths, loss = [2, 5, 7, 7, 7, 1, 3, 1], PairsOfLogprobs()
     data = uneven(lengths) | {"sample_mask": torch.ones(8)}
     deals = [dealer.to_train(data, loss, 8, 2), dealer.to_train_part(data, loss, 2)]
@@ -199,8 +179,17 @@ def test_pairs_are_dealt_whole_and_what_would_cut_one_is_refused(training: Batch
             deal(data, loss, 1)
 
 
-def test_planned_data_are_whole_global_batches() -> None:
+def test_planned_data_are_whole_global_batches_and_an_idle_rank_gets_every_key() -> None:
     with pytest.raises(ConfigError, match="3 samples, which is not a multiple of gbs=2"):
         planned_shards(uneven([1, 1, 1]), [1, 1, 1], PACKED, Topology(), COST, 2)
     with pytest.raises(ConfigError, match="no rows"):
         planned_shards(BatchedDataDict(), [], PACKED, Topology(), COST)
+    with pytest.raises(ConfigError, match="no rows"):
+        even_shards(BatchedDataDict(), 2)
+    with pytest.raises(BatchError, match=r"row 3 has 17 tokens, more than sequence_packing\.t"):
+        planned_shards(uneven([1, 1, 1, 17]), [1, 1, 1, 17], PACKED, Topology(dp=2), COST, 2)
+    dealt = planned_shards(uneven([5]), [5], PACKED, Topology(dp=2), COST)
+    (empty,) = [shard for shard in dealt.shards if not shard.size]
+    assert empty.keys() == uneven([5]).keys()
+    assert (empty["input_ids"].shape, empty["names"]) == ((0, 16), [])
+    assert empty.micro_batch_indices == [[[0, 0]]]

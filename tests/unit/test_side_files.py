@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import tracemalloc
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,25 +44,13 @@ COPIED = {
     "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "assets/more/picture.png": b"\x89PNG",
 }
+BESIDE = "checkpoint-5/global_step5/rank_0.pt", "original/x.pth", "onnx/model.onnx_data"
 LEFT = (
-    SINGLE,
-    INDEX,
-    "model.safetensors.index.fp16.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "adapter_config.json",
-    "hf_quant_config.json",
-    "quantize_config.json",
-    MANIFEST,
-    ".gitattributes",
-    ".cache/huggingface/config.json.metadata",
-    "assets/.hidden/x",
-    "original/params.json",
-    "original/consolidated.00.pth",
-    "checkpoint-5/trainer_state.json",
-    "checkpoint-5/global_step5/rank_0.pt",
-    "onnx/model.onnx_data",
-    "onnx/tokenizer.json",
+    *(SINGLE, INDEX, MANIFEST, *BESIDE),
+    *("model.safetensors.index.fp16.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+    *("adapter_config.json", "hf_quant_config.json", "quantize_config.json"),
+    *(".gitattributes", ".cache/huggingface/config.json.metadata", "assets/.hidden/x"),
+    *("original/params.json", "checkpoint-5/trainer_state.json", "onnx/tokenizer.json"),
 )
 
 
@@ -91,20 +80,13 @@ def model(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
     return path
 
 
-def test_all_that_belongs_to_a_model_is_copied_byte_for_byte_and_no_weights(
-    tmp_path: Path,
-) -> None:
+def test_all_that_belongs_to_a_model_is_copied_byte_for_byte_and_no_weights(tmp_path: Path) -> None:
     source = fill(tmp_path / "source", COPIED | dict.fromkeys(LEFT, b"x"))
     (tmp_path / "out").mkdir()
     write_side_files(side_files(source), tmp_path / "out")
     assert contents_of(tmp_path / "out") == COPIED
     assert side_files(source).nbytes == sum(map(len, COPIED.values()))
-
-
-@pytest.mark.parametrize("name", LEFT)
-def test_what_describes_other_weights_stays_behind(name: str) -> None:
-    beside = ["checkpoint-5/global_step5/rank_0.pt", "original/x.pth", "onnx/model.onnx_data"]
-    assert name not in side_names([*beside, name])
+    assert [name for name in LEFT if name in side_names([*BESIDE, name])] == []
 
 
 def test_conversion_carries_folders_both_ways(model: Path, tmp_path: Path) -> None:
@@ -120,22 +102,22 @@ def test_conversion_carries_folders_both_ways(model: Path, tmp_path: Path) -> No
     assert {name: found[name] for name in wanted} == wanted
 
 
-def test_a_folder_that_contains_itself_by_a_link_is_read_once(tmp_path: Path) -> None:
+def test_a_folder_that_contains_itself_is_read_once_and_too_many_files_are_refused(
+    tmp_path: Path,
+) -> None:
     source = fill(tmp_path / "source", {"config.json": b"{}", "a/b/x": b"x"})
     (source / "a" / "b" / "up").symlink_to("../..")
     (source / "here").symlink_to(".")
     (source / "c").symlink_to("a")
     assert sorted(side_paths(source)) == ["a/b/x", "c/b/x", "config.json"]
-
-
-def test_a_directory_of_far_too_many_files_is_refused(tmp_path: Path) -> None:
+    many = tmp_path / "many"
     for name in "abcdefghijklmno":  # 2^15 ways through 15 folders
-        (tmp_path / name).mkdir()
-    for name, below in zip("abcdefghijklmn", "bcdefghijklmno", strict=True):
+        (many / name).mkdir(parents=True)
+    for name, below in pairwise("abcdefghijklmno"):
         for link in ("one", "two"):
-            (tmp_path / name / link).symlink_to(f"../{below}")
+            (many / name / link).symlink_to(f"../{below}")
     with pytest.raises(ConversionError, match=f"more than {MOST_FILES:,} files and folders"):
-        side_paths(tmp_path)
+        side_paths(many)
 
 
 def test_side_files_are_never_whole_in_memory(tmp_path: Path) -> None:
@@ -210,9 +192,16 @@ def test_a_given_tokenizer_takes_the_place_of_the_models_own(model: Path, tmp_pa
 class Unsavable(SimpleNamespace):
     """A tokenizer whose class fails in the middle of saving."""
 
+    error: Exception = NotImplementedError("this class cannot")
+
     def save_pretrained(self, folder: str) -> None:
         (Path(folder) / "half.json").write_text("{")
-        raise NotImplementedError("this class cannot")
+        raise self.error
+
+
+def test_a_tokenizer_that_does_not_fit_on_the_disk_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        save_tokenizer(Unsavable(error=OSError(28, "No space left on device")), tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", [SimpleNamespace, Unsavable])
@@ -232,24 +221,10 @@ def test_a_warning_says_how_a_tokenizer_that_cannot_be_saved_differs(
             write_side_files(side_files(model), tmp_path / name, tokenizer)
         assert (said in caplog.text) == ("which differ" in caplog.text) == differs, caplog.text
         assert contents_of(tmp_path / name) == wanted
-
-
-def test_a_model_without_a_tokenizer_is_not_compared_with_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = SideFiles({}, {"config.json": b"{}"})
-    with caplog.at_level(logging.WARNING):
-        write_side_files(files, tmp_path, SimpleNamespace(eos_token_id=3))
-    assert caplog.text == ""
-
-
-def test_a_tokenizer_that_does_not_fit_on_the_disk_is_an_error(model: Path, tmp_path: Path) -> None:
-    class Full:
-        def save_pretrained(self, folder: str) -> None:
-            raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        save_tokenizer(Full(), tmp_path / "out")
+    caplog.clear()
+    no_tokenizer = SideFiles({}, {"config.json": b"{}"})
+    write_side_files(no_tokenizer, tmp_path, SimpleNamespace(eos_token_id=3))
+    assert caplog.text == "", "a model without a tokenizer is not compared with one"
 
 
 def test_folders_of_a_hub_repository_are_fetched_by_the_same_rule(

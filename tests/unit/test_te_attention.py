@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 
 from megatron_policy import device
 from megatron_policy.engines.megatron.layers import te_attention as module
@@ -22,17 +24,9 @@ from megatron_policy.packing.tokens import packed_layout, padded_layout
 HEADS, HEAD_DIM = 2, 8
 
 
-class Group:
+def group(size: int = 1, rank: int = 0) -> Any:
     """A context-parallel group as one of its ranks sees it."""
-
-    def __init__(self, size: int = 1, rank: int = 0) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
 class Engine(MegatronModule):
@@ -55,7 +49,8 @@ class Engine(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        self.calls: list[dict[str, Any]] = []
+        self.shapes: list[list[tuple[int, ...]]] = []
+        self.told: Any = None
         self.channels, self.scale = (k_channels, v_channels), softmax_scale
 
     def forward(
@@ -69,8 +64,8 @@ class Engine(MegatronModule):
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
         assert attn_mask_type is AttnMaskType.causal and attention_mask is attention_bias is None
-        shapes = [tuple(x.shape) for x in (query, key, value)]
-        self.calls.append({"shape": shapes[0], "shapes": shapes, "params": packed_seq_params})
+        self.shapes.append([tuple(x.shape) for x in (query, key, value)])
+        self.told = packed_seq_params
         if packed_seq_params is None:
             return attend(query, key, value, self.scale)
         assert packed_seq_params.qkv_format == "thd"
@@ -95,13 +90,9 @@ def attend(
 
 
 def build(ranks: int = 1, given: dict[str, Any] | None = None, **more: Any) -> TEAttention:
+    sizes = {"hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS}
     config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HEADS * HEAD_DIM,
-        num_attention_heads=HEADS,
-        attention_dropout=0.0,
-        context_parallel_size=ranks,
-        **more,
+        num_layers=1, attention_dropout=0.0, context_parallel_size=ranks, **sizes, **more
     )
     attention: TEAttention = build_module(
         te_attention(Engine),
@@ -115,10 +106,8 @@ def build(ranks: int = 1, given: dict[str, Any] | None = None, **more: Any) -> T
 
 
 def states(positions: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(positions, rows, HEADS, HEAD_DIM, generator=draw).to(dtype) for _ in range(3)
-    ]
+    draw, shape = torch.Generator().manual_seed(0), (positions, rows, HEADS, HEAD_DIM)
+    return [torch.randn(shape, generator=draw).to(dtype) for _ in range(3)]
 
 
 def call(attention: TEAttention, given: list[torch.Tensor], params: Any) -> torch.Tensor:
@@ -132,7 +121,7 @@ def packed(size: int = 1, rank: int = 0) -> SequenceParams:
     """Four sequences, one of them empty, and filler."""
     zigzag = 2 * size if size > 1 else 1
     layout = packed_layout([3, 1, 0, 7], 7, zigzag, 8, size)
-    params = sequence_params(layout, Group(size, rank))
+    params = sequence_params(layout, group(size, rank))
     assert params is not None
     return params
 
@@ -144,9 +133,8 @@ def test_packed_sequences_reach_the_engine_one_behind_the_other() -> None:
     for start, length in [(0, 3), (3, 1), (4, 7), (11, 5)]:
         alone = attend(*(x[start : start + length] for x in given))
         torch.testing.assert_close(context[start : start + length], alone)
-    (seen,) = attention.te_module.calls
-    told = seen["params"]
-    assert seen["shape"] == (16, HEADS, HEAD_DIM)
+    told = attention.te_module.told
+    assert attention.te_module.shapes == [[(16, HEADS, HEAD_DIM)] * 3]
     assert told.cu_seqlens_q.tolist() == [0, 3, 4, 11, 16]
     assert told.cu_seqlens_q.dtype == torch.int32
     assert told.max_seqlen_q == told.max_seqlen_kv == 7
@@ -158,50 +146,49 @@ def test_packed_sequences_reach_the_engine_one_behind_the_other() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_context_parallel_engine_hears_of_all_ranks_positions(rank: int) -> None:
     attention, params = build(2), packed(2, rank)
-    given = states(8, 1)
-    call(attention, given, params)
-    (seen,) = attention.te_module.calls
-    assert seen["shape"] == (8, HEADS, HEAD_DIM)
+    call(attention, states(8, 1), params)
+    assert attention.te_module.shapes == [[(8, HEADS, HEAD_DIM)] * 3]
     # Each sequence is filled up to a multiple of four; the engine divides by the ranks itself.
-    assert seen["params"].cu_seqlens_q.tolist() == [0, 4, 8, 16]
-    assert seen["params"].max_seqlen_q == 8
+    assert attention.te_module.told.cu_seqlens_q.tolist() == [0, 4, 8, 16]
+    assert attention.te_module.told.max_seqlen_q == 8
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_padded_rows_reach_the_engine_as_they_are(ranks: int) -> None:
     attention, given = build(ranks), states(4, 3)
-    params = sequence_params(padded_layout(3, 4 * ranks, 4, ranks), Group(ranks))
+    params = sequence_params(padded_layout(3, 4 * ranks, 4, ranks), group(ranks))
     assert (params is None) == (ranks == 1)
     context = call(attention, given, params)
-    (seen,) = attention.te_module.calls
-    assert seen["shape"] == (4, 3, HEADS, HEAD_DIM) and seen["params"] is None
+    assert attention.te_module.shapes == [[(4, 3, HEADS, HEAD_DIM)] * 3]
+    assert attention.te_module.told is None
     assert torch.equal(context, attend(*given))
 
 
 def test_torch_attends_where_the_engine_cannot() -> None:
+    query, key, value = states(16, 1)
     for given, params, attention in [
         (states(16, 1, torch.float32), packed(), build()),
-        ([*states(16, 1)[:2], states(16, 1)[2][..., :5]], packed(), build()),
+        ([query, key, value[..., :5]], packed(), build()),
         # A cache, or what generation reads into it: every rank computes all of it.
-        (states(6, 2), None, build(2)),
-        ([states(6, 2)[0][-1:], *states(6, 2)[1:]], None, build(2)),
+        ([query, key, value], None, build(2)),
+        ([query[-1:], key, value], None, build(2)),
     ]:
         context = call(attention, given, params)
-        assert not attention.te_module.calls
+        assert not attention.te_module.shapes
         assert context.shape[:2] == given[0].shape[:2] and context.isfinite().all()
 
 
 def test_a_window_under_context_parallelism_is_torchs() -> None:
     alone, split = build(window_size=(2, 0)), build(2, window_size=(2, 0))
     call(alone, states(16, 1), packed())
-    assert len(alone.te_module.calls) == 1
+    assert len(alone.te_module.shapes) == 1
     # Of one rank that holds all keys in order: no group to gather them from.
     params = replace(packed(), context_group=None)
     call(split, states(16, 1), params)
-    assert not split.te_module.calls
+    assert not split.te_module.shapes
     full = build(2, window_size=(2, 0), window_attn_skip_freq=[0])
     call(full, states(8, 1), packed(2))
-    assert len(full.te_module.calls) == 1
+    assert len(full.te_module.shapes) == 1
 
 
 LATENT = {"k_channels": 192, "v_channels": 128, "softmax_scale": 0.3}
@@ -214,11 +201,10 @@ def latent_states(positions: int, rows: int = 1) -> list[torch.Tensor]:
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, release: str = "2.5.0", cudnn: bool = True) -> None:
-    def at_least(version: str) -> bool:
-        return [int(x) for x in release.split(".")] >= [int(x) for x in version.split(".")]
-
     monkeypatch.setattr(module, "trains_packed_cudnn", lambda: cudnn)
-    monkeypatch.setattr(module, "is_te_min_version", at_least)
+    monkeypatch.setattr(
+        module, "is_te_min_version", lambda least: Version(release) >= Version(least)
+    )
 
 
 def test_packed_values_of_another_head_size_reach_the_engine_unpadded(
@@ -230,9 +216,7 @@ def test_packed_values_of_another_head_size_reach_the_engine_unpadded(
     attention, params, given = build(given=LATENT), packed(), latent_states(16)
     context = call(attention, given, params)
     assert attention.te_module.channels == (192, 128)
-    assert [seen["shapes"] for seen in attention.te_module.calls] == [
-        [(16, HEADS, 192), (16, HEADS, 192), (16, HEADS, 128)]
-    ]
+    assert attention.te_module.shapes == [[(16, HEADS, 192), (16, HEADS, 192), (16, HEADS, 128)]]
     assert context.shape == (16, 1, HEADS * 128)
     torch.testing.assert_close(context, attention.fallback(*given, None, packed_seq_params=params))
 
@@ -244,53 +228,42 @@ def test_two_head_sizes_reach_the_engine_under_context_parallelism(
     on_gpu(monkeypatch)
     for params, rows in [
         (packed(2, rank), 1),
-        (sequence_params(padded_layout(3, 16, 4, 2), Group(2, rank)), 3),
+        (sequence_params(padded_layout(3, 16, 4, 2), group(2, rank)), 3),
     ]:
         attention = build(2, given=LATENT)
         given = [x.bfloat16() for x in latent_states(8, rows)]
         context = call(attention, given, params)
-        (seen,) = attention.te_module.calls
-        assert seen["shapes"][2][-1] == 128 and context.shape == (8, rows, HEADS * 128)
+        ((_, _, value),) = attention.te_module.shapes
+        assert value[-1] == 128 and context.shape == (8, rows, HEADS * 128)
 
 
-@pytest.mark.parametrize(
-    ("release", "cudnn", "more"),
-    [
+def test_two_head_sizes_are_torchs_where_the_engine_may_lack_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    window = {"window_size": (2, 0)}
+    for release, cudnn, more in (
         ("2.4.0", True, {}),
         ("2.5.0", False, {}),
-        ("2.18.0", True, {"window_size": (2, 0)}),
-    ],
-)
-def test_two_head_sizes_are_torchs_where_the_engine_may_lack_them(
-    release: str, cudnn: bool, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_gpu(monkeypatch, release, cudnn)
-    attention = build(given=LATENT, **more)
-    context = call(attention, [x.bfloat16() for x in latent_states(16)], packed())
-    assert not attention.te_module.calls and context.shape == (16, 1, HEADS * 128)
+        ("2.18.0", True, window),
+    ):
+        on_gpu(monkeypatch, release, cudnn)
+        attention = build(given=LATENT, **more)
+        context = call(attention, [x.bfloat16() for x in latent_states(16)], packed())
+        assert not attention.te_module.shapes and context.shape == (16, 1, HEADS * 128)
 
 
-@pytest.mark.parametrize(
-    ("head", "value_head", "taken"),
-    [
-        (192, 128, True),
-        (128, 64, True),
-        (24, 16, True),
-        (256, 128, False),
-        (192, 64, False),
-        (24, 12, False),
-    ],
-)
 def test_two_head_sizes_are_those_that_every_gpu_of_the_rule_trains(
-    head: int, value_head: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_gpu(monkeypatch)
-    assert module.two_head_sizes(head, value_head) == taken
+    sizes = ((192, 128), (128, 64), (24, 16), (256, 128), (192, 64), (24, 12))
+    assert [module.two_head_sizes(*each) for each in sizes] == [True] * 3 + [False] * 3
 
 
-@pytest.mark.parametrize(
-    ("capability", "version", "variables", "runs"),
-    [
+def test_cudnn_trains_packed_sequences_where_it_is_known_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for capability, version, variables, runs in (
         ((9, 0), 91100, {}, True),
         ((10, 3), 92000, {}, True),
         ((9, 0), 91002, {}, False),
@@ -299,19 +272,11 @@ def test_two_head_sizes_are_those_that_every_gpu_of_the_rule_trains(
         ((9, 0), 92000, {"NVTE_FUSED_ATTN": "0"}, False),
         ((9, 0), 92000, {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, False),
         ((0, 0), None, {}, False),
-    ],
-)
-def test_cudnn_trains_packed_sequences_where_it_is_known_to(
-    capability: tuple[int, int],
-    version: int | None,
-    variables: dict[str, str],
-    runs: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("NVTE_FUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(device, "compute_capability", lambda: capability)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    assert device.trains_packed_cudnn() == runs
+    ):
+        for name in ("NVTE_FUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(device, "compute_capability", lambda found=capability: found)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda found=version: found)
+        assert device.trains_packed_cudnn() == runs, (capability, version, variables)

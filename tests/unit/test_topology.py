@@ -1,8 +1,16 @@
 """The rank grid and the layer split equal Megatron-Core's own, without process groups."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.parallel_state import RankGenerator
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import Coords, ExpertCoords, LayerSplit, Topology
@@ -13,17 +21,16 @@ SIZE = st.integers(1, 4)
 @given(tp=SIZE, cp=SIZE, dp=SIZE, pp=SIZE)
 def test_rank_inverts_coords_on_every_rank(tp: int, cp: int, dp: int, pp: int) -> None:
     grid = Topology(tp=tp, cp=cp, dp=dp, pp=pp)
-    assert [grid.rank(grid.coords(rank)) for rank in range(grid.world_size)] == list(
-        range(tp * cp * dp * pp)
-    )
+    ranks = range(tp * cp * dp * pp)
+    assert [grid.rank(grid.coords(rank)) for rank in ranks] == list(ranks)
+    assert grid.world_size == len(ranks)
 
 
-def test_tp_runs_fastest_then_cp_dp_pp() -> None:
-    grid = Topology(tp=2, cp=2, dp=2, pp=2)
-    assert [
-        grid.rank(Coords(**{"pp": 0, "dp": 0, "cp": 0, "tp": 0} | {axis: 1}))
-        for axis in ("tp", "cp", "dp", "pp")
-    ] == [1, 2, 4, 8]
+def test_tp_runs_fastest_then_cp_dp_pp_and_the_first_rank_of_each_replica_reports() -> None:
+    grid, first = Topology(tp=2, cp=2, dp=2, pp=2), {"pp": 0, "dp": 0, "cp": 0, "tp": 0}
+    ranks = [grid.rank(Coords(**first | {axis: 1})) for axis in ("tp", "cp", "dp", "pp")]
+    assert ranks == [1, 2, 4, 8]
+    assert Topology(tp=2, cp=2, dp=3, pp=2).reporters() == (0, 4, 8)
 
 
 @settings(max_examples=25, deadline=None)
@@ -31,16 +38,21 @@ def test_tp_runs_fastest_then_cp_dp_pp() -> None:
 def test_groups_along_every_axis_equal_those_of_megatron_core(
     tp: int, cp: int, dp: int, pp: int
 ) -> None:
-    from megatron.core.parallel_state import RankGenerator
-
     grid = Topology(tp=tp, cp=cp, dp=dp, pp=pp)
-    theirs = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
-    for axis in ("tp", "cp", "dp", "pp"):
-        ours: dict[Coords, list[int]] = {}
+    axes = {axis: axis for axis in ("tp", "cp", "dp", "pp")}
+    assert_groups_are_megatrons(grid, grid.coords, axes, tp=tp, ep=1, dp=dp, pp=pp, cp=cp)
+
+
+def assert_groups_are_megatrons(
+    grid: Topology, coords: Any, axes: dict[str, str], **sizes: int
+) -> None:
+    """`axes`: our names of them, and Megatron-Core's."""
+    theirs = RankGenerator(order="tp-cp-ep-dp-pp", **sizes)
+    for axis, name in axes.items():
+        ours: dict[Coords | ExpertCoords, list[int]] = {}
         for rank in range(grid.world_size):
-            at = grid.coords(rank)
-            ours.setdefault(Coords(**(vars(at) | {axis: 0})), []).append(rank)
-        assert sorted(ours.values()) == sorted(theirs.get_ranks(axis)), axis
+            ours.setdefault(replace(coords(rank), **{axis: 0}), []).append(rank)
+        assert sorted(ours.values()) == sorted(theirs.get_ranks(name)), axis
 
 
 @st.composite
@@ -67,18 +79,10 @@ def test_every_expert_has_the_owner_that_holds_it(grid: Topology, share: int) ->
 def test_groups_along_every_axis_of_the_experts_equal_those_of_megatron_core(
     grid: Topology,
 ) -> None:
-    from megatron.core.parallel_state import RankGenerator
-
     # As `initialize_model_parallel` makes them for experts: no context parallelism of their own.
-    theirs = RankGenerator(
-        tp=grid.etp, ep=grid.ep, dp=grid.edp, pp=grid.pp, cp=1, order="tp-cp-ep-dp-pp"
-    )
-    for axis, name in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"), ("pp", "pp")):
-        ours: dict[ExpertCoords, list[int]] = {}
-        for rank in range(grid.world_size):
-            at = grid.expert_coords(rank)
-            ours.setdefault(ExpertCoords(**(vars(at) | {axis: 0})), []).append(rank)
-        assert sorted(ours.values()) == sorted(theirs.get_ranks(name)), axis
+    sizes = {"tp": grid.etp, "ep": grid.ep, "dp": grid.edp, "pp": grid.pp, "cp": 1}
+    axes = {"etp": "tp", "ep": "ep", "edp": "dp", "pp": "pp"}
+    assert_groups_are_megatrons(grid, grid.expert_coords, axes, **sizes)
 
 
 def test_experts_are_split_over_as_many_ranks_as_other_parameters_if_nothing_else_is_said() -> None:
@@ -94,20 +98,12 @@ def test_experts_are_split_over_as_many_ranks_as_other_parameters_if_nothing_els
         ({"tp": 2, "cp": 2, "ep": 2, "etp": 4}, r"ep can be one of \[1\]"),
         ({"tp": 2, "etp": 3}, "etp must divide 2"),
         ({"tp": 2, "etp": 0}, "etp is 0"),
+        ({"cp": 0}, "cp is 0"),
     ],
 )
-def test_experts_that_do_not_fit_on_the_ranks_are_refused(sizes: dict, message: str) -> None:
+def test_sizes_that_do_not_fit_on_the_ranks_are_refused(sizes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Topology(**sizes)
-
-
-def test_reporters_are_the_first_rank_of_each_data_parallel_replica() -> None:
-    assert Topology(tp=2, cp=2, dp=3, pp=2).reporters() == (0, 4, 8)
-
-
-def test_an_axis_of_size_zero_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="cp is 0"):
-        Topology(cp=0)
 
 
 @st.composite
@@ -129,14 +125,8 @@ def splits(draw: st.DrawFn) -> dict[str, int | None]:
     }
 
 
-@settings(max_examples=150, deadline=None)
-@given(split=splits())
-def test_layer_split_equals_that_of_megatron_core(split: dict[str, int | None]) -> None:
-    import torch
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
+def built_by_megatron_core(split: dict[str, int | None]) -> list[list[range]]:
+    """The layers of each stage and chunk; raises what Megatron-Core raises."""
     pp, vpp = split["pp"], split["vpp"]
     config = TransformerConfig(
         num_layers=split["num_layers"],
@@ -148,18 +138,23 @@ def test_layer_split_equals_that_of_megatron_core(split: dict[str, int | None]) 
         num_layers_in_last_pipeline_stage=split["last"],
         pipeline_dtype=torch.float32,
     )
-    ours = LayerSplit.of(**split)
-    for stage in range(pp):
-        for chunk in range(vpp):
-            at = {"vp_stage": chunk if vpp > 1 else None, "pp_rank": stage}
-            start = get_transformer_layer_offset(config, **at)
-            theirs = range(start, start + get_num_layers_to_build(config, **at))
-            assert ours.stages[stage][chunk] == theirs, (stage, chunk)
+
+    def layers(stage: int, chunk: int) -> range:
+        at = {"vp_stage": chunk if vpp > 1 else None, "pp_rank": stage}
+        count = get_num_layers_to_build(config, **at)
+        start = get_transformer_layer_offset(config, **at)
+        return range(start, start + count)
+
+    return [[layers(stage, chunk) for chunk in range(vpp)] for stage in range(pp)]
 
 
+@settings(max_examples=150, deadline=None)
 @given(split=splits())
-def test_every_layer_has_exactly_one_owner(split: dict[str, int | None]) -> None:
+def test_layer_split_equals_that_of_megatron_core_and_every_layer_has_one_owner(
+    split: dict[str, int | None],
+) -> None:
     ours = LayerSplit.of(**split)
+    assert [list(chunks) for chunks in ours.stages] == built_by_megatron_core(split)
     held = [layer for stage in ours.stages for chunk in stage for layer in chunk]
     assert sorted(held) == list(range(split["num_layers"]))
     for layer in held:
@@ -189,36 +184,6 @@ def test_an_impossible_split_names_the_legal_values(split: dict[str, int], messa
         LayerSplit.of(**split)
 
 
-def _built_by_megatron_core(split: dict[str, int | None]) -> int:
-    """How many layers Megatron-Core's stages build together; raises what it raises."""
-    import torch
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    pp, vpp = split["pp"], split["vpp"]
-    config = TransformerConfig(
-        num_layers=split["num_layers"],
-        hidden_size=8,
-        num_attention_heads=1,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        num_layers_in_first_pipeline_stage=split["first"],
-        num_layers_in_last_pipeline_stage=split["last"],
-        pipeline_dtype=torch.float32,
-    )
-    built = 0
-    for stage in range(pp):
-        for chunk in range(vpp):
-            at = {"vp_stage": chunk if vpp > 1 else None, "pp_rank": stage}
-            count = get_num_layers_to_build(config, **at)
-            get_transformer_layer_offset(config, **at)
-            if count < 1:
-                raise ValueError("a stage without layers")
-            built += count
-    return built
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     num_layers=st.integers(1, 12),
@@ -232,7 +197,7 @@ def test_a_split_is_refused_only_where_megatron_core_has_none(**split: int | Non
         LayerSplit.of(**split)
     except ConfigError:
         try:
-            built = _built_by_megatron_core(split)
+            built = [len(chunk) for stage in built_by_megatron_core(split) for chunk in stage]
         except (AssertionError, ValueError, ZeroDivisionError):
             return
-        assert built != split["num_layers"]
+        assert sum(built) != split["num_layers"] or min(built) < 1

@@ -195,17 +195,11 @@ def check_gradient(tile: Tile, dtype: torch.dtype, entropy: bool) -> None:
 def test_kernels_do_on_a_tile_what_exact_arithmetic_does(
     dtype: torch.dtype, name: str, entropy: bool
 ) -> None:
-    for width, targets in ((1, 1), (257, 1), (4099, 3)):  # the last is wider than a block
+    # One is wider than a block, and one has more targets than are looked up at once.
+    for width, targets in ((1, 1), (257, 1), (4099, 3), (40, 150)):
         tile = make_tile(width, HEADS[name], dtype, targets)
         check_sums(tile, dtype, entropy)
         check_gradient(tile, dtype, entropy)
-
-
-@interpreted
-def test_more_targets_than_are_looked_up_at_once_are_all_found() -> None:
-    tile = make_tile(40, HEADS["capped"], torch.float32, 150)
-    check_sums(tile, torch.float32, True)
-    check_gradient(tile, torch.float32, True)
 
 
 @interpreted
@@ -277,15 +271,15 @@ def test_kernels_do_nothing_without_tokens_or_entries(dtype: torch.dtype, entrop
 
 
 @interpreted
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_logits_that_are_not_numbers_reach_the_scores(bad: float) -> None:
+def test_logits_that_are_not_numbers_reach_the_scores() -> None:
     case = make_case(4, 300, 2, HeadShape(0, 300)).to(torch.float32)
-    case.hidden_ND[1] = bad
-    logprobs_N, entropy_N = fused_scores(
-        case.hidden_ND, case.weight_VD, case.targets, case.head, ALONE, 2, True, "triton"
-    )
-    assert logprobs_N.isnan().tolist() == [False, True, False, False]
-    assert entropy_N is not None and entropy_N.isnan().tolist() == [False, True, False, False]
+    for bad in (float("nan"), float("inf")):
+        case.hidden_ND[1] = bad
+        logprobs_N, entropy_N = fused_scores(
+            case.hidden_ND, case.weight_VD, case.targets, case.head, ALONE, 2, True, "triton"
+        )
+        assert logprobs_N.isnan().tolist() == [False, True, False, False]
+        assert entropy_N is not None and entropy_N.isnan().tolist() == [False, True, False, False]
 
 
 @interpreted

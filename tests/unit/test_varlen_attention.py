@@ -6,6 +6,8 @@ Shapes: S query positions, K key positions, B rows, N query heads, G key-value g
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megatron_policy import device
@@ -28,22 +32,12 @@ HEADS, GROUPS, HEAD_DIM, VALUES = 4, 2, 12, 5
 LENGTHS = (3, 17, 1, 8)
 
 
-class Group:
-    """A context-parallel group of one rank."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
-def attention_of(reach: int | None, dropout: float = 0.0) -> TorchAttention:
+def attention_of(reach: int | None, dropout: float = 0.0, groups: int = GROUPS) -> TorchAttention:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HEADS * HEAD_DIM,
         num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
+        num_query_groups=groups,
         kv_channels=HEAD_DIM,
         attention_dropout=dropout,
         window_size=None if reach is None else (reach, 0),
@@ -61,7 +55,8 @@ def states_of(queries: int, keys: int, rows: int, head: int = HEAD_DIM) -> list[
 
 
 def packed_params() -> SequenceParams:
-    params = sequence_params(packed_layout(LENGTHS, max(LENGTHS), 1, 8, 1), Group())
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    params = sequence_params(packed_layout(LENGTHS, max(LENGTHS), 1, 8, 1), alone)
     assert params is not None
     return params
 
@@ -107,8 +102,32 @@ def test_dropout_other_dtypes_and_large_heads_keep_their_tiles() -> None:
         assert oracle.calls == 1
 
 
-def test_on_the_cpu_there_are_only_tiles() -> None:
-    assert device.is_accelerated() or packed_params().varlen is None
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        sizes = [x.untyped_storage().nbytes() // x.itemsize for x in tensors]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+@pytest.mark.parametrize(
+    ("groups", "values", "reach"),
+    [(HEADS, 12, None), (2, 5, None), (HEADS, 15, None), (HEADS, 12, 100), (1, 12, 700)],
+)
+def test_tiles_never_hold_scores_or_a_mask_of_all_positions(
+    groups: int, values: int, reach: int | None
+) -> None:
+    length, sizes = 2048, [(HEADS, HEAD_DIM), (groups, HEAD_DIM), (groups, values)]
+    states = [torch.randn(length, 1, *size, requires_grad=True) for size in sizes]
+    with Largest() as largest:
+        attention_of(reach, groups=groups)(*states, None).sum().backward()
+    assert 0 < largest.elements < length**2 / 2
+    assert all(x.grad is not None for x in states)
 
 
 @given(PIECES, st.integers(1, 3))
@@ -129,11 +148,16 @@ def test_rectangles_follow_one_another_row_by_row(drawn: list[tuple[int, int]], 
     assert all(sum(before) != after[0] for before, after in pairwise(found.key_ranges))
 
 
-def test_rectangles_that_share_keys_each_have_their_own() -> None:
-    pieces = [CausalRectangle(0, 4, 0, 4), CausalRectangle(4, 4, 0, 16)]
+SHARED_KEYS = [CausalRectangle(0, 4, 0, 4), CausalRectangle(4, 4, 0, 16)]
+
+
+def test_rectangles_that_share_keys_each_have_their_own_and_on_the_cpu_there_are_only_tiles() -> (
+    None
+):
     with varlen_oracle():
-        found = module.varlen_sequences(pieces, 1)
+        found = module.varlen_sequences(SHARED_KEYS, 1)
     assert found is not None and found.key_ranges == ((0, 4), (0, 16))
+    assert device.is_accelerated() or packed_params().varlen is None
 
 
 def test_torchs_own_operator_takes_what_it_is_given_also_when_recomputed(
@@ -149,9 +173,8 @@ def test_torchs_own_operator_takes_what_it_is_given_also_when_recomputed(
     if kernel is None:
         pytest.skip("this torch has no attention of sequences of different lengths with windows")
     monkeypatch.setattr(module, "varlen_kernel", lambda: kernel)
-    pieces = [CausalRectangle(0, 4, 0, 4), CausalRectangle(4, 4, 0, 16)]
     with FakeTensorMode():
-        sequences = module.varlen_sequences(pieces, 2)
+        sequences = module.varlen_sequences(SHARED_KEYS, 2)
         sizes = ((8, HEADS, HEAD_DIM), (16, GROUPS, HEAD_DIM), (16, GROUPS, VALUES))
         states = [
             torch.empty(length, 2, *size, dtype=torch.bfloat16, requires_grad=True)
