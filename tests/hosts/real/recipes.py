@@ -23,7 +23,7 @@ from megatron_policy.config.model_table import model_table
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
-from tests.families import PUBLISHED
+from tests.families import COMMON, PUBLISHED
 
 LLAMA, QWEN2, QWEN3 = "Llama-3.1-8B", "Qwen2.5-0.5B", "Qwen3-0.6B"
 _OF_1_5B, _OF_7B = "1536/8960/12/2/28", "3584/18944/28/4/28"
@@ -134,20 +134,22 @@ def ranks_of(document: Mapping[str, Any]) -> int:
     return (nodes - theirs["num_nodes"]) * gpus
 
 
+def dense_config(like: str, sizes: str) -> dict[str, Any]:
+    """The config.json of a model as in `DENSE`."""
+    own = dict(zip(SIZES, map(int, sizes.split("/")), strict=True))
+    layers = {} if like == LLAMA else {"max_window_layers": own["num_hidden_layers"]}
+    return COMMON | PUBLISHED[like][1] | own | layers
+
+
 def architecture_of(config: PolicyConfig) -> Architecture | None:
     """What the model's config.json describes, with what the recipe overrides; None for a model that
     the tables above lack.
     """
     model = config.model_name
     if model in DENSE:
-        like, sizes = DENSE[model]
-        fields = dict(PUBLISHED[like][1])
-        own = dict(zip(SIZES, map(int, sizes.split("/")), strict=True))
-        fields |= own | {"max_window_layers": own["num_hidden_layers"]}
-        if like == LLAMA:
-            del fields["max_window_layers"]
+        fields = dense_config(*DENSE[model])
     elif model in WITH_EXPERTS:
-        fields = dict(PUBLISHED[WITH_EXPERTS[model]][1])
+        fields = COMMON | PUBLISHED_EXPERTS[WITH_EXPERTS[model]][1]
     else:
         return None
     with TemporaryDirectory() as folder:
@@ -205,6 +207,11 @@ def main() -> None:
         if reason:
             refused[reason].append(name)
     print(f"{len(said) - sum(map(len, refused.values()))} of {len(said)} are taken")
+    print_reasons(refused)
+
+
+def print_reasons(refused: Mapping[str, list[str]]) -> None:
+    """Print what is refused for each reason, the most frequent first."""
     for reason, names in sorted(refused.items(), key=lambda each: -len(each[1])):
         print(f"{len(names):4d}  {reason}", *names, sep="\n        ")
 

@@ -4,7 +4,6 @@ examples/nemo_rl as examples/nemo_rl/README.md says, on two GPUs that exist in R
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.hosts.real.processes import ray_head
+from tests.hosts.real.recipes import checkout
 from tests.ranks import ROOT
 
 LAPTOP = ROOT / "examples/nemo_rl/laptop"
@@ -28,13 +28,6 @@ GRPO_SCRIPTS = ("run_grpo.py", "run_grpo_math.py")
 TOLERANCE = 1e-4
 """Of log-probabilities in fp32 by other kernels."""
 LOGGED = ("token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs")
-
-
-def checkout() -> Path:
-    """The host's own tree, which has the scripts."""
-    spec = importlib.util.find_spec("nemo_rl")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent.parent
 
 
 @dataclass(frozen=True)
@@ -65,6 +58,12 @@ class Laptop:
         assert done.returncode == 0, done.stdout[-6000:]
         assert "megatron_policy.hosts.nemo_rl.worker.MegatronPolicyWorker" in done.stdout
         return done.stdout
+
+    def go_on(self, kind: str, file: str, out: Path, steps: int, **options: bool) -> str:
+        """Start a script again that has saved its third step; what it printed."""
+        said = self.run(f"run_{kind}.py", file, out, f"{kind}.max_num_steps={steps}", **options)
+        assert f"Step 4/{steps}" in said and f"Step 3/{steps}" not in said
+        return said
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +112,7 @@ def check_adapters_alone(step: Path) -> None:
 def test_sft_runs_three_steps_saves_and_goes_on(laptop: Laptop, tmp_path: Path) -> None:
     laptop.run("run_sft.py", "sft.yaml", tmp_path)
     assert saved(tmp_path) == ["step_3"]
-    said = laptop.run("run_sft.py", "sft.yaml", tmp_path, "sft.max_num_steps=5")
-    assert "Step 4/5" in said and "Step 3/5" not in said
+    laptop.go_on("sft", "sft.yaml", tmp_path, 5)
     assert saved(tmp_path)[-1] == "step_5"
 
 
@@ -123,8 +121,7 @@ def test_sft_trains_adapters_saves_them_alone_and_goes_on(laptop: Laptop, tmp_pa
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2] > 0
     assert saved(tmp_path) == ["step_3"]
     check_adapters_alone(tmp_path / "step_3")
-    said = laptop.run("run_sft.py", "sft_lora.yaml", tmp_path, "sft.max_num_steps=5")
-    assert "Step 4/5" in said and "Step 3/5" not in said
+    said = laptop.go_on("sft", "sft_lora.yaml", tmp_path, 5)
     assert all(0 < loss < losses[1] for loss in printed(said, "• Loss"))
     assert saved(tmp_path)[-1] == "step_5"
 
@@ -140,8 +137,7 @@ def test_sft_of_the_dtensor_configuration_has_the_losses_of_megatron_and_goes_on
     # Printed with four digits.
     assert len(losses) == 3 and losses == pytest.approx(expected, abs=1.01e-4)
     assert saved(dtensor) == ["step_3"]
-    said = laptop.run("run_sft.py", "sft_dtensor.yaml", dtensor, "sft.max_num_steps=4")
-    assert "Step 4/4" in said and "Step 3/4" not in said
+    laptop.go_on("sft", "sft_dtensor.yaml", dtensor, 4)
 
 
 def test_dpo_runs_three_steps_and_saves(laptop: Laptop, tmp_path: Path) -> None:
@@ -233,7 +229,6 @@ def test_ppo_trains_a_policy_and_its_value_model_and_goes_on(
     errors = printed(said, "Generation KL Error")
     assert len(errors) == 3 and all(abs(error) < 1e-6 for error in errors)
     assert saved(tmp_path) == saved(tmp_path, "value") == ["step_3"]
-    said = laptop.run("run_ppo.py", "ppo.yaml", tmp_path, "ppo.max_num_steps=4", engine=True)
-    assert "Step 4/4" in said and "Step 3/4" not in said
+    said = laptop.go_on("ppo", "ppo.yaml", tmp_path, 4, engine=True)
     assert all(0 <= loss < losses[0] for loss in printed(said, "Value loss"))
     assert saved(tmp_path, "value")[-1] == "step_4"
