@@ -20,18 +20,18 @@ from megatron_policy.converters.rows import fill_parts, fill_shard
 from megatron_policy.converters.table import Table, bind, bind_to
 from megatron_policy.errors import ConversionError
 from tests.checkpoints import make_checkpoint
-from tests.families import DENSE, SAMPLES
+from tests.families import SAMPLES
 from tests.mtp_checkpoints import COPIES, add_mtp_layers, layer_name, own_names
 
 SMALL = {"hidden": 16, "heads": 4, "layers": 2, "ffn": 24, "vocab": 150, "tokenizer": False}
-DENSE = [f for f, each in SAMPLES.items() if "num_nextn_predict_layers" in each.full]
+FAMILIES = [f for f, each in SAMPLES.items() if "num_nextn_predict_layers" in each.full]
 
 
 def made(path: Path, family: str, layers: int = 1, copies: bool = True) -> Path:
     return add_mtp_layers(make_checkpoint(path, family, **SMALL), layers, copies)
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_held_layers_use_every_tensor_of_theirs_and_left_out_ones_are_carried(
     tmp_path: Path, family: str
 ) -> None:
@@ -60,7 +60,7 @@ def test_held_layers_use_every_tensor_of_theirs_and_left_out_ones_are_carried(
         table.check_hf(shapes, dtypes)
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_elements_of_held_layers_come_back_from_two_shards(tmp_path: Path, family: str) -> None:
     path = made(tmp_path, family)
     table = bind(read_config(path), mtp_layers=1)
@@ -106,7 +106,7 @@ def test_a_copy_that_differs_from_what_it_copies_is_refused(tmp_path: Path, copy
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("copies", [True, False], ids=["copies", "no copies"])
 def test_a_conversion_there_and_back_loses_nothing(
     tmp_path: Path, family: str, copies: bool

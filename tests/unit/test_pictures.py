@@ -32,8 +32,8 @@ from megatron_policy.pictures.layout import LayoutView, draw_layout
 from megatron_policy.pictures.timeline import draw_plan
 from tests.families import PUBLISHED
 
-LLAMA = PUBLISHED["Llama-3.1-8B"][-1]
-FIELDS = {"dense": LLAMA | {"num_hidden_layers": 64}, "moe": PUBLISHED_EXPERTS["Qwen3-30B-A3B"][-1]}
+LLAMA = PUBLISHED["Llama-3.1-8B"][1]
+FIELDS = {"dense": LLAMA | {"num_hidden_layers": 64}, "moe": PUBLISHED["Qwen3-30B-A3B"][1]}
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "1 rank": ("dense", 1, {}),

@@ -28,6 +28,7 @@ from megatron_policy.refit.export import Sources, stream_alone
 from megatron_policy.refit.plan import RefitPlan, RefitTensor, packed
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.rounds import rounds_of, stream_together
+from tests.families import SAMPLES
 
 # What a stream has beside tensors: alignment. (Vocabularies and groups that ranks share unevenly,
 # as others here do, take more: the streams are as long as the longest.)
@@ -182,7 +183,6 @@ EXPERT_GRIDS = (
     ("qwen3_moe", {"tp": 2, "cp": 2, "dp": 2, "ep": 4, "etp": 2}),
     ("gpt_oss", {"tp": 3, "dp": 2, "ep": 2, "etp": 1}),
 )
-from tests.families import SAMPLES
 
 
 @pytest.mark.dear

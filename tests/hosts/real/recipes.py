@@ -23,7 +23,7 @@ from megatron_policy.config.model_table import model_table
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
-from tests.families import COMMON, PUBLISHED
+from tests.families import PUBLISHED
 
 LLAMA, QWEN2, QWEN3 = "Llama-3.1-8B", "Qwen2.5-0.5B", "Qwen3-0.6B"
 _OF_1_5B, _OF_7B = "1536/8960/12/2/28", "3584/18944/28/4/28"
@@ -138,7 +138,7 @@ def dense_config(like: str, sizes: str) -> dict[str, Any]:
     """The config.json of a model as in `DENSE`."""
     own = dict(zip(SIZES, map(int, sizes.split("/")), strict=True))
     layers = {} if like == LLAMA else {"max_window_layers": own["num_hidden_layers"]}
-    return COMMON | PUBLISHED[like][1] | own | layers
+    return PUBLISHED[like][1] | own | layers
 
 
 def architecture_of(config: PolicyConfig) -> Architecture | None:
@@ -149,7 +149,7 @@ def architecture_of(config: PolicyConfig) -> Architecture | None:
     if model in DENSE:
         fields = dense_config(*DENSE[model])
     elif model in WITH_EXPERTS:
-        fields = COMMON | PUBLISHED_EXPERTS[WITH_EXPERTS[model]][1]
+        fields = PUBLISHED[WITH_EXPERTS[model]][1]
     else:
         return None
     with TemporaryDirectory() as folder:
