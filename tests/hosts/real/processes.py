@@ -29,6 +29,19 @@ main()
 """Ray's own command, after the script that starts a worker."""
 
 
+def environment(**own: str) -> dict[str, str]:
+    """What a host's processes inherit: this checkout on their path, and no network."""
+    path = os.environ.get("PYTHONPATH")
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), path))),
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        **own,
+    }
+
+
 @contextmanager
 def ray_head(
     env: Mapping[str, str], folder: Path, *, gpus: int, cpus: int, forks: ForkServer | None = None

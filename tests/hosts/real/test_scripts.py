@@ -4,7 +4,6 @@ examples/nemo_rl as examples/nemo_rl/README.md says, on two GPUs that exist in R
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.hosts.real.processes import ray_head
+from tests.hosts.real.recipes import checkout
 from tests.ranks import ROOT
 
 LAPTOP = ROOT / "examples/nemo_rl/laptop"
@@ -28,13 +28,6 @@ GRPO_SCRIPTS = ("run_grpo.py", "run_grpo_math.py")
 TOLERANCE = 1e-4
 """Of log-probabilities in fp32 by other kernels."""
 LOGGED = ("token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs")
-
-
-def checkout() -> Path:
-    """The host's own tree, which has the scripts."""
-    spec = importlib.util.find_spec("nemo_rl")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent.parent
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tests.hosts.verl.find import find_verl
@@ -60,14 +57,3 @@ def updates(places: Mapping[str, Any], count: int) -> list[Bits]:
 def kept() -> bool:
     """Whether memory of the last update is still held."""
     return _here[0]._receiver is not None
-
-
-def updates_at(paths: list[str]) -> list[Bits]:
-    """Updates, each at the place that a training rank writes to its file."""
-    found, deadline = [], time.monotonic() + 120.0
-    for file in map(Path, paths):
-        while not file.exists():
-            assert time.monotonic() < deadline, f"nobody has written {file}"
-            time.sleep(0.05)
-        found.append(update(pickle.loads(file.read_bytes())))
-    return found

@@ -10,10 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import verl
 
+from megatron_policy.errors import CheckpointError, ConfigError
 from tests.hosts.real.verl.configs import Case
 from tests.hosts.real.verl.worker import (
     Record,
@@ -33,7 +35,8 @@ def _under(prefix: str, record: Record) -> Record:
 @in_its_own_job
 def save_train_load(case: Case, model: Path, folder: str, most: int | None) -> Record:
     """Two steps, a save, a third step; then the save is loaded, and the third step taken again. All
-    weights and metrics, before and again. A second save has the third step.
+    weights and metrics, before and again. A second save has the third step. What cannot be is
+    refused.
     """
     worker = made_worker(case, model)
     trained_steps(worker, range(2))
@@ -45,6 +48,11 @@ def save_train_load(case: Case, model: Path, folder: str, most: int | None) -> R
     record |= _under("loaded", exported(worker.engine))
     record |= _under("again", trained_steps(worker, range(2, 3)) | exported(worker.engine))
     worker.save_checkpoint(second, global_step=3, max_ckpt_to_keep=most)
+    worker.load_checkpoint(None)
+    with pytest.raises(CheckpointError, match="has no folder 'weights'"):
+        worker.load_checkpoint(os.path.join(folder, "global_step_1"))
+    with pytest.raises(ConfigError, match=r"trainer\.default_hdfs_dir"):
+        worker.save_checkpoint(os.path.join(folder, "global_step_9"), "hdfs://x", 9)
     return record
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import CriticConfig
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import value_loss
 
+from megatron_policy.errors import ConfigError
 from tests.hosts.real.verl import value_models  # noqa: F401
 from tests.hosts.real.verl.configs import Case
 from tests.hosts.real.verl.rollouts import add_responses, rollouts
@@ -39,14 +41,21 @@ def train_critic(case: Case, model: Path, layout: str) -> Record:
 
 @in_its_own_job
 def train_beside_an_actor(case: Case, model: Path, critic: Path) -> tuple[Record, Record]:
-    """A critic, and SFT of an actor, in turn in one process, where verl puts them."""
+    """A critic, and SFT of an actor, in turn in one process, where verl puts them. The actor can
+    begin anew there; a second one cannot be made.
+    """
     actor = made_worker(case, model)
     valued = _made_critic(case, critic)
     before = trained_steps(actor, range(1))
     record = _trained(valued, "v1")
     after = trained_steps(actor, range(1, 2))
     steps = {name: np.concatenate([before[name], after[name]]) for name in before}
-    return record, steps | exported(actor.engine)
+    steps |= exported(actor.engine)
+    actor.reset()
+    assert np.array_equal(trained_steps(actor, range(1))["loss"], before["loss"])
+    with pytest.raises(ConfigError, match="trained in this process already"):
+        made_worker(case, model)
+    return record, steps
 
 
 def _made_critic(case: Case, model: Path) -> TrainingWorker:

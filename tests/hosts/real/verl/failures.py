@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import sft_loss
 
 from tests.hosts.real.verl.configs import Case
-from tests.hosts.real.verl.rollouts import rollouts, sft_rows
+from tests.hosts.real.verl.rollouts import jagged, rollouts, sft_rows
 from tests.hosts.real.verl.worker import (
     Record,
     exported,
@@ -71,8 +71,7 @@ def train_around_nothing(case: Case, model: Path) -> tuple[Record, Record]:
     record = trained_steps(worker, range(1))
     rows = sft_rows(0)
     lengths = rows["input_ids"].offsets().diff().tolist()
-    zeros = [torch.zeros(length, dtype=torch.long) for length in lengths]
-    rows["loss_mask"] = torch.nested.as_nested_tensor(zeros, layout=torch.jagged)
+    rows["loss_mask"] = jagged([torch.zeros(length, dtype=torch.long) for length in lengths])
     data = mine(worker, rows)
     tu.assign_non_tensor(data, update_lr_scheduler=True)
     metrics = metrics_of(worker.engine, worker.train_batch(data))

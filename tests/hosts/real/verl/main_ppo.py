@@ -4,7 +4,6 @@ and a rollout by transformers, on a few prompts.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ import pandas
 
 from tests.checkpoints import make_tokenizer
 from tests.fork_server import ForkServer
-from tests.hosts.real.processes import Ended, ray_head, run_to_its_end
+from tests.hosts.real.processes import Ended, environment, ray_head, run_to_its_end
 from tests.hosts.real.verl.configs import Case, critic_overrides, ppo_overrides
 from tests.hosts.real.verl.trainers import SWITCH, WORDS
 from tests.ranks import ROOT
@@ -28,6 +27,7 @@ MODULES = ("examples.verl.cpu_platform", "examples.verl.cpu_rollout")
 VALUE_MODELS = "tests.hosts.real.verl.value_models"
 PLUGS = "tests.hosts.real.verl.plugs"
 LIMIT_S = 1200.0
+INHERITED = environment(OMP_NUM_THREADS="1")
 
 
 def write_prompts(path: Path) -> Path:
@@ -54,18 +54,6 @@ def with_turns(model: Path, path: Path) -> Path:
     return path
 
 
-def _inherited() -> dict[str, str]:
-    path = os.environ.get("PYTHONPATH")
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), path))),
-        "OMP_NUM_THREADS": "1",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "HF_HUB_OFFLINE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-
-
 @dataclass(frozen=True)
 class Trainer:
     """What the trainer is started with: models, prompts, and the address of a Ray instance."""
@@ -84,7 +72,7 @@ class Trainer:
         # verl counts GPUs before it starts workers, which then ask for CPUs alone.
         forks = ForkServer()
         try:
-            with ray_head(_inherited(), folder, gpus=2, cpus=16, forks=forks) as address:
+            with ray_head(INHERITED, folder, gpus=2, cpus=16, forks=forks) as address:
                 yield cls(model, critic, data, address)
         finally:
             forks.end()
@@ -118,7 +106,7 @@ class Trainer:
             f"++ray_kwargs.ray_init.address={self.address}",
             *(f"++ray_kwargs.ray_init.runtime_env.env_vars.{k}='{v}'" for k, v in own.items()),
         ]
-        return run_to_its_end(command, {**_inherited(), **own}, folder, limit_s)
+        return run_to_its_end(command, {**INHERITED, **own}, folder, limit_s)
 
     def _trainer(self, case: Case, folder: Path) -> Sequence[str]:
         rollout = "actor_rollout_ref.rollout"

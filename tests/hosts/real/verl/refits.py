@@ -58,7 +58,8 @@ def send_or_receive(
         trainers, _ = pickle.loads(store.get(f"{number}"))
         engine.init_process_group(**{name: each[rank] for name, each in trainers.items()})
         try:
-            asyncio.run(worker.update_weights(global_steps=number))
+            speed = asyncio.run(worker.update_weights(global_steps=number))
+            assert all(name.startswith("checkpoint_engine/") for name in speed)
             found.append(exported(worker.actor.engine))
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")

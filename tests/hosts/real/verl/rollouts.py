@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ LENGTHS = ((5, 14), (9, 3), (2, 9), (7, 11), (1, 6), (9, 14), (4, 2), (6, 8))
 """Tokens of each row's prompt and response."""
 
 
-def _jagged(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of different lengths as verl's rows have them."""
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 def part_of(rows: TensorDict, rank: int, size: int) -> TensorDict:
@@ -36,9 +38,9 @@ def sft_rows(step: int) -> TensorDict:
         ids.append(torch.randint(4, VOCAB, (length,), generator=draw))
         masks.append((torch.arange(length) >= prompt).long())
     rows = {
-        "input_ids": _jagged(ids),
-        "position_ids": _jagged([torch.arange(len(each)) for each in ids]),
-        "loss_mask": _jagged(masks),
+        "input_ids": jagged(ids),
+        "position_ids": jagged([torch.arange(len(each)) for each in ids]),
+        "loss_mask": jagged(masks),
     }
     settings = {
         "pad_mode": "no_padding",
@@ -102,7 +104,7 @@ def _all_jagged(dense: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         **dict.fromkeys(("responses", "response_mask", "advantages", "values", "returns"), answers),
     }
     rows = {
-        key: _jagged([values[mask] for values, mask in zip(dense[key], masks, strict=True)])
+        key: jagged([values[mask] for values, mask in zip(dense[key], masks, strict=True)])
         for key, masks in inside.items()
     }
     return rows | {"loss_mask": rows["response_mask"]}
@@ -117,7 +119,7 @@ def add_responses(rows: TensorDict, name: str, text: torch.Tensor) -> None:
     values = text.values()
     parts = [values[end - n - 1 : end - 1] for end, n in zip(ends, lengths, strict=True)]
     if rows["responses"].is_nested:
-        rows[name] = _jagged(parts)
+        rows[name] = jagged(parts)
     else:
         rows[name] = torch.stack(
             [torch.nn.functional.pad(part, (0, RESPONSE - len(part))) for part in parts]

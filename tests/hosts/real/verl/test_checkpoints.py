@@ -99,7 +99,7 @@ def test_the_newest_are_kept_and_hold_the_model_for_hugging_face(
     check_equal(held, weights)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2_sp"])
+@pytest.mark.parametrize("layout", ["one", "tp2_sp", "pp2"])
 def test_a_rollout_elsewhere_has_all_weights_through_our_checkpoint_engine(
     layout: str,
     verl_ranks: RankPool,

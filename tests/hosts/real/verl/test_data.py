@@ -20,7 +20,7 @@ from megatron_policy.hosts.verl.data import (
     temperature_of,
 )
 from megatron_policy.training.callbacks import TokenScores
-from tests.hosts.real.verl.rollouts import LENGTHS, rollouts, sft_rows
+from tests.hosts.real.verl.rollouts import LENGTHS, jagged, rollouts, sft_rows
 
 WIDTH = max(prompt + response for prompt, response in LENGTHS)
 
@@ -105,8 +105,7 @@ def dense(rows: TensorDict) -> None:
 
 
 def with_axes(rows: TensorDict) -> None:
-    positions = [torch.arange(n).repeat(3, 1) for n in map(sum, LENGTHS)]
-    rows["position_ids"] = torch.nested.as_nested_tensor(positions, layout=torch.jagged)
+    rows["position_ids"] = jagged([torch.arange(n).repeat(3, 1) for n in map(sum, LENGTHS)])
 
 
 @pytest.mark.parametrize(

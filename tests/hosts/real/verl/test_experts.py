@@ -18,14 +18,10 @@ from megatron_policy.errors import BatchError
 from megatron_policy.hosts.verl.data import policy_batch
 from megatron_policy.hosts.verl.experts import add_experts, jagged_experts, mode_of
 from tests.hosts.real.verl.configs import Case
-from tests.hosts.real.verl.rollouts import LENGTHS, rollouts
+from tests.hosts.real.verl.rollouts import LENGTHS, jagged, rollouts
 from tests.hosts.real.verl.worker import in_its_own_job, made_worker, mine
 
 TEXTS = [prompt + response for prompt, response in LENGTHS]
-
-
-def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def experts_of(lengths: list[int], short: int = 0) -> list[torch.Tensor]:

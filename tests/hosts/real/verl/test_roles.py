@@ -1,28 +1,22 @@
-"""Adapters as verl's rollouts take them, and an actor and a critic in one process."""
+"""Weights as verl's rollouts take them: adapters after their base, merged ones, and an iterator."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import CriticConfig
-from verl.workers.utils.losses import value_loss
 
-from megatron_policy.errors import ConfigError
 from tests.exact import load_hf
 from tests.hosts.real.verl.configs import Case
 from tests.hosts.real.verl.rollouts import rollouts
 from tests.hosts.real.verl.worker import (
-    exported,
     in_its_own_job,
     made_worker,
-    metrics_of,
     mine,
     text_of,
     trained_steps,
@@ -101,66 +95,6 @@ def merged_alone(case: Case, model: Path) -> dict[str, Any]:
     return {"peft": peft, "names": set(dict(weights))}
 
 
-def made_critic(case: Case, model: Path) -> Any:
-    config = CriticConfig(strategy=case.engine, ppo_micro_batch_size_per_gpu=case.rows)
-    return made_worker(case, model, partial(value_loss, config=config), "value_model")
-
-
-def updated(worker: Any) -> tuple[float, torch.Tensor]:
-    """A critic's update, and its values afterwards."""
-    data = mine(worker, rollouts(3, "v1", temperature=0.7))
-    tu.assign_non_tensor(
-        data,
-        global_batch_size=8,
-        mini_batch_size=8,
-        epochs=1,
-        seed=42,
-        dataloader_kwargs={"shuffle": False},
-    )
-    metrics = metrics_of(worker.engine, worker.train_mini_batch(data))
-    (norm,) = map(float, metrics["grad_norm"])
-    read = mine(worker, rollouts(4, "v1", temperature=0.7))
-    tu.assign_non_tensor(read, compute_loss=False)
-    return norm, text_of(worker.engine, worker.infer_batch(read), "values").values()
-
-
-@in_its_own_job
-def critic_and_actor(case: Case, model: Path) -> dict[str, Any]:
-    """The critic alone, then beside an actor that trains in between, in verl's order."""
-    found: dict[str, Any] = {"alone": updated(made_critic(case, model))}
-    made_worker_leaves()
-    critic = made_critic(case, model)
-    actor = made_worker(case, model)
-    found["actor"] = trained_steps(actor, range(2))["loss"]
-    found["beside"] = updated(critic)
-    found["weights"] = [set(exported(each.engine)) for each in (actor, critic)]
-    actor.reset()
-    found["actor again"] = trained_steps(actor, range(2))["loss"]
-    found["values again"] = updated(critic)[0]
-    with pytest.raises(ConfigError, match="trained in this process already"):
-        made_worker(case, model)
-    return found
-
-
-def made_worker_leaves() -> None:
-    """What `in_its_own_job` does at its end."""
-    in_its_own_job(lambda: None)()
-
-
-@pytest.mark.parametrize("layout", ["one", "tp2_sp"])
-def test_a_critic_and_an_actor_of_one_process_do_not_touch_each_other(
-    verl_ranks: Any, qwen2: Path, layout: str
-) -> None:
-    case = Case(layout=layout)
-    for found in verl_ranks.run(case.world, critic_and_actor, case, qwen2):
-        (norm, values), (other_norm, other_values) = found["alone"], found["beside"]
-        assert norm == other_norm > 0 and torch.equal(values, other_values)
-        assert (found["actor"] == found["actor again"]).all()
-        assert found["actor"][0] != found["actor"][1]
-        actor, critic = found["weights"]
-        assert critic - actor == {"weights/score.weight", "weights/score.bias"}
-
-
 @in_its_own_job
 def sent(case: Case, model: Path) -> bool:
     """verl's other transports iterate over what the engine returns, once."""
@@ -179,7 +113,5 @@ def sent(case: Case, model: Path) -> bool:
     return asyncio.run(through()) == names
 
 
-def test_the_stream_of_weights_is_an_iterator(
-    verl_ranks: Any, qwen2: Path, run: Callable[..., Any]
-) -> None:
+def test_the_stream_of_weights_is_an_iterator(run: Callable[..., Any]) -> None:
     assert run(sent, Case())

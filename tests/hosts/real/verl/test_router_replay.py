@@ -27,7 +27,7 @@ from tests.expert_families import EXPERTS
 from tests.hosts.real.verl.actor import EPOCHS, MINI_BATCH, made_worker, old_log_probs, update
 from tests.hosts.real.verl.comparison import check_same
 from tests.hosts.real.verl.configs import EPSILON, OPTIMIZER, Case, ppo_config
-from tests.hosts.real.verl.rollouts import LENGTHS, add_responses, rollouts
+from tests.hosts.real.verl.rollouts import LENGTHS, add_responses, jagged, rollouts
 from tests.hosts.real.verl.worker import (
     collected,
     exported,
@@ -53,10 +53,6 @@ CASES = {
 }
 Experts = Sequence[torch.Tensor]
 """Those of each row, `[j, L, K]`."""
-
-
-def jagged(rows: Experts) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 def replaying(case: Case, mode: str) -> Case:

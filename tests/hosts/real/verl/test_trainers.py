@@ -4,7 +4,6 @@ steps are those of verl's own engine, they go on where they were, and they end w
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.hosts.real.processes import ray_head
+from tests.hosts.real.processes import environment, ray_head
 from tests.hosts.real.verl.comparison import check_same
 from tests.hosts.real.verl.configs import BUILT_IN, ORACLE, Case
 from tests.hosts.real.verl.faults import GONE, MESSAGE
 from tests.hosts.real.verl.trainers import Trainers, logged, write_conversations
 from tests.hosts.real.verl.worker import Record
-from tests.ranks import ROOT
 
 WHOLE = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 CASES = {
@@ -36,15 +34,7 @@ FAILS_S = 300.0
 @pytest.fixture(scope="module")
 def trainers(qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
     data = write_conversations(tmp_path_factory.mktemp("data") / "train.parquet")
-    inherited = os.environ.get("PYTHONPATH")
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), inherited))),
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "HF_HUB_OFFLINE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    with ray_head(env, tmp_path_factory.mktemp("r"), gpus=0, cpus=8) as address:
+    with ray_head(environment(), tmp_path_factory.mktemp("r"), gpus=0, cpus=8) as address:
         yield Trainers(qwen2, data, address)
 
 

@@ -90,7 +90,7 @@ def test_a_critic_is_that_of_verls_own_engine(
     check_same(found, expected)
 
 
-@pytest.mark.parametrize("layout", ["one", "pp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2_sp", "pp2"])
 def test_a_critic_beside_an_actor_is_one_that_is_alone_and_so_is_the_actor(
     layout: str, run: Callable[..., Any], critic: Path
 ) -> None:
@@ -103,3 +103,5 @@ def test_a_critic_beside_an_actor_is_one_that_is_alone_and_so_is_the_actor(
         assert set(found) == set(alone)
         for name, array in alone.items():
             assert np.array_equal(found[name], array), name
+    own = {name for name in beside if name.startswith("weights/")} - actor.keys()
+    assert own == {"weights/score.weight", "weights/score.bias"}

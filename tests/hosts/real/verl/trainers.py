@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from typing import Any
 import pandas
 
 from megatron_policy.coordination.rendezvous import reserved_port
-from tests.hosts.real.processes import Ended, run_to_its_end
+from tests.hosts.real.processes import Ended, environment, run_to_its_end
 from tests.hosts.real.verl.configs import Case, sft_overrides
-from tests.ranks import ROOT
 
 MODULES = {"torchrun": "verl.trainer.sft_trainer", "ray": "verl.trainer.sft_trainer_ray"}
 FAULTS = "tests.hosts.real.verl.faults"
@@ -78,7 +76,12 @@ class Trainers:
             *self._trainer(case, folder, steps),
             *overrides,
         ]
-        env = {**self._environment(folder, fault), **(SWITCH if switch else {})}
+        env = environment(
+            RAY_ADDRESS=self.address,
+            VERL_FILE_LOGGER_PATH=str(folder / "log.jsonl"),
+            TESTS_FAULT=fault,
+            **(SWITCH if switch else {}),
+        )
         return run_to_its_end(command, env, folder, limit_s)
 
     def _trainer(self, case: Case, folder: Path, steps: int) -> Sequence[str]:
@@ -92,19 +95,6 @@ class Trainers:
             f"trainer.default_local_dir={folder}",
             "trainer.logger=[console,file]",
         )
-
-    def _environment(self, folder: Path, fault: str) -> Mapping[str, str]:
-        inherited = os.environ.get("PYTHONPATH")
-        return os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), inherited))),
-            "RAY_ADDRESS": self.address,
-            "RAY_AUTH_MODE": "disabled",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "HF_HUB_OFFLINE": "1",
-            "VERL_FILE_LOGGER_PATH": str(folder / "log.jsonl"),
-            "TESTS_FAULT": fault,
-        }
 
 
 def _torchrun(world: int) -> list[str]:

@@ -22,7 +22,7 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import sft_loss
 
 from tests.hosts.real.verl.configs import Case, sft_config
-from tests.hosts.real.verl.rollouts import LENGTHS, part_of, rollouts, sft_rows
+from tests.hosts.real.verl.rollouts import LENGTHS, jagged, part_of, rollouts, sft_rows
 
 Record = dict[str, np.ndarray]
 """Named arrays: one number a step, what was read of all rows, weights."""
@@ -98,7 +98,7 @@ def text_of(engine: Any, output: TensorDict | None, key: str) -> torch.Tensor:
     """What was read of all rows, jagged; position t of a row has token t + 1, the last one none."""
     mine = None if output is None else [row.numpy() for row in output[key].float().unbind()]
     rows = [torch.from_numpy(row) for part in collected(engine, mine) for row in part]
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    return jagged(rows)
 
 
 def of_responses(text: torch.Tensor) -> np.ndarray:
