@@ -70,10 +70,23 @@ class Policy:
         self.open = False
 
 
+class Process:
+    """A process of a host, whose roles enter and leave."""
+
+    def __init__(self) -> None:
+        self.stage, self.engine = Stage(Policy), Engine()
+
+    def enter_reference(self, name: str = "model", *, offloads: bool = False, **top: Any) -> None:
+        self.stage.enter_reference(config(name, **top), offloads=offloads)
+
+    def enter_trained(self, name: str = "model", *, offloads: bool = False, **top: Any) -> Any:
+        return self.stage.enter_trained(self.engine, config(name, **top), offloads=offloads)
+
+
 @pytest.fixture
-def stage() -> Iterator[Stage]:
+def process() -> Iterator[Process]:
     Policy.made.clear()
-    yield Stage(Policy)
+    yield Process()
     Policy.made.clear()
 
 
@@ -81,86 +94,86 @@ def config(name: str = "model", **top: Any) -> PolicyConfig:
     return PolicyConfig.parse(policy_config(name, {}, **top))
 
 
-def test_a_reference_waits_for_the_trained_role_and_shares_its_policy(stage: Stage) -> None:
-    stage.enter_reference(config(), offloads=False)
+def test_a_reference_waits_for_the_trained_role_and_shares_its_policy(process: Process) -> None:
+    process.enter_reference()
     assert not Policy.made
-    engine = Engine()
-    policy = stage.enter_trained(engine, config(), offloads=False)
+    policy = process.enter_trained()
     assert policy.options["init_reference_model"] and len(Policy.made) == 1
-    with stage.as_reference() as found:
+    with pytest.raises(ValueError, match="of a loss"), process.stage.as_reference():
+        raise ValueError("of a loss")
+    assert not policy.in_reference, "the trained weights are back after an exception"
+    with process.stage.as_reference() as found:
         assert found is policy and policy.in_reference
     assert not policy.in_reference
 
 
-def test_without_a_reference_there_are_no_further_weights(stage: Stage) -> None:
-    engine = Engine()
-    assert not stage.enter_trained(engine, config(), offloads=False).options["init_reference_model"]
-
-
 def test_a_reference_that_computes_first_has_a_policy_of_its_own_which_gives_way(
-    stage: Stage,
+    process: Process,
 ) -> None:
-    stage.enter_reference(config(), offloads=False)
-    with stage.as_reference() as own:
+    process.enter_reference()
+    with process.stage.as_reference() as own:
         assert not own.in_reference and own.options["init_optimizer"] is False
-    engine = Engine()
-    policy = stage.enter_trained(engine, config(), offloads=False)
+    with pytest.raises(ConfigError, match="no such seed"):
+        process.enter_trained(seed=13)
+    with process.stage.as_reference() as own:
+        assert own.open and not own.in_reference, "it computes after a build that failed"
+    policy = process.enter_trained()
     assert (own.open, policy.open) == (False, True)
-    assert stage.policy_of_reference() is policy
+    assert process.stage.policy_of_reference() is policy
 
 
-def test_a_reference_of_other_weights_is_read_into_the_same_policy(stage: Stage) -> None:
-    stage.enter_reference(config("older"), offloads=False)
-    engine = Engine()
-    policy = stage.enter_trained(engine, config("newer"), offloads=False)
+def test_a_reference_of_other_weights_is_read_into_the_same_policy(process: Process) -> None:
+    process.enter_reference("older")
+    policy = process.enter_trained("newer")
     assert policy.config.model_name == "newer"
     assert policy.config.reference_model_name == "older"
-    stage.enter_reference(config("older"), offloads=False)
+    process.enter_reference("older")
 
 
-def test_a_reference_that_both_roles_name_is_the_policys(stage: Stage) -> None:
-    both = config("newer", reference_model_name="older")
-    stage.enter_reference(both, offloads=False)
-    policy = stage.enter_trained(Engine(), both, offloads=False)
-    assert policy.config.reference_model_name == "older" and policy.options["init_reference_model"]
-    with stage.as_reference() as found:
-        assert found is policy and policy.in_reference
+def test_a_reference_that_both_roles_name_is_the_policys(process: Process) -> None:
+    named = {"reference_model_name": "oldest"}
+    for model in ("newer", "older"):
+        process.enter_reference(model, **named)
+        policy = process.enter_trained("newer", **named)
+        assert policy.config.reference_model_name == "oldest"
+        assert policy.options["init_reference_model"]
+        with process.stage.as_reference() as found:
+            assert found is policy and policy.in_reference
+        process.enter_reference(model, **named)
+        process.stage.leave()
 
 
-def test_a_repeated_reset_of_either_role_leaves_one_policy(stage: Stage) -> None:
-    engine = Engine()
-    stage.enter_reference(config(), offloads=False)
-    first = stage.enter_trained(engine, config(), offloads=False)
-    stage.enter_reference(config(), offloads=False)
-    assert stage.policy_of_reference() is first
-    second = stage.enter_trained(engine, config(), offloads=False)
+def test_a_repeated_reset_of_either_role_leaves_one_policy(process: Process) -> None:
+    process.enter_reference()
+    first = process.enter_trained()
+    process.enter_reference()
+    assert process.stage.policy_of_reference() is first
+    second = process.enter_trained()
     assert [each.open for each in Policy.made] == [False, True]
     assert second.options["init_reference_model"]
 
 
-def test_a_reset_reference_alone_takes_its_new_configuration(stage: Stage) -> None:
-    stage.enter_reference(config("older"), offloads=False)
-    first = stage.policy_of_reference()
-    stage.enter_reference(config("older"), offloads=True)
-    assert stage.policy_of_reference() is first
-    stage.enter_reference(config("newer"), offloads=False)
-    assert stage.policy_of_reference().config.model_name == "newer" and not first.open
+def test_a_reset_reference_alone_takes_its_new_configuration(process: Process) -> None:
+    process.enter_reference("older")
+    first = process.stage.policy_of_reference()
+    process.enter_reference("older", offloads=True)
+    assert process.stage.policy_of_reference() is first
+    process.enter_reference("newer")
+    assert process.stage.policy_of_reference().config.model_name == "newer" and not first.open
 
 
-def test_roles_that_differ_are_refused_with_the_keys_and_both_values(stage: Stage) -> None:
-    engine = Engine()
-    stage.enter_reference(config(precision="bfloat16"), offloads=False)
-    own = stage.policy_of_reference()
+def test_roles_that_differ_are_refused_with_the_keys_and_both_values(process: Process) -> None:
+    half = {"precision": "bfloat16"}
+    process.enter_reference(**half)
+    own = process.stage.policy_of_reference()
     with pytest.raises(ConfigError, match="precision: 'float32' and 'bfloat16'"):
-        stage.enter_trained(engine, config(), offloads=False)
+        process.enter_trained()
     assert own.open, "what was there stays"
-    policy = stage.enter_trained(engine, config(precision="bfloat16"), offloads=False)
-    other = PolicyConfig.parse(
-        policy_config("model", {"tensor_model_parallel_size": 2}, precision="bfloat16")
-    )
+    policy = process.enter_trained(**half)
+    other = PolicyConfig.parse(policy_config("model", {"tensor_model_parallel_size": 2}, **half))
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size: 1 and 2: give both"):
-        stage.enter_reference(other, offloads=False)
-    assert policy.open and stage.policy_of_reference() is policy
+        process.stage.enter_reference(other, offloads=False)
+    assert policy.open and process.stage.policy_of_reference() is policy
 
 
 def paths(section: type[Section], at: str = "") -> Iterator[str]:
@@ -217,91 +230,53 @@ def test_a_refusal_does_not_show_environment_variables() -> None:
     assert "secret" not in str(found.value)
 
 
-def test_a_reference_that_the_trained_role_names_is_kept(stage: Stage) -> None:
-    named = {"reference_model_name": "oldest"}
-    stage.enter_reference(config("older", **named), offloads=False)
-    engine = Engine()
-    policy = stage.enter_trained(engine, config("newer", **named), offloads=False)
-    assert policy.config.reference_model_name == "oldest"
-    stage.enter_reference(config("older", **named), offloads=False)
-
-
 @pytest.mark.parametrize("name", ["model", "other"])
-def test_a_reference_after_a_policy_without_one_is_refused(stage: Stage, name: str) -> None:
-    engine = Engine()
-    stage.enter_trained(engine, config(), offloads=False)
+def test_a_reference_after_a_policy_without_one_is_refused(process: Process, name: str) -> None:
+    process.enter_trained()
     with pytest.raises(ConfigError, match="make the reference first"):
-        stage.enter_reference(config(name), offloads=False)
+        process.enter_reference(name)
 
 
-def test_a_second_trained_role_is_refused_until_the_first_is_gone(stage: Stage) -> None:
-    engine, other = Engine(), Engine()
-    policy = stage.enter_trained(engine, config(), offloads=False)
+def test_a_second_trained_role_is_refused_until_the_first_is_gone(process: Process) -> None:
+    policy, other = process.enter_trained(), Engine()
     with pytest.raises(ConfigError, match="'model' is trained in this process already"):
-        stage.enter_trained(other, config("other"), offloads=False)
+        process.stage.enter_trained(other, config("other"), offloads=False)
     assert policy.open
-    del engine
+    del process.engine
     gc.collect()
-    assert stage.enter_trained(other, config("other"), offloads=False).open
+    assert process.stage.enter_trained(other, config("other"), offloads=False).open
     assert not policy.open
 
 
-def test_after_a_failed_build_the_reference_computes_and_the_role_can_enter(stage: Stage) -> None:
-    engine = Engine()
-    stage.enter_reference(config(), offloads=False)
-    with pytest.raises(ConfigError, match="no such seed"):
-        stage.enter_trained(engine, config(seed=13), offloads=False)
-    with stage.as_reference() as own:
-        assert own.open and not own.in_reference
-    assert stage.enter_trained(engine, config(), offloads=False).open and not own.open
-
-
-def test_an_exception_within_the_reference_restores_the_trained_weights(stage: Stage) -> None:
-    engine = Engine()
-    stage.enter_reference(config(), offloads=False)
-    policy = stage.enter_trained(engine, config(), offloads=False)
-    with pytest.raises(ValueError, match="of a loss"), stage.as_reference():
-        raise ValueError("of a loss")
-    assert not policy.in_reference
-    with stage.as_reference():
-        assert policy.in_reference
-
-
-def test_a_reference_that_has_not_entered_cannot_compute(stage: Stage) -> None:
+def test_a_reference_that_has_not_entered_cannot_compute(process: Process) -> None:
     with pytest.raises(RuntimeError, match="the reference is not initialized"):
-        stage.policy_of_reference()
+        process.stage.policy_of_reference()
 
 
-@pytest.mark.parametrize(
-    ("reference", "trained", "moved"),
-    [(True, True, {PARAMETERS, OPTIMIZER}), (True, False, {OPTIMIZER}), (False, True, {OPTIMIZER})],
-)
-def test_parameters_leave_the_device_if_both_roles_ask_for_it(
-    stage: Stage, reference: bool, trained: bool, moved: set[Kind]
-) -> None:
-    engine = Engine()
-    stage.enter_reference(config(), offloads=reference)
-    policy = stage.enter_trained(engine, config(), offloads=trained)
-    stage.offload(frozenset({PARAMETERS, OPTIMIZER}))
-    stage.onload(frozenset({PARAMETERS}))
-    stage.offload(frozenset())
-    assert policy.memory.calls == [("offload", moved), ("onload", {PARAMETERS})]
+def test_parameters_leave_the_device_if_all_roles_ask_for_it(process: Process) -> None:
+    whole = frozenset({PARAMETERS, OPTIMIZER})
+    for reference, trained, moved in (
+        (True, True, whole),
+        (True, False, {OPTIMIZER}),
+        (False, True, {OPTIMIZER}),
+        (None, True, whole),
+    ):
+        if reference is not None:
+            process.enter_reference(offloads=reference)
+        policy = process.enter_trained(offloads=trained)
+        process.stage.offload(whole)
+        process.stage.onload(frozenset({PARAMETERS}))
+        process.stage.offload(frozenset())
+        assert policy.memory.calls == [("offload", moved), ("onload", {PARAMETERS})]
+        process.stage.leave()
 
 
-def test_parameters_of_a_trained_role_alone_leave_the_device_if_it_asks(stage: Stage) -> None:
-    engine = Engine()
-    policy = stage.enter_trained(engine, config(), offloads=True)
-    stage.offload(frozenset({PARAMETERS}))
-    assert policy.memory.calls == [("offload", {PARAMETERS})]
-
-
-def test_a_stage_that_everyone_has_left_is_as_new(stage: Stage) -> None:
-    engine = Engine()
-    stage.enter_reference(config(precision="bfloat16"), offloads=False)
-    policy = stage.enter_trained(engine, config(precision="bfloat16"), offloads=False)
-    stage.leave()
+def test_a_process_that_everyone_has_left_is_as_new(process: Process) -> None:
+    process.enter_reference(precision="bfloat16")
+    policy = process.enter_trained(precision="bfloat16")
+    process.stage.leave()
     assert not policy.open
-    other = stage.enter_trained(Engine(), config(), offloads=True)
+    other = process.enter_trained(offloads=True)
     assert not other.options["init_reference_model"]
 
 
