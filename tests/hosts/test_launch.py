@@ -45,6 +45,11 @@ print(json.dumps({
     "names": sorted(name for name in globals() if not name.startswith("__")),
 }))
 """
+DRIVER = """
+import sys
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder
+print(RayWorkerBuilder(sys.argv[1]).ray_actor_class_fqn)
+"""
 ENDS = {
     "exits": ("import sys; sys.exit(7)", 7),
     "ends": ("", 0),
@@ -101,6 +106,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "package/__init__.py").touch()
     (folder / "elsewhere").mkdir()
     (folder / "elsewhere/link.py").symlink_to(folder / "script.py")
+    (folder / "driver.py").write_text(DRIVER)
     for name, (code, _) in ENDS.items():
         (folder / f"{name}.py").write_text(code)
     return folder
@@ -126,8 +132,9 @@ def test_a_program_sees_what_it_sees_under_python(
 ) -> None:
     monkeypatch.chdir(programs)
     words = tuple(word.replace("HERE", str(programs)) for word in words)
-    before = ((), LAUNCHERS[launcher])
-    plain, launched = (python(*first, *words, PYTHONPATH=path) for first in before)
+    plain, launched = (
+        python(*before, *words, PYTHONPATH=path) for before in ((), LAUNCHERS[launcher])
+    )
     assert launched.returncode == 0, launched.stderr
     assert json.loads(launched.stdout) == json.loads(plain.stdout)
 
@@ -143,31 +150,20 @@ def test_a_program_ends_as_it_ends_under_python(programs: Path, path: str, name:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_program_of_nemo_rl_starts_our_worker(tmp_path: Path, path: str, launcher: str) -> None:
-    script = tmp_path / "driver.py"
-    script.write_text(
-        "from nemo_rl.distributed.worker_groups import RayWorkerBuilder\n"
-        f"print(RayWorkerBuilder({THEIRS!r}).ray_actor_class_fqn)\n"
-    )
-    told = python(*LAUNCHERS[launcher], script, PYTHONPATH=path)
+def test_a_program_of_nemo_rl_starts_our_worker(programs: Path, path: str, launcher: str) -> None:
+    told = python(*LAUNCHERS[launcher], programs / "driver.py", THEIRS, PYTHONPATH=path)
     assert told.stdout == f"{redirect.OUR_WORKER}\n", told.stderr
     assert THEIRS in told.stderr
 
 
 def test_the_command_asks_for_our_worker_in_place_of_the_dtensor_one(
-    tmp_path: Path, path: str
+    programs: Path, path: str
 ) -> None:
-    script, theirs = tmp_path / "driver.py", redirect.THEIR_DTENSOR_WORKERS[0]
-    script.write_text(
-        "from nemo_rl.distributed.worker_groups import RayWorkerBuilder\n"
-        f"print(RayWorkerBuilder({theirs!r}).ray_actor_class_fqn)\n"
-    )
-    asked, not_asked = (
-        python(*LAUNCHERS["command"], *words, script, PYTHONPATH=path)
-        for words in (("--workers", "all"), ())
-    )
-    assert asked.stdout == f"{redirect.OUR_WORKER}\n", asked.stderr
-    assert not_asked.stdout == f"{theirs}\n", not_asked.stderr
+    theirs = redirect.THEIR_DTENSOR_WORKERS[0]
+    for words, wanted in ((("--workers", "all"), redirect.OUR_WORKER), ((), theirs)):
+        given = (*words, programs / "driver.py", theirs)
+        told = python(*LAUNCHERS["command"], *given, PYTHONPATH=path)
+        assert told.stdout == f"{wanted}\n", told.stderr
 
 
 def test_help_names_every_host_of_this_package() -> None:
@@ -180,6 +176,9 @@ def test_help_names_every_host_of_this_package() -> None:
 def test_another_host_can_be_named(programs: Path) -> None:
     told = python(*LAUNCHERS["command"], "--host", "ray", programs / "exits.py")
     assert told.returncode == 7, told.stderr
+
+
+NO_PYTHON = {"MEGATRON_POLICY_PY": "/no/python"}
 
 
 @pytest.mark.parametrize(
@@ -198,12 +197,7 @@ def test_another_host_can_be_named(programs: Path) -> None:
         (("command", "--host", "ray", "--workers", "all", __file__), {}, 2, "leave it out with"),
         (("module", __file__), {}, 1, "NeMo RL is not installed in"),
         (("command", __file__), {}, 1, "NeMo RL is not installed in"),
-        (
-            ("command", __file__),
-            {"MEGATRON_POLICY_PY": "/no/python"},
-            1,
-            "there is no such program",
-        ),
+        (("command", __file__), NO_PYTHON, 1, "there is no such program"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_line(
@@ -218,20 +212,13 @@ def test_what_cannot_be_run_is_said_in_a_line(
     assert named in flat and "Traceback" not in flat
 
 
-IMPORT_AND_BUILD = f"""
-import sys
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder as Builder
-print(Builder({THEIRS!r}).ray_actor_class_fqn)
-"""
-
-
 def test_an_import_of_nemo_rl_installs_where_the_environment_asks_for_it(
     path: str, site: Path
 ) -> None:
     # Twice, as a virtual environment does.
     run = f"import site; site.addsitedir({str(site)!r}); site.addsitedir({str(site)!r})\n"
     asked, other, not_asked = (
-        python("-c", run + IMPORT_AND_BUILD, PYTHONPATH=path, NEMO_RL_MEGATRON_BACKEND=value)
+        python("-c", run + DRIVER, THEIRS, PYTHONPATH=path, NEMO_RL_MEGATRON_BACKEND=value)
         for value in ("megatron_policy", "mcore", None)
     )
     assert asked.stdout == f"{redirect.OUR_WORKER}\n", asked.stderr
@@ -271,11 +258,7 @@ def test_a_changed_nemo_rl_is_refused_where_the_environment_asks_for_ours(
         (changed / f"{name}.py").touch()
     run = f"import site; site.addsitedir({str(site)!r})\n"
     path = os.pathsep.join((str(tmp_path), str(ROOT)))
-    told = python(
-        "-c",
-        run + IMPORT_AND_BUILD,
-        PYTHONPATH=path,
-        NEMO_RL_MEGATRON_BACKEND="megatron_policy",
-    )
+    asked = {"PYTHONPATH": path, "NEMO_RL_MEGATRON_BACKEND": "megatron_policy"}
+    told = python("-c", run + DRIVER, THEIRS, **asked)
     assert "ConfigError: this NeMo RL differs from those that megatron-policy knows" in told.stderr
     assert told.returncode == 1
