@@ -87,3 +87,15 @@ def optim(**changes: Any) -> dict[str, Any]:
 def checkpoint(**changes: Any) -> dict[str, Any]:
     contents = ["model", "optimizer", "extra"]
     return {"save_contents": contents, "load_contents": contents, "async_save": False} | changes
+
+
+def sections_with(key: str, value: Any, **own: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """All sections, in the order of `translated`, with a value at a path such as `engine.seed`."""
+    found = {"model": model(), "engine": engine(), "optim": optim(), "checkpoint": checkpoint()}
+    found |= own
+    *path, name = key.split(".")
+    section: dict[str, Any] = found
+    for each in path:
+        section = section.setdefault(each, {})
+    section[name] = value
+    return found

@@ -58,6 +58,13 @@ def process() -> Iterator[OtherProcess]:
     made.kill()
 
 
+@pytest.fixture(params=[True, False], ids=["staged", "not staged"])
+def receiver(request: pytest.FixtureRequest, process: OtherProcess) -> OtherProcess:
+    """A rollout's process whose engine stages what it receives, or does not."""
+    process.call(rollout.start_with, {"staged": request.param, "timeout_s": TIMEOUT_S})
+    return process
+
+
 class Held:
     """In the place of a policy: tensors as they are, which a transport sends."""
 
@@ -95,30 +102,18 @@ def send(engine: Any, seed: int, policy: Held | None = None) -> dict[str, float]
     return asyncio.run(engine.send_weights(stream, global_steps=seed))
 
 
-@pytest.mark.parametrize("staged", [True, False])
 def test_a_rollout_has_what_was_sent_bit_for_bit_at_each_update(
-    trainer: Any, process: OtherProcess, staged: bool
+    trainer: Any, receiver: OtherProcess
 ) -> None:
     engine, (place,) = trainer
-    process.call(rollout.start_with, {"staged": staged, "timeout_s": TIMEOUT_S})
     policy = Held(weights(0))
     for seed in (1, 2, 3):
-        process.begin(rollout.update, place)
+        receiver.begin(rollout.update, place)
         speed = send(engine, seed, policy)
-        assert process.result() == bits(weights(seed))
+        assert receiver.result() == bits(weights(seed))
         assert all(value > 0 for value in speed.values()) and speed
-        assert not process.call(rollout.kept)
+        assert not receiver.call(rollout.kept)
     assert engine._trainers.member._made_in == 1, "one group for all updates"
-
-
-def changed_manifest(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """A trainer that says it has sent something else."""
-    finish = CollectiveSession.finish
-
-    def finish_with(session: CollectiveSession, manifest: RefitManifest) -> None:
-        finish(session, replace(manifest, tensors=change(dict(manifest.tensors))))
-
-    monkeypatch.setattr(CollectiveSession, "finish", finish_with)
 
 
 WRONG = {
@@ -127,37 +122,37 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize("what", WRONG)
 def test_a_set_that_is_wrong_is_refused_on_both_sides_and_the_next_update_works(
-    monkeypatch: pytest.MonkeyPatch, trainer: Any, process: OtherProcess, what: str, staged: bool
+    monkeypatch: pytest.MonkeyPatch, trainer: Any, receiver: OtherProcess, what: str
 ) -> None:
-    engine, (place,) = trainer
-    change, words = WRONG[what]
-    process.call(rollout.start_with, {"staged": staged, "timeout_s": TIMEOUT_S})
-    policy = Held(weights(0))
+    (engine, (place,)), (change, words) = trainer, WRONG[what]
+    policy, finish = Held(weights(0)), CollectiveSession.finish
+
+    def finish_with(session: CollectiveSession, manifest: RefitManifest) -> None:
+        """A trainer that says it has sent something else."""
+        finish(session, replace(manifest, tensors=change(dict(manifest.tensors))))
+
     with monkeypatch.context() as patch:
-        changed_manifest(patch, change)
-        process.begin(rollout.update, place)
+        patch.setattr(CollectiveSession, "finish", finish_with)
+        receiver.begin(rollout.update, place)
         with pytest.raises(RefitError, match=words):
             send(engine, 1, policy)
         with pytest.raises(RefitError, match=words):
-            process.result()
-    process.begin(rollout.update, place)
+            receiver.result()
+    receiver.begin(rollout.update, place)
     send(engine, 2, policy)
-    assert process.result() == bits(weights(2))
+    assert receiver.result() == bits(weights(2))
 
 
-@pytest.mark.parametrize("staged", [True, False])
 def test_the_trainer_hears_that_a_rollout_has_not_taken_all(
-    trainer: Any, process: OtherProcess, staged: bool
+    trainer: Any, receiver: OtherProcess
 ) -> None:
     engine, (place,) = trainer
-    process.call(rollout.start_with, {"staged": staged, "timeout_s": TIMEOUT_S})
-    process.begin(rollout.update, place, 3)
+    receiver.begin(rollout.update, place, 3)
     with pytest.raises(RefitError, match="the rollout has not taken all weights"):
         send(engine, 1)
-    assert len(process.result()) == 3
+    assert len(receiver.result()) == 3
 
 
 def test_another_number_of_rollouts_makes_a_new_group(process: OtherProcess) -> None:

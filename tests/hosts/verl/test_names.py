@@ -12,7 +12,7 @@ from megatron_policy.config.layout import topology_of
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.hosts.verl.names import name_in_verl, with_verl_names
 from megatron_policy.hosts.verl.translate import translated
-from tests.hosts.verl.sections import engine, model, optim
+from tests.hosts.verl.sections import engine, model, optim, sections_with
 
 CHANGED = {
     "model.path": "/models/other",
@@ -49,21 +49,13 @@ CHANGED = {
 
 def values_of(key: str, value: Any) -> dict[str, Any]:
     """The values of a policy, by their paths, under this value of one of verl's keys."""
-    sections: dict[str, Any] = {
-        "model": model(
-            hf_config=SimpleNamespace(num_nextn_predict_layers=1),
-            lora={"rank": 8},
-            mtp={"enable": True, "enable_train": True},
-        ),
-        "engine": engine(policy={}),
-        "optim": optim(lr_decay_steps=40),
-    }
-    *path, name = key.split(".")
-    section = sections
-    for each in path:
-        section = section.setdefault(each, {})
-    section[name] = value
-    return dict(leaves(translated(*sections.values(), replicas=4).policy))
+    of_model = model(
+        hf_config=SimpleNamespace(num_nextn_predict_layers=1),
+        lora={"rank": 8},
+        mtp={"enable": True, "enable_train": True},
+    )
+    found = sections_with(key, value, model=of_model, optim=optim(lr_decay_steps=40))
+    return dict(leaves(translated(*found.values(), replicas=4).policy))
 
 
 def leaves(section: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
