@@ -135,24 +135,26 @@ def ranks_of(document: Mapping[str, Any]) -> int:
     return (nodes - theirs["num_nodes"]) * gpus
 
 
+def dense_config(like: str, sizes: str) -> dict[str, Any]:
+    """The config.json of a model as in `DENSE`."""
+    own = dict(zip(SIZES, map(int, sizes.split("/")), strict=True))
+    layers = {} if like == LLAMA else {"max_window_layers": own["num_hidden_layers"]}
+    return COMMON | PUBLISHED[like][1] | own | layers
+
+
 def architecture_of(config: PolicyConfig) -> Architecture | None:
     """What the model's config.json describes, with what the recipe overrides; None for a model that
     the tables above lack.
     """
     model = config.model_name
     if model in DENSE:
-        like, sizes = DENSE[model]
-        fields = dict(PUBLISHED[like][1])
-        own = dict(zip(SIZES, map(int, sizes.split("/")), strict=True))
-        fields |= own | {"max_window_layers": own["num_hidden_layers"]}
-        if like == LLAMA:
-            del fields["max_window_layers"]
+        fields = dense_config(*DENSE[model])
     elif model in WITH_EXPERTS:
-        fields = dict(PUBLISHED_EXPERTS[WITH_EXPERTS[model]][1])
+        fields = COMMON | PUBLISHED_EXPERTS[WITH_EXPERTS[model]][1]
     else:
         return None
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(COMMON | fields))
+        (Path(folder) / "config.json").write_text(json.dumps(fields))
         return model_table(config.model_copy(update={"model_name": folder})).architecture
 
 
@@ -206,6 +208,11 @@ def main() -> None:
         if reason:
             refused[reason].append(name)
     print(f"{len(said) - sum(map(len, refused.values()))} of {len(said)} are taken")
+    print_reasons(refused)
+
+
+def print_reasons(refused: Mapping[str, list[str]]) -> None:
+    """Print what is refused for each reason, the most frequent first."""
     for reason, names in sorted(refused.items(), key=lambda each: -len(each[1])):
         print(f"{len(names):4d}  {reason}", *names, sep="\n        ")
 

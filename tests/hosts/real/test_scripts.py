@@ -59,6 +59,12 @@ class Laptop:
         assert "megatron_policy.hosts.nemo_rl.worker.MegatronPolicyWorker" in done.stdout
         return done.stdout
 
+    def go_on(self, kind: str, file: str, out: Path, steps: int, **options: bool) -> str:
+        """Start a script again that has saved its third step; what it printed."""
+        said = self.run(f"run_{kind}.py", file, out, f"{kind}.max_num_steps={steps}", **options)
+        assert f"Step 4/{steps}" in said and f"Step 3/{steps}" not in said
+        return said
+
 
 @pytest.fixture(scope="module")
 def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
@@ -106,8 +112,7 @@ def check_adapters_alone(step: Path) -> None:
 def test_sft_runs_three_steps_saves_and_goes_on(laptop: Laptop, tmp_path: Path) -> None:
     laptop.run("run_sft.py", "sft.yaml", tmp_path)
     assert saved(tmp_path) == ["step_3"]
-    said = laptop.run("run_sft.py", "sft.yaml", tmp_path, "sft.max_num_steps=5")
-    assert "Step 4/5" in said and "Step 3/5" not in said
+    laptop.go_on("sft", "sft.yaml", tmp_path, 5)
     assert saved(tmp_path)[-1] == "step_5"
 
 
@@ -116,8 +121,7 @@ def test_sft_trains_adapters_saves_them_alone_and_goes_on(laptop: Laptop, tmp_pa
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2] > 0
     assert saved(tmp_path) == ["step_3"]
     check_adapters_alone(tmp_path / "step_3")
-    said = laptop.run("run_sft.py", "sft_lora.yaml", tmp_path, "sft.max_num_steps=5")
-    assert "Step 4/5" in said and "Step 3/5" not in said
+    said = laptop.go_on("sft", "sft_lora.yaml", tmp_path, 5)
     assert all(0 < loss < losses[1] for loss in printed(said, "• Loss"))
     assert saved(tmp_path)[-1] == "step_5"
 
@@ -133,8 +137,7 @@ def test_sft_of_the_dtensor_configuration_has_the_losses_of_megatron_and_goes_on
     # Printed with four digits.
     assert len(losses) == 3 and losses == pytest.approx(expected, abs=1.01e-4)
     assert saved(dtensor) == ["step_3"]
-    said = laptop.run("run_sft.py", "sft_dtensor.yaml", dtensor, "sft.max_num_steps=4")
-    assert "Step 4/4" in said and "Step 3/4" not in said
+    laptop.go_on("sft", "sft_dtensor.yaml", dtensor, 4)
 
 
 def test_dpo_runs_three_steps_and_saves(laptop: Laptop, tmp_path: Path) -> None:
@@ -226,7 +229,6 @@ def test_ppo_trains_a_policy_and_its_value_model_and_goes_on(
     errors = printed(said, "Generation KL Error")
     assert len(errors) == 3 and all(abs(error) < 1e-6 for error in errors)
     assert saved(tmp_path) == saved(tmp_path, "value") == ["step_3"]
-    said = laptop.run("run_ppo.py", "ppo.yaml", tmp_path, "ppo.max_num_steps=4", engine=True)
-    assert "Step 4/4" in said and "Step 3/4" not in said
+    said = laptop.go_on("ppo", "ppo.yaml", tmp_path, 4, engine=True)
     assert all(0 <= loss < losses[0] for loss in printed(said, "Value loss"))
     assert saved(tmp_path, "value")[-1] == "step_4"

@@ -32,7 +32,7 @@ from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.hosts.roles import check_alike
 from megatron_policy.hosts.verl.translate import translated
 from megatron_policy.parallel.topology import Topology
-from tests.hosts.real.recipes import LLAMA, QWEN2, QWEN3, SIZES
+from tests.hosts.real.recipes import LLAMA, QWEN2, QWEN3, dense_config, print_reasons
 from tests.hosts.real.verl.shipped import MEGATRON, Example, checkout, examples
 from tests.unit.published import COMMON, PUBLISHED
 from tests.unit.published_experts import PUBLISHED_EXPERTS
@@ -193,10 +193,7 @@ def enlarged(example: Example) -> Example:
 def fields_of(model: str) -> dict[str, Any] | None:
     """A model's config.json, as its maker published it; None if it is not known."""
     if model in DENSE:
-        like, sizes = DENSE[model]
-        own = dict(zip(SIZES, map(int, sizes.split("/")), strict=True))
-        fields = COMMON | PUBLISHED[like][1] | own
-        return fields if like == LLAMA else fields | {"max_window_layers": own[SIZES[-1]]}
+        return dense_config(*DENSE[model])
     if model in PUBLISHED:
         return COMMON | PUBLISHED[model][1]
     if model in WITH_EXPERTS:
@@ -225,8 +222,7 @@ def main() -> None:
         f"{taken} of {len(text)} of text models are taken; Megatron-Core itself refuses "
         f"{len(nowhere)}; {len(found) - len(text)} of vision"
     )
-    for reason, names in sorted(refused.items(), key=lambda each: -len(each[1])):
-        print(f"{len(names):4d}  {reason}", *names, sep="\n        ")
+    print_reasons(refused)
     for example, why in nowhere.items():
         larger = enlarged(example)
         then = refusal(larger) or "taken"
