@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +12,19 @@ import torch
 
 from megatron_policy.hosts import nemo_rl as host
 from tests import oracle
-from tests.dist.cases import policy_config
+from tests.hosts.driver import (
+    LENGTH,
+    ROWS,
+    TOKENIZER,
+    VOCAB,
+    config_of,
+    layout_of,
+    standin_modules,
+)
 from tests.margins import check
 
-VOCAB, LENGTH, ROWS, GBS = 251, 12, 8, 4
 TOLERANCE = 1e-5
 """Of losses and norms relative, and of log-probabilities absolute, after four steps in fp32."""
-TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
 DTENSOR = {
     "tensor_parallel_size": 1,
     "context_parallel_size": 1,
@@ -51,37 +56,12 @@ RELEASES: dict[str, dict[str, Any]] = {
 def standin(nemo_rl_standin: None, ray_instance: None) -> SimpleNamespace:
     """The stand-in's modules, with our worker in place of all of theirs."""
     host.install("all")
-    names = {
-        "cluster": "distributed.virtual_cluster",
-        "data": "distributed.batched_data_dict",
-        "policy": "models.policy.lm_policy",
-        "losses": "losses",
-    }
-    found = {key: importlib.import_module(f"nemo_rl.{name}") for key, name in names.items()}
-    return SimpleNamespace(**found)
+    return standin_modules()
 
 
 @pytest.fixture(scope="module")
 def path(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("qwen2", vocab=VOCAB)
-
-
-def settings(path: Path, packing: bool, megatron: dict[str, Any]) -> dict[str, Any]:
-    tokens = {"train_mb_tokens": 2 * LENGTH, "logprob_mb_tokens": 3 * LENGTH}
-    batching = {
-        "enabled": packing,
-        "algorithm": "modified_first_fit_decreasing",
-        **tokens,
-    }
-    config = policy_config(
-        path,
-        megatron,
-        train_global_batch_size=GBS,
-        train_micro_batch_size=2,
-        make_sequence_length_divisible_by=4,
-        sequence_packing=batching,
-    )
-    return {"megatron_cfg": {"enabled": False}} | config
 
 
 def steps(standin: SimpleNamespace, release: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -110,9 +90,7 @@ def steps(standin: SimpleNamespace, release: str, config: dict[str, Any]) -> dic
 
 @pytest.fixture(scope="module")
 def megatron(standin: SimpleNamespace, path: Path) -> dict[str, Any]:
-    kinds = ("tensor_model", "pipeline_model", "context")
-    sizes = {f"{kind}_parallel_size": 1 for kind in kinds}
-    return steps(standin, "newer", settings(path, True, sizes))
+    return steps(standin, "newer", config_of(path, layout_of(), packing=True))
 
 
 @pytest.mark.nightly
@@ -121,7 +99,8 @@ def test_steps_of_the_dtensor_configuration_are_those_of_megatron(
     standin: SimpleNamespace, path: Path, megatron: dict[str, Any], release: str
 ) -> None:
     keys = {"dtensor_cfg": DTENSOR | RELEASES[release]}
-    found = steps(standin, release, settings(path, release == "newer", keys))
+    config = config_of(path, keys, packing=release == "newer")
+    found = steps(standin, release, {"megatron_cfg": {"enabled": False}} | config)
     for kind in ("sft", "grpo"):
         for name in ("loss", "grad_norm"):
             pairs = zip(found[kind][name].view(-1), megatron[kind][name].view(-1), strict=True)

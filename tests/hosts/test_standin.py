@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import pickle
@@ -19,30 +18,31 @@ from ray import cloudpickle
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.hosts import nemo_rl as host
+from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
 from megatron_policy.hosts.nemo_rl.value_worker import MegatronValueWorker
 from megatron_policy.hosts.nemo_rl.worker import ACTOR_OPTIONS, MegatronPolicyWorker, NemoRLWorker
 from tests import oracle
-from tests.dist.cases import policy_config
 from tests.fork_server import PLAIN
+from tests.hosts.driver import (
+    GBS,
+    LENGTH,
+    ROWS,
+    TOKENIZER,
+    VOCAB,
+    config_of,
+    layout_of,
+    standin_modules,
+)
 from tests.hosts.methods import FORMS, REFUSED
 
-VOCAB, LENGTH, ROWS, GBS = 251, 12, 8, 4
 TOLERANCE = 2e-4
-TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
 
 
 @pytest.fixture(scope="module")
 def standin(nemo_rl_standin: None, ray_instance: None) -> SimpleNamespace:
     """The stand-in's modules, with our worker installed."""
     host.install()
-    names = {
-        "cluster": "distributed.virtual_cluster",
-        "data": "distributed.batched_data_dict",
-        "policy": "models.policy.lm_policy",
-        "losses": "losses",
-    }
-    found = {key: importlib.import_module(f"nemo_rl.{name}") for key, name in names.items()}
-    return SimpleNamespace(**found)
+    return standin_modules()
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def older(
     data, folder = standin.data.BatchedDataDict(dict(rows)), tmp_path_factory.mktemp("older")
     cluster = standin.cluster.RayVirtualCluster([2], use_gpus=False)
     engines = {"backend": "vllm", "max_new_tokens": LENGTH, "colocated": {"enabled": True}}
-    config = config_of(path, tp=2) | {"generation": engines}
+    config = config_of(path, layout_of(tp=2)) | {"generation": engines}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PLAIN, "1")  # these import what they need themselves, as under a host
         policy = standin.policy.Policy(standin.policy.OLDER, cluster, config, TOKENIZER)
@@ -93,8 +93,7 @@ def older(
     saved["tokenizer_path"] = folder / "tokenizer"
     policy.call("save_checkpoint", **{key: str(value) for key, value in saved.items()})
     seen.imported = ray.get([each.imported.remote() for each in policy.group.initializers])
-    seen.pids = ray.get([w.__ray_call__.remote(pid_of) for w in policy.group.workers])
-    seen.environments = ray.get([w.__ray_call__.remote(environ_of) for w in policy.group.workers])
+    seen.processes = ray.get([w.__ray_call__.remote(process_of) for w in policy.group.workers])
     policy.shutdown()
     cluster.shutdown()
     return seen
@@ -108,9 +107,8 @@ def newer(
     data = standin.data.BatchedDataDict(dict(rows))
     cluster = standin.cluster.RayVirtualCluster([2], use_gpus=False)
     paths = {f"{kind}_path": str(older.folder / kind) for kind in ("weights", "optimizer")}
-    policy = standin.policy.Policy(
-        standin.policy.NEWER, cluster, config_of(path, pp=2, packing=True), TOKENIZER, **paths
-    )
+    config = config_of(path, layout_of(pp=2), packing=True)
+    policy = standin.policy.Policy(standin.policy.NEWER, cluster, config, TOKENIZER, **paths)
     seen = SimpleNamespace()
     seen.places = policy.call("report_node_ip_and_gpu_id")
     policy.call("prepare_for_lp_inference", keep_train_buffers=True)
@@ -136,9 +134,8 @@ def test_two_data_parallel_ranks_take_turns_in_the_rows_and_answer_in_order(
 ) -> None:
     data = standin.data.BatchedDataDict(dict(rows))
     cluster = standin.cluster.RayVirtualCluster([2], use_gpus=False)
-    policy = standin.policy.Policy(
-        standin.policy.NEWER, cluster, config_of(path, packing=True), TOKENIZER
-    )
+    config = config_of(path, layout_of(), packing=True)
+    policy = standin.policy.Policy(standin.policy.NEWER, cluster, config, TOKENIZER)
     found = policy.get_logprobs(data)["logprobs"]
     trained = policy.train(data, standin.losses.LogprobLoss())
     policy.shutdown()
@@ -146,34 +143,31 @@ def test_two_data_parallel_ranks_take_turns_in_the_rows_and_answer_in_order(
     with torch.no_grad():
         close(found, oracle.hf_logprobs(oracle.load_hf(path), rows["input_ids"]), rows)
     assert trained["ranks"] == [0, 1]
-    assert trained["loss"].tolist() == pytest.approx(expected.losses[:2], abs=TOLERANCE)
-    assert float(trained["grad_norm"]) == pytest.approx(expected.grad_norms[1], rel=1e-3)
     # Of each step both ranks give their own microbatches.
-    assert sum(trained["all_mb_metrics"]["loss"]) == pytest.approx(
-        sum(expected.losses[:2]) / 2, abs=TOLERANCE
-    )
+    check_trained(trained, expected, slice(0, 2))
 
 
-@pytest.mark.parametrize("host_name", ["older", "newer"])
-def test_losses_and_norms_are_those_of_one_process_of_transformers(
-    request: pytest.FixtureRequest, expected: oracle.Trained, host_name: str
-) -> None:
-    trained = request.getfixturevalue(host_name).trained
-    steps = slice(0, 2) if host_name == "older" else slice(2, 4)
+def check_trained(trained: dict[str, Any], expected: oracle.Trained, steps: slice) -> None:
     assert trained["loss"].tolist() == pytest.approx(expected.losses[steps], abs=TOLERANCE)
     last = expected.grad_norms[steps][-1]
     assert float(trained["grad_norm"]) == pytest.approx(last, rel=1e-3)
     # Metrics add up to the value over the call.
-    assert sum(trained["all_mb_metrics"]["loss"]) == pytest.approx(
-        sum(expected.losses[steps]) / 2, abs=TOLERANCE
-    )
-    assert trained["ranks"] == [0]
+    total = sum(expected.losses[steps]) / 2
+    assert sum(trained["all_mb_metrics"]["loss"]) == pytest.approx(total, abs=TOLERANCE)
 
 
-def test_a_step_in_parts_is_a_step(newer: SimpleNamespace, expected: oracle.Trained) -> None:
-    found = newer.in_parts
-    assert found["global_loss"].tolist() == pytest.approx(expected.losses[4:], abs=TOLERANCE)
-    assert float(found["grad_norm"]) == pytest.approx(expected.grad_norms[4], rel=1e-3)
+def test_losses_and_norms_are_those_of_one_process_of_transformers(
+    older: SimpleNamespace, newer: SimpleNamespace, expected: oracle.Trained
+) -> None:
+    for host_name, seen, steps in (("older", older, slice(0, 2)), ("newer", newer, slice(2, 4))):
+        check_trained(seen.trained, expected, steps)
+        assert seen.trained["ranks"] == [0], host_name
+    in_parts = newer.in_parts
+    assert in_parts["global_loss"].tolist() == pytest.approx(expected.losses[4:], abs=TOLERANCE)
+    assert float(in_parts["grad_norm"]) == pytest.approx(expected.grad_norms[4], rel=1e-3)
+    evaluated, trained = older.evaluated["loss"].tolist(), older.trained["loss"].tolist()
+    assert evaluated[0] == pytest.approx(trained[0], abs=1e-6)
+    assert evaluated[1] != pytest.approx(trained[1], abs=1e-6), "evaluating does not train"
 
 
 def test_log_probabilities_before_training_are_those_of_transformers(
@@ -199,12 +193,6 @@ def test_a_policy_goes_on_from_where_the_other_has_saved(
     assert moved > 10 * TOLERANCE
 
 
-def test_evaluating_does_not_train(older: SimpleNamespace) -> None:
-    evaluated, trained = older.evaluated["loss"].tolist(), older.trained["loss"].tolist()
-    assert evaluated[0] == pytest.approx(trained[0], abs=1e-6)
-    assert evaluated[1] != pytest.approx(trained[1], abs=1e-6)
-
-
 def test_answers_are_batches_of_the_hosts_own_kind(
     standin: SimpleNamespace, older: SimpleNamespace, newer: SimpleNamespace
 ) -> None:
@@ -224,37 +212,30 @@ def test_a_refit_announces_every_weight_in_the_form_of_the_contract(
         assert available > 0
 
 
-def test_workers_tell_where_they_are_and_what_is_free(newer: SimpleNamespace) -> None:
+def test_workers_tell_where_they_are_and_what_is_free_and_see_all_gpus(
+    older: SimpleNamespace, newer: SimpleNamespace
+) -> None:
     assert [gpu for _, gpu in newer.places] == [0, 1]
     assert all(isinstance(free, int) and free > 0 for free in newer.free)
-
-
-def test_a_process_that_only_makes_workers_does_without_megatron(older: SimpleNamespace) -> None:
+    # The host removes the variable that says so, and its own Megatron worker asks for it.
+    for _, environment in older.processes:
+        assert environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
     for names in older.imported:
-        assert "megatron_policy" in names and "megatron" not in names
+        assert "megatron_policy" in names and "megatron" not in names, "it only makes workers"
 
 
 def test_workers_end_when_a_host_lets_go_of_them(older: SimpleNamespace) -> None:
     deadline = time.monotonic() + 120
-    while any(Path(f"/proc/{pid}").exists() for pid in older.pids):
+    while any(Path(f"/proc/{pid}").exists() for pid, _ in older.processes):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
-def test_workers_see_all_gpus_of_their_node(older: SimpleNamespace) -> None:
-    """The host removes the variable that says so, and its own Megatron worker asks for it."""
-    for environment in older.environments:
-        assert environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
-
-
-@pytest.mark.parametrize("actor", [MegatronPolicyWorker, MegatronValueWorker])
-def test_the_options_of_an_actor_are_only_about_which_gpus_it_sees(actor: Any) -> None:
-    assert actor._default_options == ACTOR_OPTIONS
+def test_the_actor_class_travels_light_and_its_options_are_only_about_gpus() -> None:
+    for actor in (MegatronPolicyWorker, MegatronValueWorker):
+        assert actor._default_options == ACTOR_OPTIONS
     (variables,) = ACTOR_OPTIONS["runtime_env"].values()
     assert variables == {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-
-
-def test_the_actor_class_travels_light() -> None:
     assert isinstance(MegatronPolicyWorker, ray.actor.ActorClass)
     # Releases differ in how many values it must return.
     assert not hasattr(MegatronPolicyWorker, "configure_worker")
@@ -263,38 +244,18 @@ def test_the_actor_class_travels_light() -> None:
     assert pickle.loads(carried) is not None
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name not in REFUSED])
-def test_a_method_takes_the_keywords_of_every_release(name: str) -> None:
-    method = getattr(NemoRLWorker, name)
-    for form in FORMS[name]:
-        inspect.signature(method).bind(None, **dict.fromkeys(form))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_method_that_is_not_there_says_so_and_why(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"(?s){name}.*{REFUSED[name]}"):
-        getattr(NemoRLWorker, name)(None, **dict.fromkeys(FORMS[name][0]))
-
-
-def config_of(path: Path, *, tp: int = 1, pp: int = 1, packing: bool = False) -> dict[str, Any]:
-    layout = {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "context_parallel_size": 1,
-    }
-    tokens = {"train_mb_tokens": 2 * LENGTH, "logprob_mb_tokens": 3 * LENGTH}
-    return policy_config(
-        path,
-        layout,
-        train_global_batch_size=GBS,
-        train_micro_batch_size=2,
-        make_sequence_length_divisible_by=4,
-        sequence_packing={
-            "enabled": packing,
-            "algorithm": "modified_first_fit_decreasing",
-            **tokens,
-        },
-    )
+def test_methods_take_the_keywords_of_every_release_or_say_why_they_are_not_there() -> None:
+    for name, forms in FORMS.items():
+        method, reason = getattr(NemoRLWorker, name), REFUSED.get(name)
+        for form in forms:
+            inspect.signature(method).bind(None, **dict.fromkeys(form))
+            if reason:
+                with pytest.raises(NotImplementedError, match=f"(?s){name}.*{reason}"):
+                    method(None, **dict.fromkeys(form))
+    for name, why in NOT_IMPLEMENTED.items():
+        with pytest.raises(NotImplementedError) as raised:
+            getattr(NemoRLWorker, name)(None, any="thing")
+        assert str(raised.value).startswith(f"{name} is not implemented: {why}")
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, rows: BatchedDataDict) -> None:
@@ -303,9 +264,5 @@ def close(found: torch.Tensor, wanted: torch.Tensor, rows: BatchedDataDict) -> N
     torch.testing.assert_close(found[:, 1:][inside], wanted[inside], atol=TOLERANCE, rtol=0)
 
 
-def pid_of(worker: Any) -> int:
-    return os.getpid()
-
-
-def environ_of(worker: Any) -> dict[str, str]:
-    return dict(os.environ)
+def process_of(worker: Any) -> tuple[int, dict[str, str]]:
+    return os.getpid(), dict(os.environ)

@@ -27,7 +27,6 @@ from megatron_policy.hosts.nemo_rl.generation import (
 )
 from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
 from megatron_policy.hosts.nemo_rl.layout import AXES, check_layout_of_host
-from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
 from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from megatron_policy.interfaces import LossType
 from tests.dist.cases import policy_config
@@ -162,13 +161,6 @@ def test_a_host_that_renames_at_once_keeps_its_checkpoint_and_the_log_tells_what
     assert "keys without effect: " in said and "checkpoint.ckpt_assume_constant_structure" in said
     assert "step_1/weights/iter_0000000, step 0: restored weights" in said
     assert "not restored: optimizer (a new one was requested" in said
-
-
-def test_every_refused_method_names_itself_and_a_reason() -> None:
-    for name, reason in NOT_IMPLEMENTED.items():
-        with pytest.raises(NotImplementedError, match=f"^{name} is not implemented: ") as raised:
-            getattr(NemoRLWorker, name)(None, any="thing")
-        assert reason in str(raised.value)
 
 
 def batch() -> BatchedDataDict:
