@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from megatron_policy import Policy
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.workers import RayVirtualCluster
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 from tests import oracle
 from tests.dist.cases import policy_config
@@ -34,6 +36,18 @@ def config_of(
         train_global_batch_size=GBS,
         generation={"max_new_tokens": 6, "stop_token_ids": []},
     )
+
+
+@contextmanager
+def opened(config: dict[str, Any], **options: Any) -> Iterator[Policy]:
+    """A policy over two workers on CPUs, which are gone afterwards."""
+    cluster = RayVirtualCluster([2], use_gpus=False)
+    policy = Policy(cluster, config, TOKENIZER, **options)
+    try:
+        yield policy
+    finally:
+        assert policy.shutdown()
+        cluster.shutdown()
 
 
 def under_the_reference(worker: MegatronPolicyWorkerImpl, data: BatchedDataDict) -> torch.Tensor:

@@ -13,12 +13,11 @@ import torch
 from megatron_policy import Policy
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
-from megatron_policy.workers import RayVirtualCluster
 from tests import oracle
 from tests.exact import UNIT, Exact, assert_equal
 from tests.losses import TokenNLL
 from tests.pairwise import PairsOfLogprobs, hf_result, make_pairs
-from tests.ray.policies import DP2, LENGTH, TOKENIZER, VOCAB, batch, config_of
+from tests.ray.policies import DP2, LENGTH, VOCAB, batch, config_of, opened
 
 ROWS, GBS = 10, 5
 """The global batch divides by neither the ranks nor the microbatch."""
@@ -30,11 +29,8 @@ TOKENS = {"enabled": True, "train_mb_tokens": 16, "logprob_mb_tokens": 24}
 def policy(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iterator[Policy]:
     """Two data-parallel workers whose microbatches have a number of tokens."""
     config: dict[str, Any] = config_of(checkpoint, DP2) | {request.param: TOKENS}
-    cluster = RayVirtualCluster([2], use_gpus=False)
-    made = Policy(cluster, config, TOKENIZER)
-    yield made
-    made.shutdown()
-    cluster.shutdown()
+    with opened(config) as made:
+        yield made
 
 
 def assert_read(what: str, found: torch.Tensor, expected: Exact, data: BatchedDataDict) -> None:

@@ -4,7 +4,7 @@ hands over and saves is what workers of Megatron-Core make of the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_policy import Policy
-from megatron_policy.workers import RayVirtualCluster
 from tests.dist.cases import fsdp_config
 from tests.losses import TokenNLL
-from tests.ray.policies import DP2, GBS, TOKENIZER, VOCAB, batch, config_of
+from tests.ray.policies import DP2, GBS, VOCAB, batch, config_of, opened
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 32}}
 
 
 def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    cluster = RayVirtualCluster([2], use_gpus=False)
-    policy = Policy(cluster, config, TOKENIZER)
-    try:
+    folder.mkdir()
+    with opened(config) as policy:
         policy.prepare_for_training()
         steps = [policy.train(batch(seed), TokenNLL()) for seed in range(2)]
         policy.prepare_for_lp_inference()
@@ -35,35 +32,26 @@ def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         policy.save_checkpoint(folder / "saved", folder / "saved")
         policy.export_hf(folder / "exported")
         return {"steps": steps, "read": read, "reference": reference, "written": written}
-    finally:
-        policy.shutdown()
-        cluster.shutdown()
 
 
-@pytest.fixture(scope="module", params=["dtensor_cfg", "fsdp_cfg"])
-def both(
-    request: pytest.FixtureRequest,
-    checkpoint: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[dict[str, Any], dict[str, Any], Path, Path]]:
+@pytest.mark.parametrize("section", ["dtensor_cfg", "fsdp_cfg"])
+def test_steps_readings_and_exports_equal_those_of_megatron_core(
+    checkpoint: Callable[..., Path], tmp_path: Path, section: str
+) -> None:
     path = checkpoint("qwen2", vocab=VOCAB)
     common = {
         "train_global_batch_size": GBS,
         "generation": {"max_new_tokens": 6, "stop_token_ids": []},
     }
     keys = {"env_vars": {"OF_FSDP": "1"}}
-    fsdp = fsdp_config(path, keys, section=request.param, **common, **PACKED)
+    fsdp = fsdp_config(path, keys, section=section, **common, **PACKED)
     fsdp["optimizer"]["kwargs"]["weight_decay"] = 0.0
     none = {"start_weight_decay": 0.0, "end_weight_decay": 0.0}
     megatron = config_of(checkpoint, DP2, path) | PACKED
     megatron["megatron_cfg"]["optimizer"]["weight_decay"] = 0.0
     megatron["megatron_cfg"]["scheduler"] |= none
-    own, other = tmp_path_factory.mktemp("fsdp"), tmp_path_factory.mktemp("megatron")
-    yield run(fsdp, own), run(megatron, other), own, other
-
-
-def test_steps_and_readings_equal_those_of_megatron_core(both) -> None:
-    own, other, *_ = both
+    folders = tmp_path / "fsdp", tmp_path / "megatron"
+    own, other = (run(*each) for each in zip((fsdp, megatron), folders, strict=True))
     for mine, theirs in zip(own["steps"], other["steps"], strict=True):
         assert torch.allclose(mine["loss"], theirs["loss"], rtol=1e-5)
         assert torch.allclose(mine["grad_norm"], theirs["grad_norm"], rtol=1e-5)
@@ -71,11 +59,7 @@ def test_steps_and_readings_equal_those_of_megatron_core(both) -> None:
     for name in ("read", "reference"):
         assert torch.allclose(own[name][inside], other[name][inside], atol=1e-5, rtol=0)
     assert own["written"]["generation_lengths"].eq(6).all()
-
-
-def test_exports_equal_those_of_megatron_core(both) -> None:
-    *_, own, other = both
-    mine, theirs = (load_file(folder / "exported" / "model.safetensors") for folder in (own, other))
+    mine, theirs = (load_file(folder / "exported" / "model.safetensors") for folder in folders)
     assert mine.keys() == theirs.keys()
     for name, weight in mine.items():
         assert torch.allclose(weight, theirs[name], atol=1e-5, rtol=0), name

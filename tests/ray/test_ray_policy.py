@@ -14,17 +14,16 @@ import torch
 from megatron_policy import MegatronPolicyWorker, Policy
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError, ConfigError, ExportError, LossError
-from megatron_policy.workers import RayVirtualCluster
 from tests.fork_server import PLAIN
 from tests.losses import TokenNLL
 from tests.ray.policies import (
     DP2,
     GBS,
     LENGTH,
-    TOKENIZER,
     VOCAB,
     batch,
     config_of,
+    opened,
     under_the_reference,
 )
 
@@ -34,26 +33,9 @@ def untrained(checkpoint: Callable[..., Path]) -> Iterator[Policy]:
     """Two data-parallel workers without optimizer, for tests that break nothing. They import what
     they need themselves.
     """
-    cluster = RayVirtualCluster([2], use_gpus=False)
     config = config_of(checkpoint, DP2 | {"env_vars": {PLAIN: "1"}})
-    policy = Policy(cluster, config, TOKENIZER, init_optimizer=False)
-    yield policy
-    policy.shutdown()
-    cluster.shutdown()
-
-
-@pytest.mark.nightly
-def test_batches_that_do_not_divide_are_refused_and_the_policy_goes_on(untrained: Policy) -> None:
-    def evaluate(rows: int, **sizes: int) -> torch.Tensor:
-        return untrained.train(batch(rows=rows), TokenNLL(), eval_mode=True, **sizes)["loss"]
-
-    with pytest.raises(ConfigError, match="7 samples, which is not a multiple of gbs=4"):
-        evaluate(7)
-    with pytest.raises(ConfigError, match="2 data-parallel ranks = 2: use 2 or 4"):
-        evaluate(8, gbs=3)
-    with pytest.raises(ConfigError, match="2 data-parallel ranks = 8: use 8"):
-        evaluate(8, mbs=4)
-    assert evaluate(8, gbs=8).shape == (1,)
+    with opened(config, init_optimizer=False) as policy:
+        yield policy
 
 
 @pytest.mark.nightly
@@ -108,12 +90,13 @@ def test_an_export_that_fails_leaves_the_policy_and_the_next_export_works(
     assert len(list(path.glob("*.safetensors"))) > 2, "two ranks need no more than a file each"
 
 
-def test_a_policy_without_optimizer_refuses_to_train(untrained: Policy) -> None:
+def test_workers_tell_about_themselves_and_refuse_to_train_without_an_optimizer(
+    untrained: Policy,
+) -> None:
     with pytest.raises(ConfigError, match="init_optimizer=False"):
         untrained.train(batch(), TokenNLL())
-
-
-def test_workers_tell_about_themselves(untrained: Policy) -> None:
+    untrained.start_gpu_profiling()  # which does nothing without a GPU
+    untrained.stop_gpu_profiling()
     said = repr(untrained)
     assert said.startswith("Policy(qwen2 ") and said.endswith("pp 1 x dp 2, float32, driver)")
     group = untrained.worker_group
@@ -123,12 +106,6 @@ def test_workers_tell_about_themselves(untrained: Policy) -> None:
     infos = group.run_all("get_gpu_info")
     assert [info["rank"] for info in infos] == [0, 1]
     assert all(0 < info["memory_free"] <= info["memory_total"] for info in infos)
-
-
-def test_a_range_for_a_profiler_does_nothing_without_a_gpu(untrained: Policy) -> None:
-    untrained.start_gpu_profiling()
-    untrained.stop_gpu_profiling()
-    assert untrained.worker_group.run_all("is_alive") == [True, True]
 
 
 def test_a_profile_is_of_all_workers_and_none_is_written_after_an_error(
@@ -144,9 +121,10 @@ def test_a_profile_is_of_all_workers_and_none_is_written_after_an_error(
     assert all(path.is_file() for path in profile.files)
 
 
-def test_noise_reaches_every_weight_alike_and_not_the_reference(untrained: Policy) -> None:
-    group = untrained.worker_group
-    data = batch(rows=2)
+def test_noise_reaches_every_weight_but_not_the_reference_which_counts_in_its_context_alone(
+    untrained: Policy,
+) -> None:
+    group, data = untrained.worker_group, batch(rows=2)
     before = untrained.get_logprobs(data)["logprobs"]
     states = group.run_all("return_state_dict")
     group.run_all("_add_noise_to_weights")
@@ -158,16 +136,10 @@ def test_noise_reaches_every_weight_alike_and_not_the_reference(untrained: Polic
     )
     norm = "decoder.final_layernorm.weight"
     assert torch.equal(noisy[0][norm], noisy[1][norm]), "replicas must stay alike"
-    assert not torch.allclose(before, untrained.get_logprobs(data)["logprobs"])
     reference = untrained.get_reference_policy_logprobs(data)["reference_logprobs"]
     assert torch.equal(reference, before)
-
-
-def test_a_worker_computes_as_its_reference_within_that_context_only(untrained: Policy) -> None:
-    group, data = untrained.worker_group, batch(rows=2)
-    before = untrained.get_reference_policy_logprobs(data)["reference_logprobs"]
-    group.run_all("_add_noise_to_weights")
-    noisy = untrained.get_logprobs(data)["logprobs"]
+    read = untrained.get_logprobs(data)["logprobs"]
+    assert not torch.allclose(read, before)
     workers = [ray.get_actor(f"{group.name} rank {rank}") for rank in range(2)]
     # Each has the row that the driver gave it: with two rows it would sum in another order.
     rows = [data.slice(rank, rank + 1) for rank in range(2)]
@@ -178,8 +150,7 @@ def test_a_worker_computes_as_its_reference_within_that_context_only(untrained: 
         ]
     )
     assert torch.equal(torch.cat(within), before)
-    assert not torch.allclose(noisy, before)
-    assert torch.equal(untrained.get_logprobs(data)["logprobs"], noisy)
+    assert torch.equal(untrained.get_logprobs(data)["logprobs"], read)
 
 
 def test_the_worker_is_what_a_host_takes_for_one() -> None:

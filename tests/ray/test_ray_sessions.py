@@ -23,7 +23,7 @@ except WorkerError as error:
     print(error, ray.is_initialized(), cluster.shutdown())
 """
 
-ATTACHED = """
+JOINED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import ray
@@ -34,21 +34,20 @@ from tests.ray.actors import Worker
 init_ray()
 init_ray()
 cluster = RayVirtualCluster([1], use_gpus=False)
-group = WorkerGroup(cluster, Worker, Topology())
+group = WorkerGroup(cluster, Worker, Topology(), kwargs={"diary": sys.argv[2]})
+"""
+ATTACHED = (
+    JOINED
+    + """
 print(group.run_all("act", how={}), group.shutdown(), ray.cluster_resources()["GPU"])
 """
-
-LEFT_BEHIND = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from megatron_policy.parallel.topology import Topology
-from megatron_policy.workers import RayVirtualCluster, WorkerGroup, init_ray
-from tests.ray.actors import Worker
-init_ray()
-cluster = RayVirtualCluster([1], use_gpus=False)
-group = WorkerGroup(cluster, Worker, Topology(), kwargs={"diary": sys.argv[2]})
+)
+LEFT_BEHIND = (
+    JOINED
+    + """
 group.submit_all("act", how={}, others="sleep")
 """
+)
 
 
 def drive(code: str, *arguments: str, cwd: Path = ROOT, **env: str) -> str:
@@ -77,7 +76,7 @@ def test_a_driver_without_ray_is_told_to_start_it() -> None:
 
 @pytest.mark.nightly
 def test_init_ray_attaches_and_workers_import_what_the_driver_imports(tmp_path: Path) -> None:
-    said = drive(ATTACHED, str(ROOT), cwd=tmp_path, RAY_ADDRESS=address())
+    said = drive(ATTACHED, str(ROOT), str(tmp_path), cwd=tmp_path, RAY_ADDRESS=address())
     assert said == "['rank 0 is fine'] True 2.0"
 
 

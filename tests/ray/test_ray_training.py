@@ -35,9 +35,11 @@ from tests.ray.policies import (
     VOCAB,
     batch,
     config_of,
+    opened,
 )
 
 REFUSED = (BatchError, ConfigError)
+LORA = {"peft": {"enabled": True, "dim": 4, "alpha": 8.0, "lora_B_init_method": "normal"}}
 
 
 def good() -> BatchedDataDict:
@@ -97,12 +99,9 @@ def workers(
     request: pytest.FixtureRequest, checkpoint: Callable[..., Path]
 ) -> Iterator[tuple[Policy, Oracle]]:
     """Two workers, and what they should know. Each test finds the policy right and leaves it so."""
-    cluster = RayVirtualCluster([2], use_gpus=False)
-    policy = Policy(cluster, config_of(checkpoint, request.param), TOKENIZER)
-    yield policy, Oracle(checkpoint("qwen2", vocab=VOCAB))
-    assert policy.shutdown()
-    assert policy.shutdown()
-    cluster.shutdown()
+    with opened(config_of(checkpoint, request.param)) as policy:
+        yield policy, Oracle(checkpoint("qwen2", vocab=VOCAB))
+        assert policy.shutdown()  # and again at the end
 
 
 @pytest.fixture
@@ -114,11 +113,6 @@ def trained(workers: tuple[Policy, Oracle]) -> tuple[Policy, Oracle]:
 
 ALL_LAYOUTS = pytest.mark.parametrize(
     "workers", [DP2, TP2, PP2], ids=["dp2", "tp2", "pp2"], indirect=True
-)
-LAYOUTS_IN_TURNS = pytest.mark.parametrize(
-    "workers",
-    (pytest.param(each, id=name) for name, each in (("tp2", TP2), ("dp2", DP2), ("pp2", PP2))),
-    indirect=True,
 )
 REPLICAS = pytest.mark.parametrize("workers", [DP2], ids=["dp2"], indirect=True)
 
@@ -132,7 +126,8 @@ def test_two_workers_do_what_one_process_of_transformers_does(
     assert not truth.taken, "the first test of a policy"
 
     assert_logprobs(policy.get_logprobs(data)["logprobs"], path, data)
-    assert_logprobs_of_a_part(policy, path, data)
+    part = data.slice(0, 5)  # does not divide over two ranks; the caller must not notice
+    assert_logprobs(policy.get_logprobs(part)["logprobs"], path, part)
     assert_topk(policy, path, data)
     assert_greedy_tokens(policy, load_hf(path), data)
 
@@ -196,12 +191,6 @@ def assert_logprobs(found: torch.Tensor, path: Path, data: BatchedDataDict) -> N
     assert_equal("logprobs", found[:, 1:][inside], expected[inside])
 
 
-def assert_logprobs_of_a_part(policy: Policy, path: Path, data: BatchedDataDict) -> None:
-    """Five rows do not divide over two ranks; the caller must not notice."""
-    part = data.slice(0, 5)
-    assert_logprobs(policy.get_logprobs(part)["logprobs"], path, part)
-
-
 def assert_topk(policy: Policy, path: Path, data: BatchedDataDict) -> None:
     found = policy.get_topk_logits(data.slice(0, 3), k=4)
     logits = Exact.of(path, lambda m: m(data["input_ids"][:3]).logits)
@@ -228,7 +217,7 @@ def assert_greedy_tokens(policy: Policy, model: Any, data: BatchedDataDict) -> N
 
 
 @pytest.mark.nightly
-@LAYOUTS_IN_TURNS
+@ALL_LAYOUTS
 def test_a_policy_computes_the_right_numbers_after_every_loss_that_failed(
     trained: tuple[Policy, Oracle],
 ) -> None:
@@ -299,12 +288,10 @@ def test_what_is_no_loss_is_refused_before_a_worker_is_asked(
     policy, _ = trained
     for ask in ("run_sharded", "run_all"):
         monkeypatch.setattr(policy.worker_group, ask, unasked)
-    for call in (
-        lambda: policy.train(good(), loss),
-        lambda: policy.begin_train_step(loss),
-    ):
-        with pytest.raises(LossError):
-            call()
+    with pytest.raises(LossError):
+        policy.train(good(), loss)
+    with pytest.raises(LossError):
+        policy.begin_train_step(loss)
 
 
 def unasked(*args: Any, **kwargs: Any) -> Any:
@@ -321,6 +308,30 @@ def test_what_cannot_leave_the_process_is_named(trained: tuple[Policy, Oracle]) 
     with pytest.raises(ConfigError, match="data, a BatchedDataDict, cannot be sent"):
         policy.train(held, TokenNLL())
     truth.check_step(policy)
+
+
+@pytest.mark.nightly
+def test_the_reference_of_a_policy_with_adapters_is_the_checkpoint_that_is_named(
+    checkpoint: Callable[..., Path],
+) -> None:
+    other, data = checkpoint("qwen2", vocab=VOCAB, seed=3), batch()
+    config = config_of(checkpoint, DP2 | LORA) | {"reference_model_name": str(other)}
+    cluster = RayVirtualCluster([2], use_gpus=False)
+    with pytest.raises(ConfigError, match="leave the key out, or let the policy have a reference"):
+        Policy(cluster, config, TOKENIZER, init_reference_model=False)
+    config["reference_model_name"] = str(other / "nothing")
+    with pytest.raises(ConfigError, match=r"reference_model_name: model .* is not a directory"):
+        Policy(cluster, config, TOKENIZER)
+    cluster.shutdown()
+    with opened(config | {"reference_model_name": str(other)}) as policy:
+        before = policy.get_logprobs(data)["logprobs"]
+        for step in range(2):
+            policy.prepare_for_lp_inference()
+            read = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+            assert_logprobs(read, other, data)
+            assert torch.equal(policy.get_logprobs(data)["logprobs"], before) == (step == 0)
+            policy.prepare_for_training()
+            policy.train(data, TokenNLL(), gbs=GBS)
 
 
 @pytest.mark.nightly

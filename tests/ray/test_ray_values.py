@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_policy import Policy
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import ConfigError, LossError
-from megatron_policy.workers import RayVirtualCluster
 from tests import scalar_oracle
 from tests.dist.test_scalar_heads import expected_of
 from tests.dist.test_scalar_training import ClippedValues
 from tests.exact import Exact, assert_equal
 from tests.losses import TokenNLL
-from tests.ray.policies import DP2, GBS, TOKENIZER, VOCAB, batch, config_of
+from tests.ray.policies import DP2, GBS, VOCAB, batch, config_of, opened
 
 
 def test_a_driver_has_values_and_scores_in_the_callers_order_and_trains_them(
@@ -31,9 +29,7 @@ def test_a_driver_has_values_and_scores_in_the_callers_order_and_trains_them(
     data = batch()
     values = expected_of(path, "regression", data, scalar_oracle.values)
     last = data["input_lengths"].unsqueeze(1) - 1
-    cluster = RayVirtualCluster([2], use_gpus=False)
-    policy = Policy(cluster, config, TOKENIZER, init_reference_model=False)
-    try:
+    with opened(config, init_reference_model=False) as policy:
         assert_equal("values", policy.get_values(data)["values"], values)
         scores = Exact(values.value.gather(1, last).squeeze(1), values.rounding)
         assert_equal("scores", policy.score(data)["scores"], scores)
@@ -46,6 +42,3 @@ def test_a_driver_has_values_and_scores_in_the_callers_order_and_trains_them(
         assert found["loss"].isfinite().all() and float(found["grad_norm"]) > 0
         with pytest.raises(ConfigError, match="has no vocabulary"):
             policy.get_logprobs(data)
-    finally:
-        policy.shutdown()
-        cluster.shutdown()

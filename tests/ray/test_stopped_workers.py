@@ -18,12 +18,10 @@ import ray
 
 from megatron_policy.errors import WorkerError
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.workers import RayVirtualCluster, WorkerGroup
 from megatron_policy.workers.cluster import watch
 from tests.ray.actors import (
     LONG_S,
     GroupMaker,
-    Worker,
     promptly,
     still_running,
     wait_until_stopped,
@@ -80,13 +78,13 @@ def test_a_stopped_worker_is_named_although_the_failure_of_another_comes_first(
 
 
 @pytest.mark.nightly
-def test_a_worker_that_stops_in_its_constructor_ends_it(diary: Path) -> None:
-    cluster = RayVirtualCluster([2], use_gpus=False)
-    kwargs = {"diary": str(diary), "stop_on": 1, "join": True}
+def test_a_worker_that_stops_in_its_constructor_ends_it(
+    make_group: GroupMaker, diary: Path
+) -> None:
+    where = {"diary": str(diary), "stop_on": 1, "join": True}
     with promptly(), pytest.raises(WorkerError, match="constructor: rank 1 has stopped"):
-        WorkerGroup(cluster, Worker, Topology(tp=2), kwargs=kwargs, timeout_s=LIMIT_S)
+        make_group(Topology(tp=2), timeout_s=LIMIT_S, **where)
     assert not still_running(diary)
-    cluster.shutdown()
 
 
 @pytest.mark.nightly

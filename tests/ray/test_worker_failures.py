@@ -84,17 +84,18 @@ def test_a_worker_that_died_between_calls_is_reported_by_the_next(
     assert group.shutdown()
 
 
+def check_broken(group: WorkerGroup) -> None:
+    with promptly(), pytest.raises(WorkerError, match="is broken"):
+        group.run_all("act", how={})
+
+
 def test_an_error_of_our_own_kind_comes_back_as_itself(make_group: GroupMaker) -> None:
-    group = make_group(Topology(tp=2))
-    with (
-        promptly(),
-        pytest.raises(ConfigError, match="rank 1 cannot do that; ask for less") as caught,
-    ):
+    group, words = make_group(Topology(tp=2)), "rank 1 cannot do that; ask for less"
+    with promptly(), pytest.raises(ConfigError, match=words) as caught:
         group.run_all("act", how={1: "refuse"}, others="sleep")
     assert isinstance(caught.value.__cause__, WorkerError)
     assert caught.value.__cause__.rank == 1
-    with promptly(), pytest.raises(WorkerError, match="is broken"):
-        group.run_all("act", how={})
+    check_broken(group)
 
 
 def test_a_refusal_by_whole_replicas_leaves_the_group_usable_and_one_by_a_part_breaks_it(
@@ -102,24 +103,20 @@ def test_a_refusal_by_whole_replicas_leaves_the_group_usable_and_one_by_a_part_b
 ) -> None:
     group = make_group(Topology(tp=2, dp=2))
     fine = [f"rank {rank} is fine" for rank in range(4)]
-    with promptly(), pytest.raises(ConfigError, match="cannot do that"):
-        group.run_all("act", how={}, others="refuse")
-    assert group.run_all("act", how={}) == fine
-    with promptly(), pytest.raises(ConfigError, match="cannot do that"):
-        group.run_all("act", how={2: "refuse", 3: "refuse"}, others="slowly")
-    assert group.run_all("act", how={}) == fine
+    for how, others in (({}, "refuse"), ({2: "refuse", 3: "refuse"}, "slowly")):
+        with promptly(), pytest.raises(ConfigError, match="cannot do that"):
+            group.run_all("act", how=how, others=others)
+        assert group.run_all("act", how={}) == fine
     with promptly(), pytest.raises(ConfigError, match="cannot do that"):
         group.run_all("act", how={1: "refuse"})  # although the others finish
-    with promptly(), pytest.raises(WorkerError, match="is broken"):
-        group.run_all("act", how={})
+    check_broken(group)
 
 
 def test_an_error_beside_a_refusal_breaks_the_group(make_group: GroupMaker) -> None:
     group = make_group(Topology(dp=2))
     with promptly(), pytest.raises((ConfigError, WorkerError)):
         group.run_all("act", how={0: "refuse", 1: "raise"})
-    with promptly(), pytest.raises(WorkerError, match="is broken"):
-        group.run_all("act", how={})
+    check_broken(group)
 
 
 def test_an_exception_that_cannot_travel_is_told_in_words(make_group: GroupMaker) -> None:
@@ -145,21 +142,20 @@ def test_a_constructor_that_raises_is_heard_while_the_others_wait_for_it(diary: 
     cluster.shutdown()
 
 
-def test_an_error_of_our_own_kind_is_not_mistaken_for_what_it_led_to() -> None:
-    cluster = RayVirtualCluster([1], use_gpus=False)
+def test_an_error_of_our_own_kind_is_not_mistaken_for_what_it_led_to(
+    make_group: GroupMaker,
+) -> None:
     with promptly(), pytest.raises(WorkerError, match="and that is why") as caught:
-        WorkerGroup(cluster, Worker, Topology(), kwargs={"refuse_on": 0, "wrap": True})
+        make_group(Topology(), refuse_on=0, wrap=True)
     assert "does not like this" in caught.value.cause
-    cluster.shutdown()
 
 
-def test_a_process_that_dies_in_its_constructor_is_reported(diary: Path) -> None:
-    cluster = RayVirtualCluster([2], use_gpus=False)
-    kwargs = {"diary": str(diary), "die_on": 0, "join": True}
+def test_a_process_that_dies_in_its_constructor_is_reported(
+    make_group: GroupMaker, diary: Path
+) -> None:
     with promptly(), pytest.raises(WorkerError, match="constructor: rank 0 died") as caught:
-        WorkerGroup(cluster, Worker, Topology(tp=2), kwargs=kwargs)
+        make_group(Topology(tp=2), diary=str(diary), die_on=0, join=True)
     assert caught.value.rank == 0
-    cluster.shutdown()
 
 
 def test_shutdown_does_not_wait_for_workers_that_never_answer(

@@ -59,13 +59,8 @@ def test_config_env_vars_and_the_drivers_import_path_reach_the_workers(
         path = env["PYTHONPATH"].split(os.pathsep)
         assert path[0] == "/somewhere"
         assert str(Path(megatron_policy.__path__[0]).parent) in path
-
-
-def test_the_import_path_leaves_out_what_the_interpreter_brings() -> None:
+    # What the interpreter brings is left out.
     assert not [p for p in python_path().split(os.pathsep) if Path(p).is_relative_to(sys.prefix)]
-
-
-def test_env_vars_that_belong_to_the_ranks_are_refused(make_group: GroupMaker) -> None:
     with pytest.raises(ConfigError, match=r"env_vars sets MASTER_PORT, RANK"):
         make_group(Topology(), env_vars={"RANK": "7", "MASTER_PORT": "1"})
 
@@ -100,28 +95,21 @@ def test_a_full_cluster_refuses_a_second_group_until_the_first_is_gone(diary: Pa
     cluster.shutdown()
 
 
-def test_colocated_groups_share_the_bundles_and_meet_at_other_ports() -> None:
-    cluster = RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2)
-    groups = [WorkerGroup(cluster, Worker, Topology(tp=2)) for _ in range(2)]
-    ports = {group.run_all("env", names=["MASTER_PORT"])[0]["MASTER_PORT"] for group in groups}
+def test_each_worker_on_gpus_sees_one_and_colocated_groups_share_it_and_meet_at_other_ports(
+    make_group: GroupMaker,
+) -> None:
+    cluster, names = RayVirtualCluster([2], max_colocated_worker_groups=2), ["CUDA_VISIBLE_DEVICES"]
+    groups = [WorkerGroup(cluster, Worker, Topology(dp=2)) for _ in range(2)]
+    ports = set()
+    for group in groups:
+        seats = group.run_all("env", names=[*names, "MASTER_PORT"])
+        assert sorted(seat["CUDA_VISIBLE_DEVICES"] for seat in seats) == ["0", "1"]
+        ports |= {seat["MASTER_PORT"] for seat in seats}
     assert len(ports) == 2
     assert all(group.shutdown() for group in groups)
     cluster.shutdown()
-
-
-def test_each_worker_on_gpus_sees_one_and_colocated_groups_share_it() -> None:
-    cluster = RayVirtualCluster([2], max_colocated_worker_groups=2)
-    groups = [WorkerGroup(cluster, Worker, Topology(dp=2)) for _ in range(2)]
-    for group in groups:
-        visible = group.run_all("env", names=["CUDA_VISIBLE_DEVICES"])
-        assert sorted(env["CUDA_VISIBLE_DEVICES"] for env in visible) == ["0", "1"]
-    assert all(group.shutdown() for group in groups)
-    cluster.shutdown()
-
-
-def test_workers_on_cpus_see_no_gpu(make_group: GroupMaker) -> None:
-    group = make_group(Topology())
-    assert group.run_all("env", names=["CUDA_VISIBLE_DEVICES"]) == [{"CUDA_VISIBLE_DEVICES": ""}]
+    on_cpus = make_group(Topology()).run_all("env", names=names)
+    assert on_cpus == [{"CUDA_VISIBLE_DEVICES": ""}]
 
 
 def test_more_than_ray_has_is_refused_with_both_amounts() -> None:
