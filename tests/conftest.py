@@ -38,6 +38,7 @@ NEED = {
     "PIL": ("ray/test_tour.py", "unit/test_pictures.py", "unit/test_quickstart.py"),  # matplotlib's
     "ray": (
         "hosts/real/",
+        "hosts/test_dtensor.py",
         "hosts/test_generation.py",
         "hosts/test_standin.py",
         "hosts/test_value_worker.py",

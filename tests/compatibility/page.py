@@ -29,7 +29,6 @@ NOTES = {
 
 
 def render() -> str:
-    """The page's text."""
     tables = (
         f"### {_title(prefix)}\n\n{NOTES.get(prefix, '')}{table_of(dict(rules))}"
         for prefix, rules in SECTIONS.items()

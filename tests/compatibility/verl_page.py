@@ -15,7 +15,6 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 
 
 def render() -> str:
-    """The page's text."""
     sections = []
     for prefix, rules in SECTIONS.items():
         text = [f"### `{prefix.rstrip('.')}`"]

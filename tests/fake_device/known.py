@@ -18,7 +18,6 @@ def known(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def learn(tensor: torch.Tensor, twin: torch.Tensor) -> None:
-    """Give a fake tensor its twin."""
     assert twin.shape == tensor.shape and twin.dtype == tensor.dtype, (twin, tensor)
     tensor._twin = twin  # type: ignore[attr-defined]
 

@@ -53,7 +53,6 @@ class Layout:
         return self.pp if self.vpp > 1 else 1
 
     def section(self) -> dict[str, Any]:
-        """`policy.megatron_cfg`."""
         return {
             "enabled": True,
             "tensor_model_parallel_size": self.tp,

@@ -22,12 +22,12 @@ def nemo_rl_standin() -> Iterator[None]:
         patch.delenv("MEGATRON_POLICY_PY", raising=False)
         patch.setenv("TORCH_CUDA_ARCH_LIST", "")
         patch.delenv("TORCH_CUDA_ARCH_LIST")
-        forget_the_host()
+        unload("nemo_rl")
         yield
-        forget_the_host()
+        unload("nemo_rl")
 
 
-def forget_the_host() -> None:
-    """Unload every module of NeMo RL's."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
+def unload(package: str) -> None:
+    """Forget a package that was imported, with all that is in it."""
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
         del sys.modules[name]

@@ -8,7 +8,7 @@ import os
 import site
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.hosts import nemo_rl as host
 from megatron_policy.hosts.nemo_rl import redirect
 from megatron_policy.interfaces.host import Host, find_host
-from tests.hosts.conftest import STANDIN
+from tests.hosts.conftest import STANDIN, unload
 from tests.ranks import ROOT
 
 SINCE_05, UNTIL_04 = redirect.THEIR_WORKERS
@@ -43,24 +43,21 @@ def groups(nemo_rl_standin: None) -> Iterator[ModuleType]:
     redirect.log.setLevel(logging.NOTSET)
 
 
-@pytest.mark.parametrize("theirs", [SINCE_05, UNTIL_04])
-def test_a_megatron_worker_of_either_name_becomes_ours(groups: ModuleType, theirs: str) -> None:
+def test_megatron_workers_of_every_release_become_ours(groups: ModuleType) -> None:
     host.install()
-    built = groups.RayWorkerBuilder(theirs, "config", tokenizer="tokenizer")
-    assert built.ray_actor_class_fqn == redirect.OUR_WORKER
-    assert (built.args, built.kwargs) == (("config",), {"tokenizer": "tokenizer"})
-    assert groups.get_actor_python_env(built.ray_actor_class_fqn) == sys.executable
-    named = groups.RayWorkerBuilder(ray_actor_class_fqn=theirs)
-    assert named.ray_actor_class_fqn == redirect.OUR_WORKER
-
-
-def test_the_value_models_worker_becomes_ours(groups: ModuleType) -> None:
-    host.install()
-    built = groups.RayWorkerBuilder(redirect.THEIR_VALUE_WORKER)
-    assert built.ray_actor_class_fqn == redirect.OUR_VALUE_WORKER
-    assert groups.get_actor_python_env(redirect.OUR_VALUE_WORKER) == sys.executable
-    module, _, name = redirect.OUR_VALUE_WORKER.rpartition(".")
-    assert hasattr(getattr(importlib.import_module(module), name), "remote")
+    for theirs, ours in (
+        (SINCE_05, redirect.OUR_WORKER),
+        (UNTIL_04, redirect.OUR_WORKER),
+        (redirect.THEIR_VALUE_WORKER, redirect.OUR_VALUE_WORKER),
+    ):
+        built = groups.RayWorkerBuilder(theirs, "config", tokenizer="tokenizer")
+        assert built.ray_actor_class_fqn == ours
+        assert (built.args, built.kwargs) == (("config",), {"tokenizer": "tokenizer"})
+        assert groups.get_actor_python_env(ours) == sys.executable
+        named = groups.RayWorkerBuilder(ray_actor_class_fqn=theirs)
+        assert named.ray_actor_class_fqn == ours
+        module, _, name = ours.rpartition(".")
+        assert hasattr(getattr(importlib.import_module(module), name), "remote")
 
 
 @pytest.mark.parametrize("theirs", redirect.THEIR_DTENSOR_WORKERS)
@@ -100,27 +97,24 @@ def test_a_dtensor_worker_that_stays_the_hosts_is_named_where_all_are_asked_for(
         groups.RayWorkerBuilder("nemo_rl.new.DTensorPolicyWorker")
 
 
-@pytest.mark.parametrize("name", [*OTHERS, redirect.OUR_WORKER])
-def test_every_other_worker_stays_what_it_is(groups: ModuleType, name: str) -> None:
-    host.install()
-    assert groups.RayWorkerBuilder(name).ray_actor_class_fqn == name
-
-
-def test_our_worker_is_one_that_can_be_imported() -> None:
-    assert find_host("nemo_rl") == host.backend()
-    assert find_host("nemo_rl").worker == redirect.OUR_WORKER
-    assert hasattr(find_host("nemo_rl").actor_class(), "remote")
-
-
-def test_installing_again_changes_nothing(groups: ModuleType) -> None:
+def test_hosts_are_found_by_name_and_installing_again_changes_nothing(groups: ModuleType) -> None:
+    found, own = find_host("nemo_rl"), find_host("ray")
+    assert found == host.backend() and found.name == "nemo_rl"
+    assert found.worker == redirect.OUR_WORKER and hasattr(found.actor_class(), "remote")
     host.install()
     once = groups.RayWorkerBuilder.__init__
-    find_host("nemo_rl").install()
+    found.install()
     assert groups.RayWorkerBuilder.__init__ is once
+    assert isinstance(own, Host) and own.install() is None
+    with pytest.raises(ConfigError, match=r"no host 'other'; known hosts: .*nemo_rl"):
+        find_host("other")
 
 
-def test_a_redirect_is_told_in_one_line(
-    groups: ModuleType, caplog: pytest.LogCaptureFixture
+def test_a_redirect_is_told_in_one_line_which_is_seen_without_logging_and_can_be_silenced(
+    groups: ModuleType,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host.install()
     assert not caplog.records
@@ -128,12 +122,7 @@ def test_a_redirect_is_told_in_one_line(
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert all(word in record.message for word in (SINCE_05, redirect.OUR_WORKER, sys.executable))
-
-
-def test_the_line_is_seen_without_logging_and_can_be_silenced(
-    groups: ModuleType, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host.install()
+    capfd.readouterr()
     monkeypatch.setattr(redirect.log, "propagate", False)
     groups.RayWorkerBuilder(SINCE_05)
     assert capfd.readouterr().err.count("\n") == 1
@@ -142,14 +131,18 @@ def test_the_line_is_seen_without_logging_and_can_be_silenced(
     assert not capfd.readouterr().err
 
 
-def test_a_megatron_worker_that_stays_the_hosts_is_named(
+def test_every_other_worker_stays_what_it_is_and_a_megatron_one_of_the_hosts_is_named(
     groups: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     host.install()
     for name in OTHERS:
-        groups.RayWorkerBuilder(name)
+        assert groups.RayWorkerBuilder(name).ray_actor_class_fqn == name
     told = [record.message for record in caplog.records]
     assert len(told) == 1 and OTHERS[0] in told[0]
+    for name in ("my.extension.MegatronPolicyWorker", redirect.OUR_WORKER):
+        assert groups.RayWorkerBuilder(name).ray_actor_class_fqn == name
+    with pytest.raises(ConfigError, match=r"it starts nemo_rl\.new\.MegatronPolicyWorker, which"):
+        groups.RayWorkerBuilder("nemo_rl.new.MegatronPolicyWorker")
 
 
 @pytest.mark.parametrize(
@@ -190,55 +183,39 @@ def test_what_others_compile_for_is_left_to_the_user(
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == (given or "")
 
 
-def no_builder(groups: ModuleType, registry: ModuleType) -> None:
-    del groups.RayWorkerBuilder
+class NameComesSecond:
+    def __init__(self, options: Any, ray_actor_class_fqn: str) -> None: ...
 
 
-def builder_is_a_function(groups: ModuleType, registry: ModuleType) -> None:
-    groups.RayWorkerBuilder = lambda name: name
-
-
-def name_comes_second(groups: ModuleType, registry: ModuleType) -> None:
-    def __init__(self: Any, options: Any, ray_actor_class_fqn: str) -> None: ...
-
-    groups.RayWorkerBuilder.__init__ = __init__
-
-
-def no_registry(groups: ModuleType, registry: ModuleType) -> None:
-    del registry.ACTOR_ENVIRONMENT_REGISTRY
-
-
-def registry_is_a_tuple(groups: ModuleType, registry: ModuleType) -> None:
-    registry.ACTOR_ENVIRONMENT_REGISTRY = ()
-
-
-def worker_has_moved(groups: ModuleType, registry: ModuleType) -> None:
-    for name in redirect.THEIR_WORKERS:
-        python = registry.ACTOR_ENVIRONMENT_REGISTRY.pop(name)
-    registry.ACTOR_ENVIRONMENT_REGISTRY["nemo_rl.new.MegatronWorker"] = python
-
-
-def there_is_no_megatron(groups: ModuleType, registry: ModuleType) -> None:
-    registry.ACTOR_ENVIRONMENT_REGISTRY = {}
+WORKERS = "ACTOR_ENVIRONMENT_REGISTRY"
+MOVED = dict.fromkeys((redirect.THEIR_VALUE_WORKER, "nemo_rl.new.MegatronWorker"), "uv run mcore")
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("builder", "workers", "named"),
     [
-        (no_builder, "no class RayWorkerBuilder"),
-        (builder_is_a_function, "no class RayWorkerBuilder"),
-        (name_comes_second, "does not take ray_actor_class_fqn first"),
-        (there_is_no_megatron, "it has none"),
-        (no_registry, "no mapping ACTOR_ENVIRONMENT_REGISTRY"),
-        (registry_is_a_tuple, "no mapping ACTOR_ENVIRONMENT_REGISTRY"),
-        (worker_has_moved, r"it has nemo_rl\.\S*MegatronValueWorker, nemo_rl\.new\.MegatronWorker"),
+        (None, ..., "no class RayWorkerBuilder"),
+        (lambda name: name, ..., "no class RayWorkerBuilder"),
+        (NameComesSecond, ..., "does not take ray_actor_class_fqn first"),
+        (..., {}, "it has none"),
+        (..., None, f"no mapping {WORKERS}"),
+        (..., (), f"no mapping {WORKERS}"),
+        (..., MOVED, r"it has nemo_rl\.\S*MegatronValueWorker, nemo_rl\.new\.MegatronWorker"),
     ],
 )
 def test_a_host_that_has_changed_is_refused_and_left_alone(
-    groups: ModuleType, change: Callable[..., None], named: str
+    groups: ModuleType, builder: Any, workers: Any, named: str
 ) -> None:
+    """Where it has None there is nothing of that name, where `...` what there was."""
     registry = importlib.import_module(redirect.ENVIRONMENTS)
-    change(groups, registry)
+    for module, name, changed in (
+        (groups, "RayWorkerBuilder", builder),
+        (registry, WORKERS, workers),
+    ):
+        if changed is None:
+            delattr(module, name)
+        elif changed is not ...:
+            setattr(module, name, changed)
     with pytest.raises(
         ConfigError, match=f"differs from those that megatron-policy knows: .*{named}"
     ):
@@ -337,26 +314,3 @@ def test_a_new_python_finds_a_checkout_by_pythonpath_only() -> None:
             [sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True
         )
         assert told.stdout.strip() == answer, told.stderr
-
-
-def test_hosts_are_found_by_name_and_unknown_ones_refused() -> None:
-    assert find_host("nemo_rl").name == "nemo_rl"
-    own = find_host("ray")
-    assert isinstance(own, Host) and own.install() is None
-    with pytest.raises(ConfigError, match=r"no host 'other'; known hosts: .*nemo_rl"):
-        find_host("other")
-
-
-def unload(package: str) -> None:
-    for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
-        del sys.modules[name]
-
-
-def test_a_megatron_worker_of_an_unknown_name_is_refused_when_it_is_to_start(
-    groups: ModuleType,
-) -> None:
-    host.install()
-    with pytest.raises(ConfigError, match=r"it starts nemo_rl\.new\.MegatronPolicyWorker, which"):
-        groups.RayWorkerBuilder("nemo_rl.new.MegatronPolicyWorker")
-    mine = "my.extension.MegatronPolicyWorker"
-    assert groups.RayWorkerBuilder(mine).ray_actor_class_fqn == mine

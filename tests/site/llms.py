@@ -37,7 +37,6 @@ def page_text(page: str) -> str:
 
 
 def menu() -> list[Any]:
-    """The menu of mkdocs.yml."""
     _, _, nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")
     entries: list[Any] = yaml.safe_load(nav)
     return entries

@@ -158,7 +158,6 @@ def pages() -> Mapping[str, str]:
 
 
 def title_of(room: str) -> str:
-    """The title of a room's page."""
     return TITLES.get(room, room)
 
 

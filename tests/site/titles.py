@@ -38,7 +38,6 @@ def headings(text: str) -> Iterator[Heading]:
 
 
 def title_of(text: str) -> str:
-    """The title of a page."""
     return next(headings(text)).title
 
 

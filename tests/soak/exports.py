@@ -68,7 +68,6 @@ class Job:
                 process.result()
 
     def begin(self, path: Path) -> None:
-        """Export there."""
         for process in self._ranks:
             process.begin(export, path)
 
@@ -155,7 +154,7 @@ class Stage:
 
     def __init__(self, config: dict[str, Any], folder: Path, worlds: tuple[int, int]) -> None:
         self.jobs = [Job(config, world, number + 1.0) for number, world in enumerate(worlds)]
-        self._path, self._usual_s, self._dice = folder / "exported", 0.1, random.Random(4)
+        self.path, self._usual_s, self._dice = folder / "exported", 0.1, random.Random(4)
 
     def play(self, kill: bool) -> Iterator[str]:
         """One round; what went wrong in it."""
@@ -163,7 +162,7 @@ class Stage:
             job.start()
         victim = self._dice.choice(self.jobs) if kill else None
         for job in self._dice.sample(self.jobs, 2):
-            job.begin(self._path)
+            job.begin(self.path)
         if victim:
             time.sleep(self._dice.uniform(0.0, self._usual_s))
             victim.kill()
@@ -173,19 +172,14 @@ class Stage:
                     self._usual_s = max(job.result())
                 yield from said
         with _told() as said:
-            if fault := check(self._path, [job.value for job in self.jobs]):
+            if fault := check(self.path, [job.value for job in self.jobs]):
                 said.append(fault)
         yield from said
-        left = {name for name in os.listdir(self._path.parent) if name != self._path.name}
+        left = {name for name in os.listdir(self.path.parent) if name != self.path.name}
         if left and not kill:
             yield f"left beside it: {sorted(left)}"
 
-    def watch(self) -> Watch:
-        """See `Watch`."""
-        return Watch(self._path)
-
     def end(self) -> None:
-        """End both jobs."""
         for job in self.jobs:
             job.kill()
 
@@ -208,7 +202,7 @@ def soak(model: Path, folder: Path, count: int, worlds: tuple[int, int]) -> list
     folder.mkdir(parents=True)
     stage, faults = Stage(config, folder, worlds), []
     try:
-        with stage.watch() as watch:
+        with Watch(stage.path) as watch:
             for number in range(count):
                 kill = number % KILLED_EVERY == KILLED_EVERY - 1 and number < count - 1
                 faults += [f"round {number}: {fault}" for fault in stage.play(kill)]

@@ -54,7 +54,6 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
 
     def line(self) -> str:
-        """For a reader."""
         pause = f"{self.pause_s * 1000:g} ms at every second end" if self.pause_s else "no pause"
         kinds = {words: self.failures.count(words) for words in self.failures}
         said = "".join(f"\n  {times} x {words}" for words, times in kinds.items())
@@ -240,12 +239,10 @@ def begin_handles() -> None:
 
 
 def take_handles(handles: Any) -> None:
-    """All weights of a refit."""
     _here["receiver"].receive_ipc_handles(handles)
 
 
 def finish_handles(manifest: Any, value: int) -> None:
-    """The end of a refit."""
     _here["receiver"].finish_ipc(manifest)
     assert _value_of(_here["held"]) == value
 

@@ -64,7 +64,6 @@ EXPORTS = tuple(name for name in CASES if "export()" in name)
 
 
 def config_of(model: Path, case: Case) -> dict[str, Any]:
-    """The policy of a case."""
     from tests.dist.cases import policy_config
     from tests.dist.layouts import layout
 

@@ -193,7 +193,8 @@ def _worker_for(
     if known and name.startswith("nemo_rl.") and name.endswith(_SAME_CLASS):
         _refuse(f"it starts {name}, which is not one of {', '.join(known)}")
     dtensor = THEIR_DTENSOR_WORKERS[0] in replaced
-    if kind.startswith(("Megatron", "DTensor") if dtensor else "Megatron"):
+    theirs = name.startswith("nemo_rl.")
+    if theirs and kind.startswith(("Megatron", "DTensor") if dtensor else "Megatron"):
         _tell(f"{name} is NeMo RL's own: megatron-policy has no replacement for it")
     return name
 
