@@ -190,10 +190,10 @@ def _worker_for(
         return name
     kind = name.rpartition(".")[2]
     known = [other for other in replaced if other.rpartition(".")[2] == kind]
-    if known and name.startswith("nemo_rl.") and name.endswith(_SAME_CLASS):
+    theirs = name.startswith("nemo_rl.")
+    if known and theirs and name.endswith(_SAME_CLASS):
         _refuse(f"it starts {name}, which is not one of {', '.join(known)}")
     dtensor = THEIR_DTENSOR_WORKERS[0] in replaced
-    theirs = name.startswith("nemo_rl.")
     if theirs and kind.startswith(("Megatron", "DTensor") if dtensor else "Megatron"):
         _tell(f"{name} is NeMo RL's own: megatron-policy has no replacement for it")
     return name
