@@ -29,7 +29,6 @@ from tests.pure.test_rows import model
 
 LENGTHS, WIDTH, RANKS = (5, 2, 4), 6, 2
 MULTIPLES = Multiples(row=8, sequence=4, context_ranks=RANKS)
-CPU = torch.device("cpu")
 
 
 def rows() -> BatchedDataDict:

@@ -180,37 +180,32 @@ def test_one_converted_checkpoint_is_compared_with_its_own_digests(
         assert words in error
 
 
-def test_one_checkpoint_without_digests_cannot_be_checked(
-    checkpoint, there: Path, tmp_path
-) -> None:
+def test_one_checkpoint_without_digests_cannot_be_checked(checkpoint, there, tmp_path) -> None:
     copy = Path(shutil.copytree(there, tmp_path / "copy"))
     (copy / MANIFEST).unlink()
     for path in (checkpoint("qwen3"), copy):
         assert f"{path} has no digests, so it cannot be checked" in refused("verify", path)
 
 
-@pytest.mark.parametrize("place", ["run", "directory"])
-def test_a_training_checkpoint_is_described_and_compared_with_its_digests(
-    tmp_path, place: str
-) -> None:
-    saved = make_save(tmp_path / "run", 3)
-    root = tmp_path / "run" / "iter_0000003"
-    path = root if place == "directory" else tmp_path / "run"
-    code, said, noise = run("verify", path)
-    assert code == 0 and noise.startswith("checked: ")
-    assert said.splitlines() == [
-        f"{root}: qwen2, step 3, weights + optimizer",
-        "written by megatron-policy 0.1.0, torch 2.9",
-        "layout: tp 2, cp 1, ep 1, dp 1, pp 1",
-        f"3 tensors, {show_size(saved.nbytes)} in 2 files",
-        "complete: every digest matches",
-    ]
+def test_a_training_checkpoint_is_described_and_compared_with_its_digests(tmp_path) -> None:
+    saved = make_save(tmp_path, 3)
+    root = tmp_path / "iter_0000003"
+    for path in (tmp_path, root):
+        code, said, noise = run("verify", path)
+        assert code == 0 and noise.startswith("checked: ")
+        assert said.splitlines() == [
+            f"{root}: qwen2, step 3, weights + optimizer",
+            "written by megatron-policy 0.1.0, torch 2.9",
+            "layout: tp 2, cp 1, ep 1, dp 1, pp 1",
+            f"3 tensors, {show_size(saved.nbytes)} in 2 files",
+            "complete: every digest matches",
+        ]
     flip(root / "__0_1.distcp", 700)
-    for command in (["verify", path], ["verify", path, path]):
-        error = refused(*command)
+    for paths in ([tmp_path], [root], [root, root]):
+        error = refused("verify", *paths)
         assert f"{root / '__0_1.distcp'} is damaged" in error and "three.bias" in error
     flip(root / "checkpoint.json", 30)
-    assert "checkpoint.json is damaged" in refused("verify", path)
+    assert "checkpoint.json is damaged" in refused("verify", root)
 
 
 def test_of_a_training_checkpoint_it_is_said_where_to_look_or_what_is_missing(

@@ -63,9 +63,7 @@ def test_a_message_of_several_lines_becomes_one_with_the_first_of_its_list() -> 
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
     ],
 )
-def test_every_expected_failure_is_one_line_and_a_code(
-    capsys, error: BaseException, code: int, said: str
-) -> None:
+def test_every_expected_failure_is_one_line_and_a_code(capsys, error, code, said) -> None:
     with pytest.raises(typer.Exit) as caught, one_line_errors():
         raise error
     out, err = capsys.readouterr()
@@ -118,9 +116,7 @@ def test_a_command_that_is_not_understood_exits_with_2(line: str) -> None:
         ("plan Qwen/Qwen2.5-7B", "`megatron-policy plan` takes a model after --model\n"),
     ],
 )
-def test_a_file_of_another_kind_is_answered_with_what_to_give(
-    tmp_path, line: str, fix: str
-) -> None:
+def test_a_file_of_another_kind_is_answered_with_what_to_give(tmp_path, line, fix) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "policy.yaml").write_text("policy: {}")
     code, _, errors = run(*line.format(tmp_path).split())
@@ -163,10 +159,11 @@ def test_a_model_or_a_file_that_is_not_there_exits_with_2_whatever_the_command(
 def test_a_model_of_a_family_that_nobody_knows_exits_with_1_whatever_the_command(
     line: str, tmp_path
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
-    code, _, errors = run(*line.replace("{}", str(tmp_path)).split())
-    assert code == 1 and "unheard_of" in errors and errors.count("\n") == 1
+    for model_type in ("unheard_of", "gpt2"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        code, _, errors = run(*line.replace("{}", str(tmp_path)).split())
+        assert code == 1 and f"'{model_type}'" in errors and errors.count("\n") == 1
 
 
 def test_help_of_every_command_is_light(tmp_path) -> None:

@@ -99,31 +99,25 @@ def test_what_does_not_match_is_marked_and_named_on_both_sides(
     assert "output_layer.weight" in said and "num_hidden_layers = 4" in said
 
 
-def test_a_refused_field_is_marked_and_the_weights_are_shown_all_the_same(
+def test_a_refused_field_is_marked_or_how_far_the_translation_came_and_all_weights_are_shown(
     checkpoint, tmp_path
 ) -> None:
-    path = edit(checkpoint("qwen2"), tmp_path / "bad", hidden_act="relu", new_trick=3)
-    code, said, errors = inspect(path)
+    code, said, errors = inspect(
+        edit(checkpoint("qwen2"), tmp_path / "refused", hidden_act="relu", new_trick=3)
+    )
     assert code == 1 and "hidden_act = 'relu'" in errors and "new_trick = 3" in errors
     assert "  refused     hidden_act = 'relu': " in said
     assert "  refused     new_trick = 3: unknown field" in said
     assert "decoder.layers.{layer}.mlp.linear_fc1.weight" in said
-
-
-def test_a_config_that_ends_the_translation_shows_how_far_it_came(checkpoint, tmp_path) -> None:
-    path = edit(checkpoint("qwen2"), tmp_path / "bad", num_key_value_heads=3)
-    code, said, errors = inspect(path)
+    ending = edit(checkpoint("qwen2"), tmp_path / "ending", num_key_value_heads=3)
+    code, said, errors = inspect(ending)
     assert code == 1 and errors.count("\n") == 1
     assert "translated  num_key_value_heads = 3" in said
     assert f"{UP}  [128, 64]  float32: what it feeds is unknown without the config" in said
 
 
-FP8 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "weight_block_size": [128, 128],
-    "activation_scheme": "dynamic",
-}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+DYNAMIC = FP8 | {"activation_scheme": "dynamic"}
 
 
 def to_fp8(tensors: Tensors) -> None:
@@ -134,7 +128,7 @@ def to_fp8(tensors: Tensors) -> None:
 def test_fp8_weights_are_shown_as_they_are_read_and_are_no_reference_for_parity(
     checkpoint, tmp_path
 ) -> None:
-    path = edit(checkpoint("qwen2"), tmp_path / "c", to_fp8, quantization_config=FP8)
+    path = edit(checkpoint("qwen2"), tmp_path / "c", to_fp8, quantization_config=DYNAMIC)
     code, said, errors = inspect(path)
     assert (code, errors) == (0, "") and "scale_inv" not in said
     assert "up_proj.weight  [128, 64]  bfloat16" in said
@@ -163,36 +157,17 @@ def test_fp8_weights_that_are_not_read_are_refused_by_name_with_what_to_do(
             assert words in errors
 
 
-def test_an_architecture_nobody_knows_is_one_line_with_those_there_are(
-    checkpoint, tmp_path
-) -> None:
-    for model_type in ("unheard-of", "gpt2"):
-        path = edit(checkpoint("qwen2"), tmp_path / model_type, model_type=model_type)
-        code, said, errors = inspect(path)
-        assert (code, said) == (1, "") and errors.count("\n") == 1
-        for name in (f"'{model_type}'", "llama", "qwen3", "megatron_policy.models"):
-            assert name in errors
-
-
-def truncate(path: Path) -> None:
-    file = path / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 1)
-
-
 @pytest.mark.parametrize(
     ("damage", "exits"),
     [
         (lambda path: (path / "config.json").unlink(), 2),
         (lambda path: (path / "model.safetensors").unlink(), 1),
-        (truncate, 1),
+        (lambda path: os.truncate(path / "model.safetensors", 1000), 1),
         (lambda path: (path / "config.json").write_text("{"), 2),
-        (shutil.rmtree, 2),
     ],
-    ids=["no config", "no weights", "truncated", "not json", "nowhere"],
+    ids=["no config", "no weights", "truncated", "not json"],
 )
-def test_damage_is_one_line(
-    checkpoint, tmp_path, damage: Callable[[Path], object], exits: int
-) -> None:
+def test_damage_is_one_line(checkpoint, tmp_path, damage, exits) -> None:
     path = edit(checkpoint("qwen2"), tmp_path / "bad")
     damage(path)
     code, said, errors = inspect(path)

@@ -153,9 +153,7 @@ def test_no_weight_is_read(checkpoint, tmp_path) -> None:
         ("--tp 0", "--tp"),
     ],
 )
-def test_what_cannot_be_is_refused_in_the_commands_own_words(
-    checkpoint, options: str, words: str
-) -> None:
+def test_what_cannot_be_is_refused_in_the_commands_own_words(checkpoint, options, words) -> None:
     found, said, errors = plan(checkpoint("qwen2"), *options.split())
     assert (found, said) == (2, "")
     assert words in re.sub(r"[\s│]+", " ", errors)

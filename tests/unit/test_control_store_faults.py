@@ -116,19 +116,7 @@ def test_half_a_value_of_a_client_that_is_killed_is_no_value(other: OtherProcess
         assert is_served(port) and host.find("note") == b"here"
 
 
-def test_a_client_that_is_killed_while_it_waits_disturbs_nobody(other: OtherProcess) -> None:
-    with hosting() as (port, host):
-        other.begin(get, port, "late")
-        time.sleep(0.2)
-        other.kill()
-        assert is_served(port)
-        host.put("late", b"nobody reads it")
-        assert is_served(port)
-
-
-def test_a_client_that_is_stopped_amid_an_answer_keeps_nobody_waiting(
-    other: OtherProcess,
-) -> None:
+def test_a_client_that_is_stopped_amid_an_answer_keeps_nobody_waiting(other: OtherProcess) -> None:
     with hosting() as (port, host):
         host.put("large", b"x" * LARGE)
         other.call(ask_for_large, port)
@@ -138,12 +126,18 @@ def test_a_client_that_is_stopped_amid_an_answer_keeps_nobody_waiting(
         assert other.call(read_large)
 
 
-def test_a_note_that_comes_late_is_waited_for(other: OtherProcess) -> None:
+def test_a_client_gets_a_note_that_comes_late_and_disturbs_nobody_if_killed_before(other) -> None:
     with hosting() as (port, host):
         other.begin(get, port, "late")
         time.sleep(0.5)
         host.put("late", b"here at last")
         assert other.result(HANG_S) == b"here at last"
+        other.begin(get, port, "later")
+        time.sleep(0.2)
+        other.kill()
+        assert is_served(port)
+        host.put("later", b"nobody reads it")
+        assert is_served(port)
 
 
 def test_a_host_that_comes_late_is_waited_for(other: OtherProcess) -> None:
@@ -184,9 +178,7 @@ ASKS: dict[str, Ask] = {
 
 @pytest.mark.dear
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
-def test_a_host_that_is_killed_or_stopped_is_named_by_every_call(
-    other: OtherProcess, fault: str
-) -> None:
+def test_a_host_that_is_killed_or_stopped_is_named_by_every_call(other, fault) -> None:
     def heard(ask: Ask, store: ControlStore) -> str:
         with pytest.raises(RefitError) as error:
             ask(store)

@@ -42,7 +42,7 @@ class Stage:
 
     def __init__(self) -> None:
         self._processes: list[OtherProcess] = []
-        self._heard: dict[tuple[str, int], list[Heard] | Exception] = {}
+        self._heard: dict[tuple[str, int], list[Heard]] = {}
 
     def heard(self, fault: str, culprit: int) -> list[Heard]:
         """What the other rank heard; what the culprit heard, unless it was killed; and what both
@@ -51,14 +51,10 @@ class Stage:
         if (fault, culprit) not in self._heard:
             try:
                 self._heard[fault, culprit] = self._play(fault, culprit)
-            except Exception as error:
-                self._heard[fault, culprit] = error
+            except BaseException:
                 self.close()
-        match self._heard[fault, culprit]:
-            case Exception() as error:
-                raise error
-            case heard:
-                return heard
+                raise
+        return self._heard[fault, culprit]
 
     def close(self) -> None:
         """End the processes."""
@@ -111,22 +107,18 @@ def stage() -> Iterator[Stage]:
 
 def reasons(fault: str, culprit: int, silence: str) -> tuple[str, ...]:
     """How a rank that calls the store can be told what has happened to the other."""
-    match fault, culprit:
-        case "raises", _:
-            return (f"rank {culprit}: ",)
-        case "killed", 0:
-            return ("the rendezvous on rank 0 has left, or was ended",)
-        case "stopped", 0:  # it can have been silent already for a while
-            return ("the rendezvous on rank 0 does not answer", silence)
-        case _:
-            return (silence,)
+    if fault == RAISES:
+        return (f"rank {culprit}: ",)
+    return {
+        (IS_KILLED, 0): ("the rendezvous on rank 0 has left, or was ended",),
+        # It can have been silent already for a while.
+        (IS_STOPPED, 0): ("the rendezvous on rank 0 does not answer", silence),
+    }.get((fault, culprit), (silence,))
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_a_rank_is_raised_on_the_other_in_every_primitive(
-    stage: Stage, fault: str, culprit: int
-) -> None:
+def test_a_fault_of_a_rank_is_raised_on_the_other_in_every_primitive(stage, fault, culprit) -> None:
     heard = stage.heard(fault, culprit)[0]
     for part in (*OPERATIONS, *COLLECTIVES, *GROUPS, *AGREEMENTS):
         said = heard[name := part.__name__]
@@ -189,9 +181,7 @@ def test_a_rank_that_raises_hears_its_own_reason(stage: Stage, culprit: int) -> 
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_rank_that_was_stopped_does_not_go_on_without_the_others(
-    stage: Stage, culprit: int
-) -> None:
+def test_a_rank_that_was_stopped_does_not_go_on_without_the_others(stage, culprit) -> None:
     own = stage.heard(IS_STOPPED, culprit)[1]
     together = ["collectives_sum", "collectives_check_all_succeeded", "collectives_messages"]
     together += [part.__name__ for part in GROUPS]
@@ -242,9 +232,7 @@ def test_calls_of_a_store_fail_at_once_after_its_host_has_not_answered(host: Oth
             answered(lambda: store.add("number", 1))
 
 
-def test_a_rank_that_has_failed_says_why_also_where_the_store_is_gone(
-    monkeypatch,
-) -> None:
+def test_a_rank_that_has_failed_says_why_also_where_the_store_is_gone(monkeypatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     topology = Topology(dp=2)
@@ -257,9 +245,7 @@ def test_a_rank_that_has_failed_says_why_also_where_the_store_is_gone(
         collectives.check_all_succeeded(None)
 
 
-def test_heartbeats_over_a_store_that_is_gone_end_without_a_word(
-    monkeypatch,
-) -> None:
+def test_heartbeats_over_a_store_that_is_gone_end_without_a_word(monkeypatch) -> None:
     beaten, raised = threading.Event(), []
     monkeypatch.setattr(threading, "excepthook", raised.append)
 

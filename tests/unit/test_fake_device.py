@@ -16,7 +16,7 @@ import torch
 from megatron_policy.converters.registry import FAMILIES
 from tests.fake_device.cases import FOUND, HIDDEN, WAITING, Case, cases
 from tests.fake_device.layouts import Layout
-from tests.families import DENSE, EXPERTS
+from tests.families import EXPERTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = list(cases())
@@ -88,17 +88,11 @@ def needed(case: Case) -> set[str]:
 
 @pytest.mark.parametrize("axis", ["tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp"])
 def test_every_family_is_split_along_every_axis_that_it_has(axis: str) -> None:
-    without = {
-        family
-        for family in FAMILIES
-        if not any(width(case.layout, axis) > 1 for case in CASES if case.family == family)
-    }
-    expected: set[str] = set()
-    if axis in ("ep", "etp"):
-        expected = set(DENSE)
+    split = {case.family for case in CASES if width(case.layout, axis) > 1}
+    expected = set(EXPERTS) if axis in ("ep", "etp") else set(FAMILIES)
     if axis == "etp":
-        expected |= {family for family, each in EXPERTS.items() if each.expert_biases}
-    assert without == expected
+        expected -= {family for family, each in EXPERTS.items() if each.expert_biases}
+    assert split == expected
 
 
 def width(layout: Layout, axis: str) -> int:
@@ -108,34 +102,24 @@ def width(layout: Layout, axis: str) -> int:
     return 1 + layout.sp if axis == "sp" else int(getattr(layout, axis))
 
 
-@pytest.mark.parametrize(
-    ("case", "said"),
-    zip(
-        FOUND,
-        ("the index torch.int64", "allreduce: a tensor torch.float32 [4] on cpu", "unflatten"),
-        strict=True,
-    ),
-    ids=lambda value: getattr(value, "fault", ""),
+SAID = (
+    "the index torch.int64",
+    "allreduce: a tensor torch.float32 [4] on cpu",
+    "unflatten",
+    "megatron_policy/lm_head/output.py _scores_at",
+    "megatron_policy/training/losses.py count_valid",
+    "megatron_policy/training/step.py loss",
 )
-def test_a_planted_fault_is_found(results: Results, case: Case, said: str) -> None:
-    assert said in results[case.name].get("error", "")
+PLANTED = dict(zip((*FOUND, *WAITING), SAID, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("case", "place"),
-    zip(
-        WAITING,
-        (
-            "megatron_policy/lm_head/output.py _scores_at",
-            "megatron_policy/training/losses.py count_valid",
-            "megatron_policy/training/step.py loss",
-        ),
-        strict=True,
-    ),
-    ids=lambda value: getattr(value, "fault", ""),
-)
-def test_a_planted_wait_is_found(results: Results, case: Case, place: str) -> None:
-    assert results[case.name]["waits"] == [place]
+@pytest.mark.parametrize("case", PLANTED, ids=lambda case: case.fault)
+def test_a_planted_fault_or_wait_is_found(results: Results, case: Case) -> None:
+    found = results[case.name]
+    if case in FOUND:
+        assert PLANTED[case] in found.get("error", "")
+    else:
+        assert found["waits"] == [PLANTED[case]]
 
 
 def test_every_named_wait_occurs(results: Results) -> None:
