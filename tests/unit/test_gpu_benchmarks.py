@@ -27,7 +27,7 @@ H200 = {
 }
 
 
-def test_without_a_gpu_it_says_so_and_ends_with_2_before_anything_is_made(
+def test_without_a_gpu_or_for_toy_sizes_of_other_rows_it_ends_with_2_before_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "accelerators", lambda: 0)
@@ -37,9 +37,6 @@ def test_without_a_gpu_it_says_so_and_ends_with_2_before_anything_is_made(
     assert ended.value.code == 2
     assert "no GPU is visible" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_toy_sizes_are_for_the_rows_of_gpus_alone() -> None:
     with pytest.raises(SystemExit) as ended:
         run.main(["--toy"])
     assert ended.value.code == 2
@@ -60,35 +57,34 @@ def test_every_row_of_gpus_runs_at_toy_size(
     lines = {line["row"]: line for line in map(json.loads, results.read_text().splitlines())}
     assert list(lines) == [8, 10, 11, 18, 19]
     for line in lines.values():
-        assert line["made_with"]["sizes"] == "toy"
-        assert {"device", "torch", "megatron-core", "transformer-engine"} <= line[
-            "made_with"
-        ].keys()
+        made_with = line["made_with"]
+        assert made_with["sizes"] == "toy"
+        assert {"device", "torch", "megatron-core", "transformer-engine"} <= made_with.keys()
         assert math.isfinite(line["ratio"]) and line["verified"]
         assert line["device_s"].keys() == line["runs"].keys()
         assert all(second > 0 for seconds in line["runs"].values() for second in seconds)
+    beside = {row: line["beside"] for row, line in lines.items() if "beside" in line}
     _check_runs(
         {row: {name: len(of) for name, of in line["runs"].items()} for row, line in lines.items()}
     )
-    assert {"D 16: torch, forward and backward / four products"} <= lines[8]["beside"].keys()
-    assert {"piece by piece", "staged", "staged, GB/s"} <= lines[11]["beside"].keys()
-    both = {f"{size}, {LOCAL}" for size in TOY.sizes}
-    assert {f"{name}: of the product" for name in both} <= lines[18]["beside"].keys()
-    assert {f"{name}: seconds / the plan's least" for name in both} <= lines[18]["beside"].keys()
-    assert {f"{name}: peak / plan" for name in both} <= lines[19]["beside"].keys()
+    assert "D 16: torch, forward and backward / four products" in beside[8]
+    assert {"piece by piece", "staged", "staged, GB/s"} <= beside[11].keys()
+    for name in (f"{size}, {LOCAL}" for size in TOY.sizes):
+        assert f"{name}: of the product" in beside[18]
+        assert f"{name}: seconds / the plan's least" in beside[18]
+        assert f"{name}: peak / plan" in beside[19]
 
 
 def _check_runs(runs: dict[int, dict[str, int]]) -> None:
     """Each program ran three times; of row 10 the first step does not count."""
-    ways = ("torch", "plain")
-    both = [f"{way}, {what}" for way in ways for what in ("chunks of 4", "chunks of 8")]
-    both += [f"{way}, forward and backward" for way in ways]
-    heads = {f"D {width}: {name}" for width in (16, 32) for name in (*both, PRODUCT, PRODUCTS)}
+    did = ("chunks of 4", "chunks of 8", "forward and backward")
+    ways = [f"{way}, {what}" for way in ("torch", "plain") for what in did]
+    heads = {f"D {width}: {name}" for width in (16, 32) for name in (*ways, PRODUCT, PRODUCTS)}
     assert heads <= runs[8].keys() and set(runs[8].values()) == {3}
     assert runs[10] == {f"large, {LOCAL}: plain loop": 2, f"large, {LOCAL}: ours": 2}
-    refits = [
+    refits = {
         f"{way}: {what}" for way in ("piece by piece", "staged") for what in ("copy", "refit")
-    ]
+    }
     assert runs[11] == dict.fromkeys(refits, 3)
     assert runs[18] == {f"{size}, {LOCAL}": 3 for size in TOY.sizes}
     assert runs[19] == {}
@@ -135,13 +131,8 @@ def test_utilisation_and_memory_are_those_of_the_slowest_and_fullest_rank(
 
     def rank(seconds: float, peak: int) -> dict[str, Any]:
         speed = {"seconds": seconds, "model_flops": 800e12, "tokens": 8192}
-        return {
-            "speeds": [speed] * 3,
-            "peak_bytes": peak,
-            "planned_bytes": 100,
-            "least_seconds": 0.5,
-            "sheet_flops": 1000e12,
-        }
+        measured = {"speeds": [speed] * 3, "peak_bytes": peak, "planned_bytes": 100}
+        return measured | {"least_seconds": 0.5, "sheet_flops": 1000e12}
 
     monkeypatch.setattr(GpuBench, "implementations", [LOCAL])
     bench._speeds = {

@@ -110,9 +110,9 @@ def test_a_process_without_ray_was_given_no_gpu(monkeypatch: pytest.MonkeyPatch)
         ([6], None, 8, 6),  # all GPUs of the node are visible
         ([3], None, 8, 3),
         (["6"], "4,5,6,7", 4, 2),  # those that Ray was started with
-        (["6"], "4, 5, 6", 3, 2),
-        (["6"], "6", 1, 0),  # Ray left its own
-        (["GPU-1f"], "GPU-07,GPU-1f", 2, 1),
+        (["6"], "4, 5, 6", 4, 2),
+        (["6"], "6", 4, 0),  # Ray left its own
+        (["GPU-1f"], "GPU-07,GPU-1f", 3, 1),
         ([], None, 8, 5),  # Ray gave none: LOCAL_RANK's
         ([], None, 4, 1),
         ([], "0,1", 8, 5),
@@ -128,7 +128,9 @@ def test_a_worker_binds_to_the_gpu_that_ray_gave_it_before_it_makes_a_policy(
     count: int,
     index: int,
 ) -> None:
-    """LOCAL_RANK is the number of its bundle, which Ray does not place in the order of GPUs."""
+    """LOCAL_RANK is the number of its bundle, which Ray does not place in the order of GPUs; no
+    count gives by it what Ray gave.
+    """
     taken = on_gpus(monkeypatch, count)
     ray = SimpleNamespace(is_initialized=lambda: True, get_gpu_ids=lambda: given)
     monkeypatch.setitem(sys.modules, "ray", ray)
