@@ -65,7 +65,7 @@ def package(folder: Path, name: str, source: str, entry: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory) -> Path:
     """Where the package of the document is installed."""
     folder = tmp_path_factory.mktemp("external")
     helium, _, dots, _ = python_blocks(DOCUMENT)
@@ -78,7 +78,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory) -> Path:
     """A folder with the tiny checkpoints `helium` and `dots1` in it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     _, *making = python_blocks(DOCUMENT)
@@ -118,7 +118,7 @@ def invoke(commands: list[str], cwd: Path, sites: list[str]) -> dict[str, tuple[
 
 @pytest.mark.nightly
 def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
-    site: Path, models: Path
+    site, models
 ) -> None:
     commands = re.findall(r"^\$ (.+ helium.*)$", "".join(blocks("console")), re.MULTILINE)
     assert [line.split()[1] for line in commands] == [
@@ -142,7 +142,7 @@ def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
 
 @pytest.mark.nightly
 def test_the_documents_family_with_experts_inspects_converts_verifies_and_computes_like_hf(
-    site: Path, models: Path
+    site, models
 ) -> None:
     commands = re.findall(r"^\$ (.+ dots1.*)$", "".join(blocks("console")), re.MULTILINE)
     results = run(commands, models, site)
@@ -157,7 +157,7 @@ def test_the_documents_family_with_experts_inspects_converts_verifies_and_comput
 
 
 @pytest.mark.nightly
-def test_a_row_that_is_left_out_is_named_as_the_document_says(models: Path, tmp_path: Path) -> None:
+def test_a_row_that_is_left_out_is_named_as_the_document_says(models, tmp_path) -> None:
     source, *_ = python_blocks(DOCUMENT)
     start, end = source.index("    Qkv("), source.index(")\n\n\ndef ")
     lacking = source[:start] + source[end:]
@@ -218,7 +218,7 @@ def fake(site: Path, name: str, entries: str, source: str) -> None:
     ],
 )
 def test_a_package_with_a_fault_is_named_with_its_entry_point(
-    tmp_path: Path, monkeypatch, model_type: str, entry: str, source: str, said: str
+    tmp_path, monkeypatch, model_type: str, entry: str, source: str, said: str
 ) -> None:
     fake(tmp_path, "broken", entry, source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -232,7 +232,7 @@ def test_a_package_with_a_fault_is_named_with_its_entry_point(
     monkeypatch.delitem(sys.modules, "broken_family", raising=False)
 
 
-def test_two_packages_that_add_the_same_name_are_both_named(tmp_path: Path, monkeypatch) -> None:
+def test_two_packages_that_add_the_same_name_are_both_named(tmp_path, monkeypatch) -> None:
     for name in ("first", "second"):
         fake(tmp_path, name, f"new = {name}_family:FAMILY", "")
     monkeypatch.syspath_prepend(tmp_path)
@@ -242,7 +242,7 @@ def test_two_packages_that_add_the_same_name_are_both_named(tmp_path: Path, monk
 
 
 def test_a_family_that_transformers_does_not_know_converts_from_its_bare_config(
-    checkpoint, tmp_path: Path
+    checkpoint, tmp_path
 ) -> None:
     """`take` has only what the file says; its own defaults fill in the rest."""
     source = (

@@ -82,7 +82,7 @@ def run(config: dict[str, Any], data: BatchedDataDict, root: Path) -> dict[str, 
 @pytest.mark.parametrize("layout", ["one process", "TP2+SP", "PP2"])
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_overridden_fields_count_as_if_they_were_in_the_file(
-    ranks, checkpoint, tmp_path: Path, name: str, layout: str
+    ranks, checkpoint, tmp_path, name: str, layout: str
 ) -> None:
     family, overrides = OVERRIDES[name]
     path = checkpoint(family, **SMALL)
@@ -121,7 +121,7 @@ def resume(config: dict[str, Any], root: Path) -> str:
     return str(raised.value)
 
 
-def test_a_checkpoint_of_other_overrides_is_refused(ranks, checkpoint, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_overrides_is_refused(ranks, checkpoint, tmp_path) -> None:
     path = checkpoint("gemma2", **SMALL)
     data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
     config = policy_config(path, {}, hf_config_overrides={"final_logit_softcapping": 1.5})
@@ -180,7 +180,7 @@ ROPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("newer", [False, True], ids=["older", "newer"])
 @pytest.mark.parametrize("name", ROPES)
 def test_rotary_settings_can_be_in_the_words_of_any_release(
-    checkpoint, tmp_path: Path, name: str, newer: bool
+    checkpoint, tmp_path, name: str, newer: bool
 ) -> None:
     given, in_older, scaling = ROPES[name]
     config = json.loads((checkpoint("qwen3", **SMALL) / "config.json").read_text())
@@ -204,7 +204,7 @@ def test_a_rotary_embedding_in_both_spellings_is_refused(checkpoint) -> None:
         model_table(PolicyConfig.parse(policy_config(path, {}, hf_config_overrides=both)))
 
 
-def test_null_leaves_out_a_field_that_a_family_does_not_know(checkpoint, tmp_path: Path) -> None:
+def test_null_leaves_out_a_field_that_a_family_does_not_know(checkpoint, tmp_path) -> None:
     """The file stays; fields that a family reads still cannot change weights in this way."""
     shutil.copytree(checkpoint("qwen3", **SMALL), tmp_path / "model")
     file = tmp_path / "model" / "config.json"
@@ -223,7 +223,7 @@ def test_null_leaves_out_a_field_that_a_family_does_not_know(checkpoint, tmp_pat
         table(new_trick=None, num_key_value_heads=None)
 
 
-def test_commands_apply_them(checkpoint, tmp_path: Path) -> None:
+def test_commands_apply_them(checkpoint, tmp_path) -> None:
     file = tmp_path / "policy.yaml"
     section = policy_config(checkpoint("qwen3", **SMALL), {}) | {
         "hf_config_overrides": {"hidden_size": 64}

@@ -73,12 +73,7 @@ def attention_of(variant: Variant) -> TorchAttention:
         window_size=None if variant.reach is None else (variant.reach, 0),
     )
     attention = TorchAttention(
-        config,
-        1,
-        AttnMaskType.causal,
-        "self",
-        softcap=variant.softcap,
-        sinks=variant.sinks,
+        config, 1, AttnMaskType.causal, "self", softcap=variant.softcap, sinks=variant.sinks
     )
     if attention.softmax_offset is not None:
         attention.softmax_offset.data.copy_(torch.linspace(-1, 2, HEADS))

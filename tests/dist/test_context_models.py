@@ -159,7 +159,7 @@ def gathered(values: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[Path, Any, Any]]:
+def expected(checkpoint) -> Callable[[str], tuple[Path, Any, Any]]:
     """A family's checkpoint and what transformers computes of it, once."""
     known: dict[str, tuple[Path, Any, Any]] = {}
 
@@ -199,9 +199,7 @@ def test_a_model_computes_each_sequence_as_transformers_does_alone(
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma2"])
-def test_core_attention_that_is_computed_again_knows_its_sequences(
-    ranks, expected, family: str
-) -> None:
+def test_core_attention_that_is_computed_again_knows_its_sequences(ranks, expected, family) -> None:
     path, hidden, grad = expected(family)
     config = policy_config(
         path, {"activation_checkpointing": True, "recompute_granularity": "selective"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def load(config: dict[str, Any], path: str, tokens: torch.Tensor) -> dict[str, A
 
 @pytest.mark.parametrize("family", MODELS)
 def test_megatron_loads_a_converted_checkpoint_and_gives_the_logits_of_hf(
-    ranks, checkpoint: Callable[..., Path], tmp_path: Path, family: str
+    ranks, checkpoint, tmp_path, family: str
 ) -> None:
     options, layout = MODELS[family]
     path = checkpoint(family, **options, **SIZES)
@@ -102,7 +102,7 @@ def asked_for(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[s
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_converted_checkpoint_has_every_key_that_the_model_asks_for(
-    ranks, checkpoint: Callable[..., Path], tmp_path: Path, family: str
+    ranks, checkpoint, tmp_path, family: str
 ) -> None:
     path = checkpoint(family, layers=3, vocab=256)
     convert(path, tmp_path / "mcore", "mcore")
@@ -142,9 +142,7 @@ SAVED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("saved", SAVED)
-def test_what_megatron_saves_converts_to_hf_bit_by_bit(
-    ranks, checkpoint: Callable[..., Path], tmp_path: Path, saved: str
-) -> None:
+def test_what_megatron_saves_converts_to_hf_bit_by_bit(ranks, checkpoint, tmp_path, saved) -> None:
     family, content = SAVED[saved]
     options, layout = MODELS[family]
     path = checkpoint(family, **options, **SIZES)

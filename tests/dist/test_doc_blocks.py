@@ -7,7 +7,6 @@ import io
 import os
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -56,9 +55,7 @@ def _command(block: Block, command: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("page", RUN)
-def test_the_blocks_of_a_page_run_and_print_what_it_says(
-    page: str, checkpoint, tmp_path: Path
-) -> None:
+def test_the_blocks_of_a_page_run_and_print_what_it_says(page: str, checkpoint, tmp_path) -> None:
     (tmp_path / "Qwen").mkdir()
     for name, family in LOCAL.items():
         (tmp_path / name).symlink_to(checkpoint(family))

@@ -20,7 +20,7 @@ def python_blocks(document: str) -> list[str]:
 
 
 @pytest.fixture
-def train(checkpoints, tmp_path: Path) -> str:
+def train(checkpoints, tmp_path) -> str:
     """The README's program, in a directory with the checkpoint that it names."""
     program, _ = python_blocks("README.md")
     (tmp_path / "Qwen").mkdir()
@@ -45,7 +45,7 @@ def run(tmp_path: Path, *command: str) -> str:
 
 
 @pytest.mark.nightly
-def test_the_readmes_program_trains_on_the_ranks_of_torchrun(train: str, tmp_path: Path) -> None:
+def test_the_readmes_program_trains_on_the_ranks_of_torchrun(train: str, tmp_path) -> None:
     with reserved_port() as port:
         pass
     where = ("--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}")
@@ -57,7 +57,7 @@ def test_the_readmes_program_trains_on_the_ranks_of_torchrun(train: str, tmp_pat
 
 @pytest.mark.nightly
 def test_the_readmes_programs_train_alone_and_under_ray_with_the_loss_of_the_loss_document(
-    train: str, tmp_path: Path
+    train: str, tmp_path
 ) -> None:
     _, under_ray = python_blocks("README.md")
     loss, *_ = python_blocks("docs/losses.md")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,5 +70,5 @@ def compare(config: dict[str, Any]) -> None:
         )
 
 
-def test_a_rank_answers_to_the_drivers_names(ranks, checkpoint: Callable[..., Path]) -> None:
+def test_a_rank_answers_to_the_drivers_names(ranks, checkpoint) -> None:
     ranks.run(1, compare, policy_config(checkpoint("qwen2", **SIZES), {}))

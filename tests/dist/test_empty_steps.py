@@ -4,8 +4,6 @@ to take a step, and the result says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,9 +124,7 @@ def take_no_step(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_on_nothing_changes_nothing_and_says_why(
-    ranks, checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_a_step_on_nothing_changes_nothing_and_says_why(ranks, checkpoint, name: str) -> None:
     world, megatron, top, family = CASES[name]
     config = policy_config(checkpoint(family, **SIZES), megatron, **top)
     ranks.run(world, take_no_step, config)
@@ -169,7 +165,7 @@ def go_on_after_nothing(config: dict[str, Any], folder: str) -> None:
 
 @pytest.mark.nightly
 def test_a_run_that_is_resumed_after_steps_on_nothing_goes_on_as_one_without_them(
-    ranks, checkpoint: Callable[..., Path], tmp_path: Path
+    ranks, checkpoint, tmp_path
 ) -> None:
     config = policy_config(checkpoint("qwen2", **SIZES), merged(NEVER_CONSTANT))
     ranks.run(1, go_on_after_nothing, config, str(tmp_path))
@@ -187,7 +183,7 @@ def take_the_step(config: dict[str, Any]) -> None:
         assert in_pieces(policy, WITHOUT_TOKENS) == ()
 
 
-def test_a_key_has_steps_on_nothing_taken(ranks, checkpoint: Callable[..., Path]) -> None:
+def test_a_key_has_steps_on_nothing_taken(ranks, checkpoint) -> None:
     megatron = merged(NEVER_CONSTANT, {"scheduler": {"start_weight_decay": 0.5}})
     config = policy_config(checkpoint("qwen2", **SIZES), megatron, skip_empty_steps=False)
     ranks.run(1, take_the_step, config)
@@ -201,9 +197,7 @@ def fail_on_nothing(config: dict[str, Any]) -> str:
         return str(error.value)
 
 
-def test_a_loss_that_fails_on_nothing_is_an_error_on_every_rank(
-    ranks, checkpoint: Callable[..., Path]
-) -> None:
+def test_a_loss_that_fails_on_nothing_is_an_error_on_every_rank(ranks, checkpoint) -> None:
     config = policy_config(checkpoint("qwen2", **SIZES), {})
     one, other = ranks.run(2, fail_on_nothing, config)
     assert one == other and "raised ArithmeticError" in one

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,9 +71,7 @@ def train(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", ["one process", "EP2", "PP2"])
 @pytest.mark.parametrize("pad", [False, True], ids=["as they come", "padded to capacity"])
-def test_tokens_beyond_the_capacity_of_an_expert_are_dropped(
-    ranks, tmp_path: Path, layout: str, pad: bool
-) -> None:
+def test_tokens_beyond_the_capacity_of_an_expert_are_dropped(ranks, tmp_path, layout, pad) -> None:
     path = make_checkpoint(tmp_path, "qwen3_moe", **SMALL, num_experts=4, norm_topk_prob=True)
     DROPPED.clear()
     hf = oracle.Learned.of(path, DATA, GLOBAL_BATCH, row_by_row)
@@ -91,7 +88,7 @@ def scores(config: dict[str, Any]) -> torch.Tensor:
 
 
 def test_a_capacity_for_all_tokens_changes_nothing_and_the_order_of_tokens_can_decide(
-    ranks, tmp_path: Path
+    ranks, tmp_path
 ) -> None:
     path = make_checkpoint(tmp_path, "qwen3_moe", **SMALL)
 

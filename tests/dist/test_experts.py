@@ -64,9 +64,7 @@ SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
 
 @pytest.mark.daily
 @pytest.mark.parametrize("family", EXPERTS)
-def test_random_models_compute_the_logits_of_transformers(
-    ranks, tmp_path: Path, family: str
-) -> None:
+def test_random_models_compute_the_logits_of_transformers(ranks, tmp_path, family: str) -> None:
     drawn = [draw(family, seed) for seed in range(DRAWS)]
     paths = [
         make_checkpoint(tmp_path / str(number), family, tokenizer=False, **sizes)
@@ -156,7 +154,7 @@ def test_recomputing_activations_changes_no_gradient(ranks, learned) -> None:
         ("qwen3_moe", "EP2xTP2xPP2xCP2+SP, distributed optimizer, overlaps"),
     ],
 )
-def test_mixed_dtypes_come_back_bit_equal(ranks, tmp_path: Path, family: str, name: str) -> None:
+def test_mixed_dtypes_come_back_bit_equal(ranks, tmp_path, family: str, name: str) -> None:
     """Weights in bf16; in transformers as in Megatron-Core, correction biases stay in fp32."""
     source = make_checkpoint(tmp_path / "source", family, dtype="bfloat16", **SMALL)
     widen_correction_biases(source)
@@ -178,9 +176,7 @@ def widen_correction_biases(path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen2_moe"])
-def test_a_cache_of_keys_generates_what_transformers_does(
-    ranks, tmp_path: Path, family: str
-) -> None:
+def test_a_cache_of_keys_generates_what_transformers_does(ranks, tmp_path, family: str) -> None:
     scaled = {"rope_scaling": YARN} if family == "deepseek_v3" else {}
     path = make_checkpoint(tmp_path, family, **SMALL | {"vocab": 251}, **scaled)
     config = policy_config(path, {}, **generation())

@@ -5,7 +5,6 @@ split layouts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +119,7 @@ RUNS += [(variant, "PP2xVPP2") for variant in IN_A_PIPELINE]
     ("variant", "layout"),
     [pytest.param(*run, marks=[pytest.mark.daily] * (run in DAILY)) for run in RUNS],
 )
-def test_every_family_computes_and_learns_like_hf(
-    ranks, checkpoint: Callable[..., Path], variant: str, layout: str
-) -> None:
+def test_every_family_computes_and_learns_like_hf(ranks, checkpoint, variant, layout) -> None:
     sizes = dict(VARIANTS[variant])
     path = checkpoint(sizes.pop("family"), vocab=VOCAB, **sizes)
     data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
@@ -179,9 +176,7 @@ def test_recomputing_activations_changes_no_gradient(ranks, checkpoints, layout:
         ("cohere", "selective norms and mlp"),
     ],
 )
-def test_other_kinds_of_layers_can_be_recomputed(
-    ranks, checkpoint, variant: str, kind: str
-) -> None:
+def test_other_kinds_of_layers_can_be_recomputed(ranks, checkpoint, variant, kind) -> None:
     sizes = dict(VARIANTS[variant])
     path = checkpoint(sizes.pop("family"), vocab=VOCAB, **sizes)
     compare_recomputed(ranks, path, VOCAB, "TP2+SP", kind)
@@ -216,9 +211,7 @@ def test_a_loss_of_whole_logits_learns_like_hf(ranks, checkpoints, layout: str) 
 
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_losses_and_readings_are_at_the_temperature_of_rollouts(
-    ranks, checkpoints, loss: str
-) -> None:
+def test_losses_and_readings_are_at_the_temperature_of_rollouts(ranks, checkpoints, loss) -> None:
     """Both a loss that takes logits and one that takes log-probabilities."""
     temperature = 0.7
     data = oracle.make_batch(2 * GLOBAL_BATCH, 12, 251)

@@ -65,14 +65,14 @@ class AsksForAll:
 
     def __call__(
         self,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        next_token_logprobs: torch.Tensor,
-        next_token_logprobs_unfiltered: torch.Tensor,
-        next_token_entropy: torch.Tensor,
-        candidate_logprobs: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        data,
+        global_valid_seqs,
+        global_valid_toks,
+        next_token_logprobs,
+        next_token_logprobs_unfiltered,
+        next_token_entropy,
+        candidate_logprobs,
+    ) -> Any:
         given = next_token_logprobs, next_token_logprobs_unfiltered, next_token_entropy
         mask = loss_mask(data).bool()
         dropped = (next_token_logprobs == 0) & mask
@@ -134,10 +134,7 @@ def read_and_train(config: dict[str, Any], data: BatchedDataDict) -> dict[str, A
         return found | {"weights": learned_weights(policy)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    CASES,
-)
+@pytest.mark.parametrize("name", CASES)
 def test_what_is_kept_is_read_and_learned_as_from_whole_logits(
     ranks, checkpoints, rows, expected, name: str
 ) -> None:

@@ -163,7 +163,7 @@ def opened(config: dict[str, Any]) -> str:
     return hear(lambda: open_policy(config).__enter__(), ConversionError)
 
 
-def test_a_weight_that_float16_cannot_hold_is_refused(ranks, checkpoints, tmp_path: Path) -> None:
+def test_a_weight_that_float16_cannot_hold_is_refused(ranks, checkpoints, tmp_path) -> None:
     source = shutil.copytree(checkpoints[True], tmp_path / "source")
     (file,) = source.glob("*.safetensors")
     tensors = load_file(file)
@@ -192,7 +192,7 @@ def load(config: dict[str, Any], root: Path) -> tuple[dict[str, str], float, boo
         return policy.loaded.not_restored, factor, half
 
 
-def test_a_checkpoint_without_a_factor_starts_one(ranks, bf16_checkpoints, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_factor_starts_one(ranks, bf16_checkpoints, tmp_path) -> None:
     """And the report of the load says so."""
     path = bf16_checkpoints[True]
     ranks.run(1, save, policy_config(path, {}, precision="bfloat16"), tmp_path)

@@ -150,10 +150,7 @@ def one_step_in_bf16(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "sharding",
-    ["FSDP1 x 2", "FSDP1 no shard x 2", "FSDP1 grad op x 2"],
-)
+@pytest.mark.parametrize("sharding", ["FSDP1 x 2", "FSDP1 no shard x 2", "FSDP1 grad op x 2"])
 def test_bf16_computes_the_same_whatever_shards_the_model(
     ranks, bf16_checkpoints, sharding: str
 ) -> None:
@@ -161,10 +158,7 @@ def test_bf16_computes_the_same_whatever_shards_the_model(
     for name in ("2 shards", sharding):
         layout = SHARDINGS[name]
         config = fsdp_config(
-            bf16_checkpoints[True],
-            layout.keys,
-            section=layout.section,
-            precision="bfloat16",
+            bf16_checkpoints[True], layout.keys, section=layout.section, precision="bfloat16"
         )
         seen[name] = ranks.run(2, one_step_in_bf16, config)[0]
     two, one = seen["2 shards"], seen[sharding]

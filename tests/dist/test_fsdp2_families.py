@@ -81,7 +81,7 @@ def test_experts_that_only_ranks_cut_to_odd_sizes_read_and_learn_as_one(ranks, c
     ],
 )
 def test_experts_whose_sizes_grouped_products_refuse_are_computed_one_by_one(
-    checkpoint, caplog: pytest.LogCaptureFixture, family: str, ffn: int, dtype: Any, chosen: str
+    checkpoint, caplog, family: str, ffn: int, dtype: Any, chosen: str
 ) -> None:
     path = checkpoint(family, **SIZES | {"ffn": ffn})
     module = build_module(PolicyConfig.parse(config_of(path, {})))

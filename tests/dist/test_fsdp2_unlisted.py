@@ -147,9 +147,7 @@ def reference(path: Path) -> tuple[torch.Tensor, float, float, dict[str, torch.T
         *((kind, "dtensor_cfg", {"tensor_parallel_size": 2}) for kind in SHARED),
     ],
 )
-def test_one_step_equals_transformers(
-    ranks, tmp_path, kind: str, section: str, keys: dict[str, Any]
-) -> None:
+def test_one_step_equals_transformers(ranks, tmp_path, kind, section, keys) -> None:
     path = make(kind, tmp_path / "model")
     batching = BATCHINGS["packed" if kind in PACKS else "padded"]
     config = fsdp_config(path, keys, section=section, **batching)
@@ -187,7 +185,7 @@ def refused(config: dict[str, Any]) -> str:
     ],
 )
 def test_a_rotary_embedding_that_cannot_be_told_the_length_of_the_text_is_refused(
-    ranks, tmp_path: Path, batching: str, length: str, what: str
+    ranks, tmp_path, batching: str, length: str, what: str
 ) -> None:
     path = make("gptj", tmp_path / "model")
     fields = json.loads((path / "config.json").read_text())

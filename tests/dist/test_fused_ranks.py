@@ -149,9 +149,7 @@ def kept_by_rank(case: Case, chunk: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_logits_on_several_ranks_are_kept_from_the_highest_entry_down(
-    ranks, dtype: torch.dtype
-) -> None:
+def test_equal_logits_on_several_ranks_are_kept_from_the_highest_entry_down(ranks, dtype) -> None:
     for name, filters in (ALL | {"many": Filters(top_p=0.97)}).items():
         case = whole_case(9, 1200, 550, HeadShape(0, 0, filters=filters)).to(torch.float32)
         # Whole numbers: no sum is rounded, and many logits are equal.

@@ -44,9 +44,7 @@ def grouped(config: dict[str, Any], data: Any, aligned: bool) -> dict[str, Any]:
     ("family", "layout"),
     [("qwen3_moe", "EP2xETP2+TP2"), ("gpt_oss", "EP2"), ("deepseek_v3", "EP2xPP2")],
 )
-def test_grouped_products_learn_what_transformers_does(
-    ranks, tmp_path, family: str, layout: str
-) -> None:
+def test_grouped_products_learn_what_transformers_does(ranks, tmp_path, family, layout) -> None:
     path = make_checkpoint(tmp_path, family, **SMALL)
     data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
     logits = Exact.of(path, lambda m: m(data["input_ids"]).logits)

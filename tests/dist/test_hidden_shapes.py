@@ -140,7 +140,7 @@ def with_a_shape_left(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("name", "batching"), COMPARED)
 def test_derived_shapes_are_those_that_neighbours_would_send(
-    ranks: Any, checkpoint: Callable[..., Path], name: str, batching: str
+    ranks, checkpoint, name: str, batching: str
 ) -> None:
     chosen = LAYOUTS[name]
     path = small(checkpoint)
@@ -149,7 +149,7 @@ def test_derived_shapes_are_those_that_neighbours_would_send(
 
 
 @pytest.mark.parametrize("name", ["PP2", "PP2xVPP2"])
-def test_stages_exchange_no_shapes(ranks: Any, checkpoint: Callable[..., Path], name: str) -> None:
+def test_stages_exchange_no_shapes(ranks, checkpoint, name: str) -> None:
     config = config_of(small(checkpoint), LAYOUTS[name], "packed")
     for tensors, shapes in ranks.run(2, calls, config):
         assert tensors and not shapes, (tensors, shapes)
@@ -167,11 +167,7 @@ def test_stages_exchange_no_shapes(ranks: Any, checkpoint: Callable[..., Path], 
     ],
 )
 def test_a_wrong_expectation_is_an_error_and_no_wait(
-    ranks: Any,
-    checkpoint: Callable[..., Path],
-    name: str,
-    wrong: Callable[[dict[str, Any]], None],
-    message: str,
+    ranks, checkpoint, name: str, wrong: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     config = config_of(small(checkpoint), LAYOUTS[name], "packed")
     with pytest.raises(RankFailure, match=message):

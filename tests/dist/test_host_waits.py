@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,10 +29,7 @@ PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 20, "logprob_
 RECOMPUTED = {"activation_checkpointing": True}
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
-    "TP2+SP, recomputed": (
-        2,
-        layout(2, tp=2, sequence_parallel=True).megatron | RECOMPUTED,
-    ),
+    "TP2+SP, recomputed": (2, layout(2, tp=2, sequence_parallel=True).megatron | RECOMPUTED),
     "CP2": (2, layout(2, context_parallel_size=2).megatron),
     "PP2xVPP2": (2, layout(2, pp=2, vpp=2).megatron),
     "DP2": (2, layout(2).megatron),
@@ -132,9 +128,7 @@ def always() -> bool:
 
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("loss", [SequenceNLL, TokenNLL])
-def test_no_value_is_read_in_a_backward_pass(
-    ranks: Any, checkpoint: Callable[..., Path], name: str, loss: type
-) -> None:
+def test_no_value_is_read_in_a_backward_pass(ranks, checkpoint, name: str, loss: type) -> None:
     world, megatron = DENSE[name]
     config = policy_config(checkpoint("qwen2", **SIZES), megatron, **PACKED)
     assert ranks.run(world, places, config, loss) == [set()] * world
@@ -149,9 +143,7 @@ def of_buffers(found: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("nan_checks", [False, True])
-def test_reductions_and_gathering_that_overlap_read_no_value(
-    ranks: Any, checkpoint: Callable[..., Path], nan_checks: bool
-) -> None:
+def test_reductions_and_gathering_that_overlap_read_no_value(ranks, checkpoint, nan_checks) -> None:
     """Forward, where parameters are gathered, or backward, where gradients are reduced."""
     config = policy_config(checkpoint("qwen2", **SIZES), layout(2, **OVERLAPPED).megatron, **PACKED)
     backward = ranks.run(2, places, config, SequenceNLL, in_backward, nan_checks)
@@ -160,12 +152,12 @@ def test_reductions_and_gathering_that_overlap_read_no_value(
     assert [bool(of_buffers(found)) for found in everywhere] == [nan_checks] * 2
 
 
-def test_reading_a_gradient_is_found(ranks: Any, checkpoint: Callable[..., Path]) -> None:
+def test_reading_a_gradient_is_found(ranks, checkpoint) -> None:
     config = policy_config(checkpoint("qwen2", **SIZES), {}, **PACKED)
     assert ranks.run(1, places, config, ReadingLoss) == [{"tests/dist/test_host_waits.py read"}]
 
 
-def test_experts_read_how_many_tokens_they_get(ranks: Any, checkpoint: Callable[..., Path]) -> None:
+def test_experts_read_how_many_tokens_they_get(ranks, checkpoint) -> None:
     """And nothing else, where their forward pass is done again in the backward pass."""
     megatron = EXPERT_LAYOUTS["EP2"].megatron | RECOMPUTED
     path = checkpoint("qwen3_moe", layers=2, hidden=32, ffn=32, vocab=VOCAB)

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_script_trains_under_each_launcher(checkpoints, tmp_path: Path, launcher: str) -> None:
+def test_a_script_trains_under_each_launcher(checkpoints, tmp_path, launcher: str) -> None:
     command, tp = LAUNCHERS[launcher]
     script, out = tmp_path / "script.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
@@ -73,7 +72,7 @@ def test_a_script_trains_under_each_launcher(checkpoints, tmp_path: Path, launch
     ("family", "megatron"), [("qwen2", {}), ("mixtral", {}), ("qwen2", OVERLAPPED)]
 )
 def test_policies_one_after_another_leave_nothing_of_their_groups(
-    ranks, checkpoint: Callable[..., Path], family: str, megatron: dict[str, Any]
+    ranks, checkpoint, family: str, megatron: dict[str, Any]
 ) -> None:
     """In a process group that was there before them, which they must not end with them."""
     counts = ranks.run(1, threads_after_policies, policy_config(checkpoint(family), megatron), 3)

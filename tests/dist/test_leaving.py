@@ -5,7 +5,7 @@ before hears, and lets them hear, what happened.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from megatron_policy.errors import CheckpointError, RefitError
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS
 from tests.other_process import OtherProcess
-from tests.ranks import RankPool
 from tests.soak.saves import CASES, LAG_S, MODEL, Stage
 
 UNUSED = {"init_optimizer": False, "init_reference_model": False}
@@ -25,14 +24,12 @@ TIMEOUT_S = 3.0
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Callable[..., Path]) -> Path:
+def model(checkpoint) -> Path:
     return checkpoint("qwen2", **MODEL)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_rank_0_was_last_to_do_succeeds_on_every_rank(
-    model: Path, tmp_path: Path, name: str
-) -> None:
+def test_what_rank_0_was_last_to_do_succeeds_on_every_rank(model, tmp_path, name: str) -> None:
     """The others are slow to hear of it: the store has to be there for them."""
     assert not Stage(model, tmp_path).play(0, name, lag_s=LAG_S)
 
@@ -57,7 +54,7 @@ def iterate(config: dict[str, Any], early: int) -> str:
 @pytest.mark.parametrize("name", ["DP2", "TP2", "FSDP2 x 2"])
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_rank_that_leaves_an_iteration_early_fails_the_others_and_the_next_is_whole(
-    ranks: RankPool, model: Path, name: str, early: int
+    ranks, model, name: str, early: int
 ) -> None:
     heard = ranks.run(2, iterate, policy_config(model, PLACES[name].megatron), early)
     assert f"rank {early}: it was left before its last tensor" in heard[1 - early]
@@ -97,7 +94,7 @@ def leave_first(config: dict[str, Any], root: Path, leaving: int, what: str) -> 
 @pytest.mark.parametrize("leaving", [0, 1])
 @pytest.mark.parametrize("name", ["DP2", "FSDP2 x 2"])
 def test_the_error_says_whether_a_rank_left_or_gave_no_sign_of_life(
-    model: Path, tmp_path: Path, name: str, what: str, leaving: int
+    model, tmp_path, name: str, what: str, leaving: int
 ) -> None:
     times = {"refit_timeout_s": TIMEOUT_S, "checkpoint_timeout_s": TIMEOUT_S}
     config = policy_config(model, PLACES[name].megatron, **times)

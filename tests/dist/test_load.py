@@ -41,7 +41,7 @@ def count_bytes(config: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_rank_reads_no_more_than_its_own_parameters(ranks, tmp_path: Path, tied: bool) -> None:
+def test_a_rank_reads_no_more_than_its_own_parameters(ranks, tmp_path, tied: bool) -> None:
     path = make_checkpoint(tmp_path / "model", "qwen2", tied=tied, vocab=1024, layers=4)
     config = policy_config(
         path, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -51,9 +51,7 @@ def test_a_rank_reads_no_more_than_its_own_parameters(ranks, tmp_path: Path, tie
 
 
 @pytest.mark.parametrize(("family", "name"), [("qwen3_moe", "EP4"), ("gpt_oss", "EP2xTP2+SP")])
-def test_a_rank_reads_no_more_than_its_own_experts(
-    ranks, tmp_path: Path, family: str, name: str
-) -> None:
+def test_a_rank_reads_no_more_than_its_own_experts(ranks, tmp_path, family: str, name: str) -> None:
     path = make_checkpoint(tmp_path / "model", family, ffn=96, hidden=96)
     case = EXPERT_LAYOUTS[name]
     for read, held in ranks.run(case.world, count_bytes, policy_config(path, case.megatron)):
@@ -75,9 +73,7 @@ def partition_dims(config: dict[str, Any]) -> list[tuple[str, int | None, int | 
 
 @pytest.mark.parametrize("name", ["TP2", "TP2+SP", "TP4 over 2 groups"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_the_table_splits_what_the_built_model_splits(
-    ranks, checkpoints, name: str, tied: bool
-) -> None:
+def test_the_table_splits_what_the_built_model_splits(ranks, checkpoints, name, tied) -> None:
     config = policy_config(checkpoints[tied], LAYOUTS[name].megatron)
     for seen in ranks.run(LAYOUTS[name].world, partition_dims, config):
         assert {dim for _, dim, _ in seen} == {0, 1, None}
@@ -116,7 +112,7 @@ def load_error(config: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_every_rank(ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_every_rank(ranks, tmp_path) -> None:
     from safetensors.torch import load_file, save_file
 
     path = make_checkpoint(tmp_path / "model", "llama", layers=2)

@@ -48,12 +48,7 @@ CASES: dict[str, Case] = {
     "PP2": (2, LAYOUTS["PP2"].megatron, "logit", {}),
     "PP2xVPP2, both overlaps": (2, LAYOUTS["PP2xVPP2"].megatron | OVERLAPPED, "sequence", {}),
     "CP2, packed": (2, layout(2, context_parallel_size=2).megatron, "sequence", PACKED),
-    "TP2xDP2+SP, overlaps": (
-        4,
-        LAYOUTS["TP2+SP"].megatron | OVERLAPPED,
-        "sequence",
-        {},
-    ),
+    "TP2xDP2+SP, overlaps": (4, LAYOUTS["TP2+SP"].megatron | OVERLAPPED, "sequence", {}),
     "FSDP2 x 2, packed": (2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, "logit", PACKED),
     "FSDP2 2x2 copies": (4, FSDP2_LAYOUTS["FSDP2 2x2 copies"].megatron, "token", {}),
     "FSDP2 TP2": (2, FSDP2_TENSOR_LAYOUTS["FSDP2 TP2 x 2"].megatron, "token", {}),
@@ -229,8 +224,7 @@ def follow_a_gradient_that_is_not_finite(config: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["DP2", "DP2, both overlaps", "PP2xVPP2, both overlaps", "TP2", "experts", "FSDP2 x 2"],
+    "name", ["DP2", "DP2, both overlaps", "PP2xVPP2, both overlaps", "TP2", "experts", "FSDP2 x 2"]
 )
 def test_a_gradient_that_is_not_finite_is_refused_on_all_ranks(
     ranks, checkpoints, checkpoint, name: str
@@ -267,8 +261,7 @@ def fail_in_a_part(config: dict[str, Any]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["DP2, both overlaps", "PP2", "TP2", "FSDP2 x 2", "FSDP1 x 2", "FSDP1 2 copies"],
+    "name", ["DP2, both overlaps", "PP2", "TP2", "FSDP2 x 2", "FSDP1 x 2", "FSDP1 2 copies"]
 )
 def test_a_part_that_fails_on_one_rank_fails_on_all_and_the_step_can_be_aborted(
     ranks, checkpoints, name: str

@@ -120,10 +120,7 @@ def read_malformed(config: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "kind",
-    ["packed", "dynamic", "padded"],
-)
+@pytest.mark.parametrize("kind", ["packed", "dynamic", "padded"])
 def test_every_malformed_batch_that_is_read_is_refused_or_computed(
     ranks, checkpoints, kind: str
 ) -> None:
@@ -181,9 +178,7 @@ def test_every_dtype_of_tokens_lengths_and_masks_gives_the_same_numbers(
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
-def test_a_vocabulary_s_size_is_not_taken_for_a_number_of_the_tokens_dtype(
-    dtype: torch.dtype,
-) -> None:
+def test_a_vocabulary_s_size_is_not_taken_for_a_number_of_the_tokens_dtype(dtype) -> None:
     """200 as int8 is -56, and every token would lie beyond it."""
     from megatron_policy.training.checks import checked_tokens
 

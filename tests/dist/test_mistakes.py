@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,9 +210,7 @@ def fail_then_open(bad: dict[str, Any], config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("megatron", [{}, FSDP2], ids=["Megatron-Core", "FSDP2"])
-def test_a_policy_can_be_made_after_one_that_failed(
-    ranks, checkpoints, tmp_path: Path, megatron
-) -> None:
+def test_a_policy_can_be_made_after_one_that_failed(ranks, checkpoints, tmp_path, megatron) -> None:
     path = make_checkpoint(tmp_path / "model", "qwen2", vocab=VOCAB)
     tensors = load_file(path / "model.safetensors")
     save_file(tensors | {"model.surprise": torch.zeros(2)}, path / "model.safetensors")

@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,15 +72,11 @@ def watched(config: dict[str, Any], folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "megatron",
-    [
-        {},
-        {"tensor_model_parallel_size": 2},
-        {"dtensor_cfg": {}},
-    ],
+    [{}, {"tensor_model_parallel_size": 2}, {"dtensor_cfg": {}}],
     ids=["dp2", "tp2", "fsdp2"],
 )
 def test_rank_0_records_what_all_ranks_have_and_goes_on_without_a_writer_that_fails(
-    ranks, checkpoints, tmp_path: Path, megatron: dict[str, Any]
+    ranks, checkpoints, tmp_path, megatron: dict[str, Any]
 ) -> None:
     lines = tmp_path / "configured.jsonl"
     config = policy_config(checkpoints[True], megatron, metrics={"jsonl": str(lines)})
@@ -130,7 +125,7 @@ def run_blocks(blocks: list[str], folder: str) -> None:
 
 
 def test_the_blocks_of_the_page_run_and_its_configuration_is_legal(
-    ranks, checkpoints, tmp_path: Path
+    ranks, checkpoints, tmp_path
 ) -> None:
     shown = [*blocks_of("docs/monitoring.md", page_text("docs/monitoring.md"))]
     blocks = [each.text for each in (*set_up(shown[0]), *shown)]
@@ -174,9 +169,7 @@ def listen_to_a_policy(config: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_a_policy_that_is_built_once_more_warns_of_nothing(
-    ranks, checkpoints, distributed: bool
-) -> None:
+def test_a_policy_that_is_built_once_more_warns_of_nothing(ranks, checkpoints, distributed) -> None:
     optimizer = {"optimizer": {"use_distributed_optimizer": distributed}}
     config = policy_config(checkpoints[True], optimizer)
     ranks.run(1, listen_to_a_policy, config)

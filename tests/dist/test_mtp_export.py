@@ -34,7 +34,7 @@ def made(path: Path, family: str, layers: int = 1, copies: bool = True) -> Path:
     ],
 )
 def test_tensors_of_layers_that_are_left_out_are_exported_unchanged(
-    ranks, tmp_path: Path, family: str, layout: str, options: dict[str, int]
+    ranks, tmp_path, family: str, layout: str, options: dict[str, int]
 ) -> None:
     source, case = made(tmp_path / "source", family, layers=2), (LAYOUTS | FSDP2_LAYOUTS)[layout]
     config = policy_config(source, case.megatron)
@@ -63,7 +63,7 @@ def export_without_source(config: dict[str, Any], source: Path, path: Path) -> s
 
 
 def test_a_source_that_has_lost_these_tensors_is_named_and_the_policy_stays_usable(
-    ranks, tmp_path: Path
+    ranks, tmp_path
 ) -> None:
     source, case = made(tmp_path / "source", "deepseek_v3"), LAYOUTS["PP2"]
     config = policy_config(source, case.megatron)

@@ -5,7 +5,6 @@ for.
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,9 +55,7 @@ def asked_by_megatron(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "mimo"])
-def test_keys_and_shapes_are_those_of_megatrons_own_layer(
-    ranks, tmp_path: Path, family: str
-) -> None:
+def test_keys_and_shapes_are_those_of_megatrons_own_layer(ranks, tmp_path, family: str) -> None:
     path = add_mtp_layers(make_checkpoint(tmp_path / "hf", family, **SMALL))
     convert(path, tmp_path / "mcore", "mcore")
     held = FileSystemReader(tmp_path / "mcore").read_metadata().state_dict_metadata

@@ -49,9 +49,7 @@ def step(policy: MegatronPolicy) -> dict[str, Any]:
         ("mimo", {}),
     ],
 )
-def test_held_and_left_out_layers_come_back_bit_equal(
-    ranks, tmp_path: Path, family: str, experts: dict[str, int]
-) -> None:
+def test_held_and_left_out_layers_come_back_bit_equal(ranks, tmp_path, family, experts) -> None:
     source = made(tmp_path / "source", family, layers=2, dtype="bfloat16")
     config = policy_config(source, TP2PP2.megatron | MTP | experts, precision="bfloat16")
     ranks.run(4, export, config, tmp_path / "exported", {"max_shard_bytes": 200_000})
@@ -70,7 +68,7 @@ def train_and_send(config: dict[str, Any], path: Path) -> dict[str, torch.Tensor
 
 
 def test_a_refit_sends_trained_layers_with_their_copies_and_none_that_are_left_out(
-    ranks, tmp_path: Path
+    ranks, tmp_path
 ) -> None:
     source = made(tmp_path / "source", layers=2)
     config = policy_config(source, TP2PP2.megatron | MTP)
@@ -111,7 +109,7 @@ def _next(policy: MegatronPolicy) -> dict[str, Any]:
 
 @pytest.mark.nightly
 def test_a_checkpoint_goes_on_bit_for_bit_and_converts_to_what_was_exported(
-    ranks, tmp_path: Path
+    ranks, tmp_path
 ) -> None:
     config = policy_config(made(tmp_path / "source"), PP2.megatron | MTP)
     saved = ranks.run(2, save, config, tmp_path)
@@ -154,7 +152,7 @@ def in_parts(config: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_step_in_parts_is_the_step_taken_at_once(ranks, tmp_path: Path) -> None:
+def test_a_step_in_parts_is_the_step_taken_at_once(ranks, tmp_path) -> None:
     config = policy_config(made(tmp_path), PP2.megatron | MTP)
     for whole, parts in ranks.run(2, in_parts, config):
         torch.testing.assert_close(parts["grad_norm"], whole["grad_norm"], rtol=1e-5, atol=0)
@@ -169,9 +167,7 @@ def refused(config: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_more_layers_than_the_model_has_are_refused_by_the_key_to_change(
-    ranks, tmp_path: Path
-) -> None:
+def test_more_layers_than_the_model_has_are_refused_by_the_key_to_change(ranks, tmp_path) -> None:
     config = policy_config(made(tmp_path), {"mtp_num_layers": 2})
     (message,) = ranks.run(1, refused, config)
     assert "mtp_num_layers asks for 2: set it to 1 or less" in message
@@ -182,9 +178,7 @@ def score(config: dict[str, Any]) -> torch.Tensor:
         return policy.logprobs(BatchedDataDict({"input_ids": batch()["input_ids"]}))
 
 
-def test_log_probabilities_are_the_same_with_and_without_these_layers(
-    ranks, tmp_path: Path
-) -> None:
+def test_log_probabilities_are_the_same_with_and_without_these_layers(ranks, tmp_path) -> None:
     path = made(tmp_path)
     with_layers, without = (
         ranks.run(1, score, policy_config(path, section))[0] for section in (MTP, {})

@@ -39,9 +39,7 @@ TIED, CANDIDATES, STEPS = True, 4, 2
 BUDGET = {"enabled": True, "train_mb_tokens": 26, "logprob_mb_tokens": 40}
 BATCHINGS: dict[str, dict[str, Any]] = {
     "padded": {},
-    "dynamic": {
-        "dynamic_batching": BUDGET | {"train_mb_tokens": 34, "sequence_length_round": 2},
-    },
+    "dynamic": {"dynamic_batching": BUDGET | {"train_mb_tokens": 34, "sequence_length_round": 2}},
     "packed": {"sequence_packing": BUDGET},
 }
 """Budgets hold the longest pair, and a few pairs at most."""

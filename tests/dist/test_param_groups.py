@@ -96,7 +96,7 @@ def test_groups_are_trained_like_transformers_by_torchs_optimizer(
 
 
 @pytest.mark.parametrize("name", ["TP2+SP", "PP2 distributed optimizer"])
-def test_groups_go_on_from_a_checkpoint(ranks, checkpoint, tmp_path: Path, name: str) -> None:
+def test_groups_go_on_from_a_checkpoint(ranks, checkpoint, tmp_path, name: str) -> None:
     assert_trained(ranks, checkpoint, "qwen2", name, tmp_path)
 
 

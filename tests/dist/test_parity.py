@@ -122,7 +122,7 @@ def numbers(said: str) -> dict[str, float]:
 
 @pytest.mark.nightly
 def test_a_weight_that_differs_is_found_with_its_layer_on_several_ranks(
-    checkpoints, tmp_path: Path
+    checkpoints, tmp_path
 ) -> None:
     other = perturbed(
         checkpoints[False], tmp_path / "other", "model.layers.2.mlp.up_proj.weight", 0.05
@@ -139,7 +139,7 @@ def test_a_weight_that_differs_is_found_with_its_layer_on_several_ranks(
 
 
 @pytest.mark.nightly
-def test_what_a_rank_refuses_is_raised_as_it_was(checkpoints, tmp_path: Path) -> None:
+def test_what_a_rank_refuses_is_raised_as_it_was(checkpoints, tmp_path) -> None:
     job = job_for(checkpoints[True], model=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="nowhere"):
         parity_ranks.read_on_ranks(job)
@@ -166,7 +166,7 @@ def test_layers_that_do_not_split_over_stages_name_options_that_there_are(checkp
     assert (result.exit_code, result.stderr.strip()) == (2, said)
 
 
-def test_the_rank_that_died_is_blamed_rather_than_those_that_waited_for_it(tmp_path: Path) -> None:
+def test_the_rank_that_died_is_blamed_rather_than_those_that_waited_for_it(tmp_path) -> None:
     report = {"kind": "RuntimeError", "message": "Connection closed by peer"}
     (tmp_path / "rank0.error").write_text(json.dumps(report))
     (tmp_path / "rank0.log").write_text("")

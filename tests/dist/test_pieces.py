@@ -4,8 +4,7 @@ of calls and of rows are those of Hugging Face's logits divided by them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, SIZES, VOCAB, layout
 from tests.dist.test_docs import python_blocks
 from tests.exact import load_hf
-from tests.losses import Result, loss_mask, token_nll
+from tests.losses import loss_mask, token_nll
 from tests.margins import check
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
@@ -50,13 +49,7 @@ class NLL:
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
 
-    def __call__(
-        self,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        next_token_logprobs: torch.Tensor,
-    ) -> Result:
+    def __call__(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs) -> Any:
         return token_nll(next_token_logprobs, data, global_valid_toks), {}
 
 
@@ -116,9 +109,7 @@ def all_ways(config: dict[str, Any]) -> list[tuple[list[float], dict[str, torch.
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pieces_put_together_are_the_step_that_train_takes(
-    ranks, checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_pieces_put_together_are_the_step_that_train_takes(ranks, checkpoint, name: str) -> None:
     world, megatron, top, family = CASES[name]
     config = policy_config(checkpoint(family, **SIZES), megatron, **top)
     for found in ranks.run(world, all_ways, config):
@@ -146,9 +137,7 @@ def as_documented(config: dict[str, Any]) -> tuple[float, float]:
         return made["stats"].grad_norm, float(found["grad_norm"])
 
 
-def test_the_documents_loop_is_the_step_that_train_takes(
-    ranks, checkpoint: Callable[..., Path]
-) -> None:
+def test_the_documents_loop_is_the_step_that_train_takes(ranks, checkpoint) -> None:
     top = DYNAMIC | {"train_global_batch_size": 4}
     config = policy_config(checkpoint("qwen2", **SIZES), {}, **top)
     ((found, wanted),) = ranks.run(1, as_documented, config)
@@ -190,9 +179,7 @@ def hf_scores(
 
 
 @pytest.mark.parametrize("name", [each for each in CASES if "EP2" not in each])
-def test_temperatures_divide_the_logits_of_their_rows(
-    ranks, checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_temperatures_divide_the_logits_of_their_rows(ranks, checkpoint, name: str) -> None:
     world, megatron, top, family = CASES[name]
     path = checkpoint(family, **SIZES)
     model = load_hf(path)
@@ -275,9 +262,7 @@ def norm_of(policy: MegatronPolicy, microbatches: list[Microbatch]) -> float:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["TP2+SP", "PP2, dynamic", "DP2", "FSDP2 x 2, packed"])
-def test_what_cannot_be_put_together_is_refused_on_every_rank(
-    ranks, checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_what_cannot_be_put_together_is_refused_on_every_rank(ranks, checkpoint, name: str) -> None:
     world, megatron, top, family = CASES[name]
     config = policy_config(checkpoint(family, **SIZES), megatron, **top)
     for before, after in ranks.run(world, refusals, config):

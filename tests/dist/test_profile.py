@@ -40,7 +40,7 @@ def is_inside(inner: TimeSpan, outer: TimeSpan) -> bool:
 
 @pytest.mark.nightly
 def test_a_trace_of_one_rank_has_the_microbatches_in_order_inside_their_run(
-    ranks, checkpoints, tmp_path: Path
+    ranks, checkpoints, tmp_path
 ) -> None:
     config = policy_config(checkpoints[True], LAYOUTS["one process"].megatron)
     (profile,) = ranks.run(1, profiled, config, tmp_path, True)
@@ -69,7 +69,7 @@ def test_a_trace_of_one_rank_has_the_microbatches_in_order_inside_their_run(
 
 @pytest.mark.parametrize("name", ["PP2", "PP2xVPP2"])
 def test_stages_run_in_the_expected_order_and_the_last_begins_after_the_first(
-    ranks, checkpoints, tmp_path: Path, name: str
+    ranks, checkpoints, tmp_path, name: str
 ) -> None:
     layout = LAYOUTS[name]
     config = policy_config(checkpoints[True], layout.megatron)
@@ -90,7 +90,7 @@ def test_stages_run_in_the_expected_order_and_the_last_begins_after_the_first(
 
 
 def test_ranks_of_fsdp_record_both_passes_of_each_of_their_microbatches(
-    ranks, checkpoints, tmp_path: Path
+    ranks, checkpoints, tmp_path
 ) -> None:
     layout = FSDP2_LAYOUTS["FSDP2 x 2"]
     config = policy_config(checkpoints[True], layout.megatron)

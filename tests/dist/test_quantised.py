@@ -59,7 +59,7 @@ def load(config: dict[str, Any], plain: dict[str, Any]) -> tuple[list[str], int,
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+def pairs(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     """Of each case, the quantised checkpoint and what transformers makes of it, in bfloat16."""
     made = {}
     for number, (case, (family, _, sizes)) in enumerate(CASES.items()):
@@ -79,7 +79,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_holds_what_the_dequantised_checkpoint_gives_it_and_reads_no_more(
-    ranks, pairs: dict[str, tuple[Path, Path]], case: str
+    ranks, pairs, case: str
 ) -> None:
     layout = (LAYOUTS | EXPERT_LAYOUTS)[CASES[case][1]]
     configs = [policy_config(path, layout.megatron, precision="bfloat16") for path in pairs[case]]
@@ -95,7 +95,7 @@ def export(config: dict[str, Any], path: Path) -> None:
 
 @pytest.mark.parametrize("case", list(CASES)[:2])
 def test_an_export_is_the_dequantised_checkpoint_with_a_config_that_says_so(
-    ranks, pairs: dict[str, tuple[Path, Path]], tmp_path: Path, case: str
+    ranks, pairs, tmp_path, case: str
 ) -> None:
     quantised, plain = pairs[case]
     layout = (LAYOUTS | EXPERT_LAYOUTS)[CASES[case][1]]

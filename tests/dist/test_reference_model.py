@@ -133,7 +133,7 @@ WITH_ADAPTERS: list[tuple[str, dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(("name", "top", "merged"), WITH_ADAPTERS)
 def test_a_policy_with_adapters_has_the_reference_that_is_named(
-    ranks, checkpoint, tmp_path: Path, name: str, top: dict[str, Any], merged: bool
+    ranks, checkpoint, tmp_path, name: str, top: dict[str, Any], merged: bool
 ) -> None:
     """Other adapters on the same base, or a whole checkpoint beside which adapters are off."""
     path, other = two_models(checkpoint, FAMILIES[True])
@@ -161,7 +161,7 @@ def resume(config: dict[str, Any], data: BatchedDataDict, root: Path) -> dict[st
     [("TP2+SP", "PP2", False), ("TP2+SP", "PP2", True), ("PP2", "TP2xCP2+SP", True)],
 )
 def test_a_policy_that_is_resumed_keeps_the_reference_that_is_named(
-    ranks, checkpoint, tmp_path: Path, name: str, other: str, adapters: bool
+    ranks, checkpoint, tmp_path, name: str, other: str, adapters: bool
 ) -> None:
     """Without adapters the weights of `model_name` are not even needed."""
     path, reference = two_models(checkpoint, FAMILIES[True])
@@ -213,7 +213,7 @@ def said(config: dict[str, Any], with_reference: bool = True) -> str:
 
 
 def test_a_reference_that_does_not_fit_is_refused_with_what_to_do(
-    ranks, checkpoint, tmp_path: Path
+    ranks, checkpoint, tmp_path
 ) -> None:
     sizes = SIZES | {"tied": False}
     path, other = two_models(checkpoint, FAMILIES[False])
@@ -246,7 +246,7 @@ def test_a_reference_that_does_not_fit_is_refused_with_what_to_do(
     )
 
 
-def test_the_reference_of_a_value_model_is_a_value_model(ranks, checkpoint, tmp_path: Path) -> None:
+def test_the_reference_of_a_value_model_is_a_value_model(ranks, checkpoint, tmp_path) -> None:
     path, other = two_models(checkpoint, FAMILIES[False])
     model = scalar_oracle.make("regression", other, tmp_path / "values")
     head = {"enabled": True, "reward_model_type": "regression"}

@@ -20,7 +20,6 @@ from tests.dist.fsdp_cases import BATCHINGS
 from tests.dist.layouts import LAYOUTS, VOCAB
 from tests.exact import Exact, assert_equal
 from tests.losses import TokenNLL
-from tests.ranks import RankPool
 
 LENGTHS = (9, 18, 5, 12)
 ORIGINAL, MAXIMUM = 10, 20
@@ -128,14 +127,7 @@ def read_and_learn(config: dict[str, Any]) -> tuple[torch.Tensor, float, float]:
 
 
 @pytest.mark.parametrize(("kind", "place", "batching", "choice"), CASES)
-def test_a_text_is_as_long_as_was_chosen(
-    ranks: RankPool,
-    checkpoint: Callable[..., Path],
-    kind: str,
-    place: str,
-    batching: str,
-    choice: str,
-) -> None:
+def test_a_text_is_as_long_as_was_chosen(ranks, checkpoint, kind, place, batching, choice) -> None:
     path = checkpoint(**KINDS[kind], vocab=VOCAB)
     world, section = PLACES[place]
     config = config_of(path, section, choice, **BATCHINGS[batching])
@@ -150,9 +142,7 @@ def test_a_text_is_as_long_as_was_chosen(
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_layers_that_are_computed_again_turn_each_row_the_same(
-    ranks: RankPool, checkpoint: Callable[..., Path], kind: str
-) -> None:
+def test_layers_that_are_computed_again_turn_each_row_the_same(ranks, checkpoint, kind) -> None:
     path = checkpoint(**KINDS[kind], vocab=VOCAB)
     kept, again = (
         ranks.run(1, read_and_learn, config_of(path, section, "row", **BATCHINGS["packed"]))[0]
@@ -176,12 +166,9 @@ def sample_and_read(config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"),
-    [(kind, place) for kind in KINDS for place in ("one process", "FSDP2")],
+    ("kind", "place"), [(kind, place) for kind in KINDS for place in ("one process", "FSDP2")]
 )
-def test_what_is_sampled_is_what_training_reads(
-    ranks: RankPool, checkpoint: Callable[..., Path], kind: str, place: str
-) -> None:
+def test_what_is_sampled_is_what_training_reads(ranks, checkpoint, kind: str, place: str) -> None:
     """By the default choice, though texts outgrow the original length while they are sampled."""
     path = checkpoint(**KINDS[kind], vocab=VOCAB)
     world, section = PLACES[place]

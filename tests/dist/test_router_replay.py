@@ -67,13 +67,7 @@ class Remembering:
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def __call__(
-        self,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        next_token_logprobs: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def __call__(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs) -> Any:
         self.seen.append((data["row"].clone(), next_token_logprobs.detach().clone()))
         return token_nll(next_token_logprobs, data, global_valid_toks), {}
 
@@ -243,12 +237,12 @@ def check_case(ranks, model: Model, case: Case, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_experts_are_recorded_and_replayed_exactly(ranks, model: Model, name: str) -> None:
+def test_experts_are_recorded_and_replayed_exactly(ranks, model, name: str) -> None:
     check_case(ranks, model, CASES[name], name)
 
 
 @pytest.mark.nightly
-def test_experts_are_recorded_and_replayed_on_all_axes_at_once(ranks, model: Model) -> None:
+def test_experts_are_recorded_and_replayed_on_all_axes_at_once(ranks, model) -> None:
     check_case(ranks, model, ALL_AXES, "all axes")
 
 
@@ -285,7 +279,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_experts_are_those_of_transformers_in_families_with_other_routers_and_attention(
-    ranks, tmp_path: Path, family: str
+    ranks, tmp_path, family: str
 ) -> None:
     """In deepseek_v3 only a dense layer is on the first stage, which thus has no router."""
     path, case = make_checkpoint(tmp_path, family, **SMALL, **EXPERTS[family]), OTHERS[family]

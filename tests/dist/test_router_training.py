@@ -233,28 +233,24 @@ def compare(ranks, oracles: Oracles, kind: str, name: str, batching: str, **more
 
 
 @pytest.mark.parametrize(("kind", "name", "batching"), sorted(TESTED))
-def test_routers_are_trained_as_in_one_process(
-    ranks, oracles: Oracles, kind: str, name: str, batching: str
-) -> None:
+def test_routers_are_trained_as_in_one_process(ranks, oracles, kind, name, batching) -> None:
     compare(ranks, oracles, kind, name, batching)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "name", "batching"), sorted(EVERYWHERE - TESTED))
 def test_routers_are_trained_as_in_one_process_in_every_cell(
-    ranks, oracles: Oracles, kind: str, name: str, batching: str
+    ranks, oracles, kind: str, name: str, batching: str
 ) -> None:
     compare(ranks, oracles, kind, name, batching)
 
 
 @pytest.mark.parametrize("name", ["one process", "DP2"])
-def test_a_step_in_parts_trains_routers_as_a_whole_one(ranks, oracles: Oracles, name: str) -> None:
+def test_a_step_in_parts_trains_routers_as_a_whole_one(ranks, oracles, name: str) -> None:
     compare(ranks, oracles, "seq_aux_loss", name, "padded", in_two=True)
 
 
-def test_a_coefficient_that_is_not_given_is_the_models_own(
-    ranks, oracles: Oracles, tmp_path: Path
-) -> None:
+def test_a_coefficient_that_is_not_given_is_the_models_own(ranks, oracles, tmp_path) -> None:
     path = shutil.copytree(oracles.path("qwen3_moe"), tmp_path / "model")
     published = json.loads((path / "config.json").read_text())
     published["router_aux_loss_coef"] = COEFFICIENT
@@ -264,15 +260,13 @@ def test_a_coefficient_that_is_not_given_is_the_models_own(
     )
 
 
-def test_rows_weigh_in_auxiliary_losses_what_they_weigh_in_the_loss(
-    ranks, oracles: Oracles
-) -> None:
+def test_rows_weigh_in_auxiliary_losses_what_they_weigh_in_the_loss(ranks, oracles) -> None:
     compare(ranks, oracles, "seq_aux_loss", "EP2", "dynamic", by_sequence=True)
     compare(ranks, oracles, "seq_aux_loss", "EP2", "padded", by_sequence=True, in_two=True)
 
 
 @pytest.mark.parametrize("planted", ["padding counts", "rows left out count", "counts of one rank"])
-def test_a_planted_mistake_is_found(ranks, oracles: Oracles, planted: str) -> None:
+def test_a_planted_mistake_is_found(ranks, oracles, planted: str) -> None:
     """It is ten times further away than rounding can explain."""
     with margins.apart() as used, pytest.raises(AssertionError):
         compare(ranks, oracles, "seq_aux_loss", "EP2", "padded", planted=planted)
@@ -280,7 +274,7 @@ def test_a_planted_mistake_is_found(ranks, oracles: Oracles, planted: str) -> No
 
 
 @pytest.mark.parametrize("name", ["EP2xTP2+SP", "EP2"])
-def test_the_dispatcher_changes_no_result(ranks, oracles: Oracles, name: str) -> None:
+def test_the_dispatcher_changes_no_result(ranks, oracles, name: str) -> None:
     """Where replicas share experts, all-to-all takes the place of all-gather."""
     asked = {"moe_token_dispatcher_type": "allgather", "moe_permute_fusion": True}
     compare(ranks, oracles, "seq_aux_loss", name, "packed", asked=asked)
@@ -318,7 +312,7 @@ def only_look(
 
 
 def test_only_a_step_that_is_taken_moves_biases_which_stay_in_fp32(
-    ranks, oracles: Oracles, tmp_path: Path
+    ranks, oracles, tmp_path
 ) -> None:
     config = policy_config(
         oracles.path("deepseek_v3"),

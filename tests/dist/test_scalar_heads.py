@@ -42,7 +42,7 @@ def config_of(path: Path, kind: str, megatron: dict[str, Any], **top: Any) -> di
 
 
 @pytest.fixture(scope="session")
-def heads(checkpoint, tmp_path_factory: pytest.TempPathFactory):
+def heads(checkpoint, tmp_path_factory):
     """`heads(family, kind)`: the path of its checkpoint with a head of that kind, made once."""
     made: dict[tuple[str, str], Path] = {}
 
@@ -151,7 +151,7 @@ def test_families_have_the_classes_that_transformers_has() -> None:
     ),
 )
 def test_every_familys_values_are_those_of_transformers(
-    ranks, checkpoint, tmp_path: Path, family: str, kind: str
+    ranks, checkpoint, tmp_path, family: str, kind: str
 ) -> None:
     path = scalar_oracle.make(kind, checkpoint(family, **SMALL), tmp_path / "model")
     data = oracle.make_batch(4, LENGTH, SMALL["vocab"])

@@ -187,7 +187,7 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "batching", "name", "family"), CASES)
 def test_losses_of_a_scalar_head_train_like_transformers_by_torchs_optimizer(
-    ranks, heads, measured: Collected, layout: str, batching: str, name: str, family: str
+    ranks, heads, measured, layout: str, batching: str, name: str, family: str
 ) -> None:
     with margins.recorded() as record:
         assert_trained(ranks, heads, layout, batching, name, family, None)
@@ -217,7 +217,7 @@ def assert_trained(
     ("layout", "name"), [("TP2+SP", "values"), ("PP2", "scores"), ("PP2", "values")]
 )
 def test_training_goes_on_from_a_checkpoint_and_transformers_loads_the_export(
-    ranks, heads, tmp_path: Path, layout: str, name: str
+    ranks, heads, tmp_path, layout: str, name: str
 ) -> None:
     path = assert_trained(ranks, heads, layout, "padded", name, FAMILIES[True], tmp_path)
     kind, exported = TRAINED[name][0], tmp_path / "exported"
@@ -235,7 +235,7 @@ def resume(config: dict[str, Any], root: Path) -> str:
     return str(raised.value)
 
 
-def test_a_checkpoint_of_another_head_is_refused(ranks, heads, checkpoints, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_head_is_refused(ranks, heads, checkpoints, tmp_path) -> None:
     path = heads(FAMILIES[True], "regression")
     config = config_of(path, "regression", {})
     ranks.run(1, train, config, "values", "padded", tmp_path)
@@ -257,7 +257,7 @@ def export(config: dict[str, Any], root: Path) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["regression", "bradley_terry"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_language_model_with_a_fresh_head_is_exported_as_transformers_classifier(
-    ranks, checkpoints, tmp_path: Path, tied: bool, kind: str
+    ranks, checkpoints, tmp_path, tied: bool, kind: str
 ) -> None:
     source, target = checkpoints[tied], tmp_path / "exported"
     padded = {"hf_config_overrides": {"pad_token_id": 0}}
@@ -277,13 +277,7 @@ def test_a_language_model_with_a_fresh_head_is_exported_as_transformers_classifi
     ).read_bytes()
 
 
-PAIRS = {
-    "one process": 2,
-    "TP2+SP": 4,
-    "PP2xVPP2": 2,
-    "DP2": 2,
-    "TP2xCP2+SP": 2,
-}
+PAIRS = {"one process": 2, "TP2+SP": 4, "PP2xVPP2": 2, "DP2": 2, "TP2xCP2+SP": 2}
 """Layouts with the rows of a microbatch that they have here."""
 
 

@@ -4,7 +4,6 @@ up, and nothing is exchanged for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,9 +83,7 @@ def collectives(policy: MegatronPolicy, own: BatchedDataDict) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_speed_is_counted_from_data_and_layout_and_times_add_up(
-    ranks, checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_speed_is_counted_from_data_and_layout_and_times_add_up(ranks, checkpoint, name) -> None:
     world, megatron, top = CASES[name]
     config = policy_config(checkpoint("qwen2", **SIZES), megatron, **top)
     found = ranks.run(world, measured, config)
@@ -154,7 +151,7 @@ def reported(config: dict[str, Any], root: Path) -> Any:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_saves_and_refits_report_bytes_seconds_and_their_rate(
-    ranks, checkpoint: Callable[..., Path], tmp_path: Path, background: bool
+    ranks, checkpoint, tmp_path, background: bool
 ) -> None:
     path = checkpoint("qwen2", **SIZES)
     config = policy_config(path, {"checkpoint": {"async_save": True}} if background else {})

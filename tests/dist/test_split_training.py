@@ -64,13 +64,7 @@ class Measured:
         "valid": HostNormalizer.NONE,
     }
 
-    def __call__(
-        self,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        next_token_logprobs: torch.Tensor,
-    ) -> Result:
+    def __call__(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs) -> Any:
         loss = token_nll(next_token_logprobs, data, global_valid_toks)
         return loss, {
             "loss": loss.item(),
@@ -256,9 +250,7 @@ def config_of(case: Case, path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_in_parts_is_the_step_that_train_takes(
-    ranks, checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_a_step_in_parts_is_the_step_that_train_takes(ranks, checkpoint, name: str) -> None:
     case = CASES[name]
     config = config_of(case, checkpoint(case.family, tied="tied" in name, **SIZES))
     half = "precision" in case.top
@@ -400,7 +392,7 @@ def first_step(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["DP2, both overlaps", "FSDP2 x 2"])
 def test_mistakes_around_a_step_are_refused_and_cost_nothing_of_it(
-    ranks, checkpoint: Callable[..., Path], tmp_path: Path, name: str
+    ranks, checkpoint, tmp_path, name: str
 ) -> None:
     case = CASES[name]
     config = config_of(case, checkpoint(case.family, **SIZES))

@@ -5,7 +5,7 @@ down, whether or not it is kept, and before Python's collector has found anythin
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def count_one_after_another(config: dict[str, Any], root: Path) -> tuple[int, li
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_gives_back_its_few_threads_at_shutdown(
-    process: OtherProcess, checkpoint: Callable[..., Path], tmp_path: Path, kind: str
+    process, checkpoint, tmp_path, kind: str
 ) -> None:
     family, section = KINDS[kind]
     config = policy_config(checkpoint(family), section)
@@ -102,7 +102,7 @@ def count_two_at_once(config: dict[str, Any], root: Path) -> tuple[int, int, int
 
 @pytest.mark.parametrize("kind", ["Megatron-Core", "FSDP2"])
 def test_the_first_of_two_policies_leaves_the_other_whole(
-    process: OtherProcess, checkpoint: Callable[..., Path], tmp_path: Path, kind: str
+    process, checkpoint, tmp_path, kind: str
 ) -> None:
     family, section = KINDS[kind]
     config = policy_config(checkpoint(family), section)

@@ -52,13 +52,7 @@ class Nothing:
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
 
-    def __call__(
-        self,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        next_token_logprobs: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def __call__(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs) -> Any:
         return next_token_logprobs.sum() * 0.0, {}
 
 
@@ -82,7 +76,7 @@ def decays(model: PreTrainedModel, name: str) -> bool:
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_step_without_gradient_shrinks_just_the_matrices_of_every_family(
-    ranks, checkpoint, tmp_path: Path, family: str
+    ranks, checkpoint, tmp_path, family: str
 ) -> None:
     path = checkpoint(family, **SMALL, **switches(family))
     ranks.run(1, step_without_gradient, policy_config(path, DECAYED), tmp_path / "stepped")
@@ -157,7 +151,7 @@ def load(config: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["one process", "TP2", "DP2 distributed optimizer"])
 def test_a_checkpoint_of_an_optimizer_in_other_groups_is_loaded_parameter_by_parameter(
-    ranks, checkpoint, tmp_path: Path, name: str
+    ranks, checkpoint, tmp_path, name: str
 ) -> None:
     world, megatron = TRAINED[name]
     config = policy_config(checkpoint("cohere", **SMALL, use_qk_norm=True), megatron)

@@ -4,9 +4,8 @@ do, are what autograd hands on otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -88,9 +87,7 @@ def steps(config: dict[str, Any], fused: bool) -> tuple[list[float], dict[str, t
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_they_are_the_same_at_once_and_in_parts(
-    ranks: Any, checkpoint: Callable[..., Path], recomputed: bool
-) -> None:
+def test_they_are_the_same_at_once_and_in_parts(ranks, checkpoint, recomputed: bool) -> None:
     """The same sums in the same order: to the bit."""
     path = checkpoint("qwen2", **SIZES)
     config = policy_config(path, {"activation_checkpointing": recomputed})

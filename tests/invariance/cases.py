@@ -62,10 +62,7 @@ LOSSES = ("token", "sequence", "policy gradient")
 ROWS, STEPS = 16, 2
 FEW = {"DP4": 3, "PP2xVPP2": 1, "PP2xVPP2xCP2xDP2": 3}
 """Rows of a global batch that are fewer than the microbatches that must run."""
-FEW_OF_EXPERTS = (
-    ("EP4", "dynamic", "qwen3_moe", 3),
-    ("EP2xPP2xVPP2", "packed", "deepseek_v3", 3),
-)
+FEW_OF_EXPERTS = (("EP4", "dynamic", "qwen3_moe", 3), ("EP2xPP2xVPP2", "packed", "deepseek_v3", 3))
 """The same of experts: a rank without a row of its own still computes for the tokens of others."""
 WITH_LOGITS = ("PP2xCP2", "CP2xDP2, distributed optimizer, overlaps", "TP2xCP2+SP")
 """Layouts of the loss that is given all logits, with each way to make microbatches."""

@@ -233,10 +233,7 @@ MUTATIONS = {
         Cell("CP2", "padded", "token", "qwen3"), _neighbours, (*READ, *TRAINED)
     ),
     "keys of other context-parallel ranks get no gradient": Mutation(
-        Cell("CP2", "packed", "policy gradient", "qwen2"),
-        _own_gradient,
-        LEARNED,
-        UNTRAINED,
+        Cell("CP2", "packed", "policy gradient", "qwen2"), _own_gradient, LEARNED, UNTRAINED
     ),
     "the first sequence of a microbatch is left out of the loss": Mutation(
         Cell("one process", "packed", "policy gradient", "qwen3"),
@@ -288,21 +285,13 @@ MUTATIONS = {
         UNTRAINED,
     ),
     "gradients of experts are reduced over ranks that hold others": Mutation(
-        Cell("EP2", "padded", "sequence", "qwen3_moe"),
-        _experts_among_all_else,
-        LEARNED,
-        UNTRAINED,
+        Cell("EP2", "padded", "sequence", "qwen3_moe"), _experts_among_all_else, LEARNED, UNTRAINED
     ),
     "a filler leaves a gradient in experts": Mutation(
-        Cell("EP4", "dynamic", "sequence", "qwen3_moe", 3),
-        _gradient_of_fillers,
-        LEARNED,
-        UNTRAINED,
+        Cell("EP4", "dynamic", "sequence", "qwen3_moe", 3), _gradient_of_fillers, LEARNED, UNTRAINED
     ),
     "two experts are swapped on loading": Mutation(
-        Cell("EP2xTP2+SP", "padded", "sequence", "mixtral"),
-        _experts_swapped,
-        (*READ, *TRAINED),
+        Cell("EP2xTP2+SP", "padded", "sequence", "mixtral"), _experts_swapped, (*READ, *TRAINED)
     ),
     "the norm counts every copy of an expert": Mutation(
         Cell("TP2+SP, experts whole", "dynamic", "token", "gpt_oss"),
