@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
@@ -18,6 +19,20 @@ from tests.losses import LogitEntropy, SequenceNLL, TokenNLL
 
 LOSSES = {"token": TokenNLL, "sequence": SequenceNLL, "logit": LogitEntropy}
 GLOBAL_BATCH, MICROBATCHES = 8, 4
+
+
+def packed(tokens: int = 40, **more: Any) -> dict[str, Any]:
+    """The section of a policy whose rows are packed, so many tokens at a time."""
+    return {"sequence_packing": _budget(tokens) | more}
+
+
+def dynamic(tokens: int = 40, **more: Any) -> dict[str, Any]:
+    """The same for dynamic batches."""
+    return {"dynamic_batching": _budget(tokens) | more}
+
+
+def _budget(tokens: int) -> dict[str, Any]:
+    return {"enabled": True, "train_mb_tokens": tokens, "logprob_mb_tokens": tokens}
 
 
 def policy_config(
@@ -59,17 +74,7 @@ def policy_config(
     }
     for key, value in megatron.items():
         section[key] = section[key] | value if isinstance(section.get(key), dict) else value
-    return {
-        "model_name": str(path),
-        "train_global_batch_size": GLOBAL_BATCH,
-        "train_micro_batch_size": 1,
-        "logprob_batch_size": 3,
-        "max_total_sequence_length": 32,
-        "rope_length": "batch",  # the oracle goes by it
-        "max_grad_norm": oracle.CLIP,
-        "precision": "float32",
-        "megatron_cfg": section,
-    } | top
+    return _common(path) | {"megatron_cfg": section} | top
 
 
 def fsdp_config(
@@ -82,12 +87,15 @@ def fsdp_config(
     """The oracle's hyperparameters under FSDP2, or FSDP1 with its `section`, with weight decay of
     every parameter unless `keys` say otherwise.
     """
-    kwargs = {
-        "lr": lr,
-        "weight_decay": oracle.WEIGHT_DECAY,
-        "betas": list(oracle.BETAS),
-        "eps": oracle.EPS,
+    kwargs = {"weight_decay": oracle.WEIGHT_DECAY, "betas": list(oracle.BETAS), "eps": oracle.EPS}
+    own = {
+        section: {"enabled": True, **keys},
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": lr} | kwargs},
     }
+    return _common(path) | own | top
+
+
+def _common(path: Path | str) -> dict[str, Any]:
     return {
         "model_name": str(path),
         "train_global_batch_size": GLOBAL_BATCH,
@@ -97,9 +105,7 @@ def fsdp_config(
         "rope_length": "batch",  # the oracle goes by it
         "max_grad_norm": oracle.CLIP,
         "precision": "float32",
-        section: {"enabled": True, **keys},
-        "optimizer": {"name": "torch.optim.AdamW", "kwargs": kwargs},
-    } | top
+    }
 
 
 @contextmanager
@@ -114,6 +120,27 @@ def open_policy(config: dict[str, Any], **kwargs: Any):
         yield policy
     finally:
         policy.shutdown()
+
+
+UNUSED = {"init_optimizer": False, "init_reference_model": False}
+
+
+def answer(config: dict[str, Any], call: Callable[[MegatronPolicy], Any], **parts: Any) -> Any:
+    """What a call of a policy returns on this rank; `parts` are those that it has beside none."""
+    with open_policy(config, **UNUSED | parts) as policy:
+        return call(policy)
+
+
+def refusal(
+    config: dict[str, Any],
+    kind: type[Exception],
+    call: Callable[[MegatronPolicy], Any] = lambda policy: None,
+    **parts: Any,
+) -> str:
+    """What opening a policy, or a call of it, says on this rank, which has to raise `kind`."""
+    with pytest.raises(kind) as error, open_policy(config, **parts) as policy:
+        call(policy)
+    return str(error.value)
 
 
 def own_share(policy: MegatronPolicy, data: BatchedDataDict) -> BatchedDataDict:
@@ -174,8 +201,8 @@ def own_steps(policy: MegatronPolicy, data: BatchedDataDict) -> list[BatchedData
 
 def logits_of(models: list[tuple[Path, int]], tokens: torch.Tensor) -> list[torch.Tensor]:
     """What this rank alone makes of the tokens, for each checkpoint and size of vocabulary."""
-    logits, unused = [], {"init_optimizer": False, "init_reference_model": False}
+    logits = []
     for path, vocab in models:
-        with open_policy(policy_config(path, {}), **unused) as policy:
+        with open_policy(policy_config(path, {}), **UNUSED) as policy:
             logits.append(read_everything(policy, tokens, vocab)["logits"])
     return logits

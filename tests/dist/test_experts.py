@@ -1,43 +1,52 @@
-"""Models with experts compute, learn, generate and export like transformers' own."""
+"""Models with experts compute, learn, generate and export like transformers' own; with a capacity
+they drop the tokens that plain torch drops.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.engines.megatron.layers import grouped_experts
 from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import (
     GLOBAL_BATCH,
     LOSSES,
+    UNUSED,
     logits_of,
     open_policy,
     own_share,
+    own_steps,
     policy_config,
     train_two_steps,
 )
 from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS, layout
-from tests.dist.test_export import assert_same_tensors, export
+from tests.dist.test_export import assert_same_tensors, export, tensors_of
 from tests.dist.test_generate import (
     NEW,
     PROMPT_LENGTHS,
     Tokenizer,
     assert_written_as_read,
-    continue_prompts,
     generation,
     hf_greedy,
     prompts,
 )
 from tests.dist.test_malformed_batches import outcome
 from tests.exact import Exact, assert_equal
-from tests.expert_families import EXPERTS, YARN, draw
+from tests.expert_families import EXPERTS, draw
 from tests.invariance.cases import MODELS
+from tests.router_oracle import routers
 
 DRAWS = 6
 VOCAB, LENGTH = 200, 24
@@ -60,6 +69,7 @@ TRAINED = {
     "olmoe": ("PP2", "TP2+SP"),
 }
 SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40, "vocab": VOCAB}
+SMALLER = SMALL | {"layers": 2}
 
 
 @pytest.mark.daily
@@ -101,6 +111,65 @@ def test_every_family_computes_and_learns_like_hf_under_its_layouts(ranks, learn
             assert seen["unchanged"]
             reference = seen["before"]["logprobs"]
             torch.testing.assert_close(seen["reference"], reference, rtol=0, atol=1e-6)
+
+
+def grouped(config: dict[str, Any], data: Any, aligned: bool) -> dict[str, Any]:
+    """As `train_two_steps`, and how many grouped matrix products there were. A GPU takes them by
+    itself; here they are forced onto the CPU, for which torch has them, too.
+    """
+    products: list[int] = []
+    product = torch.nn.functional.grouped_mm
+
+    def counted(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        products.append(len(rows))
+        return product(rows, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_experts, "has_grouped_products", lambda tokens: True)
+        patch.setattr(torch.nn.functional, "grouped_mm", counted)
+        if not aligned:
+            patch.setattr(grouped_experts, "_ALIGNMENT", 7)
+        seen = train_two_steps(config, "token", data, VOCAB, True)
+    return seen | {"products": len(products)}
+
+
+# A gated MLP; one with biases, a clamp and an offset; latent attention and shared experts.
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3_moe", "EP2xETP2+TP2"), ("gpt_oss", "EP2"), ("deepseek_v3", "EP2xPP2")],
+)
+def test_grouped_products_learn_what_transformers_does(ranks, tmp_path, family, layout) -> None:
+    path = make_checkpoint(tmp_path, family, **SMALLER)
+    data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
+    logits = Exact.of(path, lambda m: m(data["input_ids"]).logits)
+    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level)
+    case = EXPERT_LAYOUTS[layout]
+    config = policy_config(path, case.megatron, logprob_batch_size=GLOBAL_BATCH)
+    results = ranks.run(case.world, grouped, config, data, True)
+    assert any(seen["products"] for seen in results)
+    for seen in results:
+        assert_equal("logits", seen["before"]["logits"], logits, layout)
+        hf.assert_same_steps(seen["steps"], layout)
+
+
+def test_channels_that_kernels_cannot_take_are_computed_one_expert_at_a_time(
+    ranks, tmp_path
+) -> None:
+    path = make_checkpoint(tmp_path, "mixtral", **SMALLER)
+    data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
+    (seen,) = ranks.run(1, grouped, policy_config(path, {}), data, False)
+    assert seen["products"] == 0
+
+
+def test_every_token_has_a_row_of_its_expert_in_whole_units() -> None:
+    for counts in ([3, 0, 8, 1], [0, 0, 0, 5], [16, 8, 0, 24]):
+        places, padded = grouped_experts._padded_places(torch.tensor(counts))
+        expected, start = [], 0
+        for count, whole in zip(counts, padded.tolist(), strict=True):
+            assert whole % 8 == 0 and 0 <= whole - count < 8
+            expected += range(start, start + count)
+            start += whole
+        assert places.tolist() == expected
 
 
 def train_and_compare(config: dict[str, Any], steps: int) -> dict[str, bool]:
@@ -166,26 +235,11 @@ def test_mixed_dtypes_come_back_bit_equal(ranks, tmp_path, family: str, name: st
 
 def widen_correction_biases(path: Path) -> None:
     """Give the checkpoint's correction biases values that bf16 could not hold."""
-    file = path / "model.safetensors"
-    with HfReader(path) as reader:
-        tensors = {name: reader.tensor(name).clone() for name in reader.shapes}
+    tensors = tensors_of(path)
     for name, tensor in tensors.items():
         if name.endswith("e_score_correction_bias"):
             tensors[name] = tensor.float() + 1e-5
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen2_moe"])
-def test_a_cache_of_keys_generates_what_transformers_does(ranks, tmp_path, family: str) -> None:
-    scaled = {"rope_scaling": YARN} if family == "deepseek_v3" else {}
-    path = make_checkpoint(tmp_path, family, **SMALL | {"vocab": 251}, **scaled)
-    config = policy_config(path, {}, **generation())
-    (seen,) = ranks.run(1, continue_prompts, config, None, True)
-    (done,) = seen["done"]
-    for row in range(len(PROMPT_LENGTHS)):
-        expected = hf_greedy(path, row)
-        assert done.tokens_BT[row, : done.lengths_B[row]].tolist() == expected
-    assert_written_as_read(path, seen)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 OWN_ROWS = ((0, 1, 2, 3), (4,))
@@ -194,9 +248,7 @@ OWN_ROWS = ((0, 1, 2, 3), (4,))
 
 def continue_own_prompts(config: dict[str, Any], eos: int) -> dict[str, Any]:
     """What each replica makes of its own prompts; a single one has all of them."""
-    with open_policy(
-        config, tokenizer=Tokenizer(eos), init_optimizer=False, init_reference_model=False
-    ) as policy:
+    with open_policy(config, tokenizer=Tokenizer(eos), **UNUSED) as policy:
         alone = policy.topology.dp == 1
         rows = [*range(len(PROMPT_LENGTHS))] if alone else [*OWN_ROWS[policy.coords.dp]]
         own = prompts().select_indices(rows)
@@ -248,18 +300,13 @@ def refuse_on_one_replica(config: dict[str, Any]) -> list[str]:
         if policy.coords.dp == policy.topology.dp - 1:
             bad["input_ids"] = bad["input_ids"].clone()
             bad["input_ids"][1, 2] = MODELS["mixtral"]["vocab"]
-        calls = {
-            "log-probabilities": policy.logprobs,
-            "entropy": policy.entropy,
-            "top k": lambda data: policy.topk_logits(data, 2),
-            "generation": policy.generate,
-            "training": lambda data: policy.train(data, LOSSES["token"](), mbs=1),
-        }
+        train = partial(policy.train, loss_fn=LOSSES["token"](), mbs=1)
+        most = partial(policy.topk_logits, k=2)
         said = []
-        for call in calls.values():
+        for call in (policy.logprobs, policy.entropy, most, policy.generate, train):
             said.append(outcome(call, bad))
             assert torch.equal(policy.logprobs(data), before)
-        policy.train(data, LOSSES["token"](), mbs=1)
+        train(data)
         assert not torch.equal(policy.logprobs(data), before)
         return said
 
@@ -277,3 +324,89 @@ def test_data_that_one_replica_refuses_are_refused_by_all_that_share_its_experts
         named = ["251 in row 1 at position 2" in each for each in said]
         assert all(others) or all(named), said
     assert sum("another" in said[0] for said in heard) == case.world // 2
+
+
+FACTOR = 0.75
+DATA = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
+DROPPED: list[int] = []
+
+
+@contextmanager
+def limited(model: PreTrainedModel) -> Iterator[None]:
+    """Have experts take at most their capacity of the tokens of a forward pass, those with the
+    largest weights.
+    """
+
+    def limit(router: Any, _: Any, out: Any) -> Any:
+        logits_TE, weights_TK, chosen_TK = out
+        tokens, experts = logits_TE.shape
+        capacity = math.ceil(tokens * chosen_TK.size(1) / experts * FACTOR)
+        kept_TK = torch.ones_like(chosen_TK, dtype=torch.bool)
+        for expert in range(experts):
+            own = (chosen_TK == expert).nonzero().tolist()
+            own.sort(key=lambda at: float(weights_TK[at[0], at[1]].detach()), reverse=True)
+            for token, place in own[capacity:]:
+                kept_TK[token, place] = False
+        DROPPED.append(int((~kept_TK).sum()))
+        return logits_TE, weights_TK * kept_TK, chosen_TK
+
+    with ExitStack() as stack:
+        for router in routers(model):
+            stack.callback(router.register_forward_hook(limit).remove)
+        yield
+
+
+def row_by_row(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
+    """The mean negative log-likelihood of the valid tokens, each row computed alone."""
+    mask_BS = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
+    total = torch.zeros(())
+    with limited(model):
+        for tokens_S, mask_S in zip(data["input_ids"], mask_BS, strict=True):
+            logits_SV = model(tokens_S[None]).logits[0, :-1].log_softmax(-1)
+            picked_S = logits_SV.gather(-1, tokens_S[1:, None]).squeeze(-1)
+            total = total - (picked_S * mask_S).sum()
+    return total / mask_BS.sum()
+
+
+def train(config: dict[str, Any]) -> list[dict[str, Any]]:
+    with open_policy(config, init_reference_model=False) as policy:
+        return [
+            policy.train(step, LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=1)
+            for step in own_steps(policy, DATA)
+        ]
+
+
+@pytest.mark.parametrize("layout", ["one process", "EP2", "PP2"])
+@pytest.mark.parametrize("pad", [False, True], ids=["as they come", "padded to capacity"])
+def test_tokens_beyond_the_capacity_of_an_expert_are_dropped(ranks, tmp_path, layout, pad) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe", **SMALLER, num_experts=4, norm_topk_prob=True)
+    DROPPED.clear()
+    hf = oracle.Learned.of(path, DATA, GLOBAL_BATCH, row_by_row)
+    assert sum(DROPPED) > 100
+    case = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    keys = {"moe_expert_capacity_factor": FACTOR, "moe_pad_expert_input_to_capacity": pad}
+    for seen in ranks.run(case.world, train, policy_config(path, case.megatron | keys)):
+        hf.assert_same_steps(seen, layout)
+
+
+def scores(config: dict[str, Any]) -> torch.Tensor:
+    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+        return policy.logprobs(BatchedDataDict({"input_ids": DATA["input_ids"]}))
+
+
+def test_a_capacity_for_all_tokens_changes_nothing_and_the_order_of_tokens_can_decide(
+    ranks, tmp_path
+) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe", **SMALLER)
+
+    def found(**keys: Any) -> torch.Tensor:
+        (logprobs,) = ranks.run(1, scores, policy_config(path, keys))
+        return logprobs
+
+    unlimited = found()
+    assert torch.equal(found(moe_expert_capacity_factor=-1), unlimited)
+    torch.testing.assert_close(found(moe_expert_capacity_factor=8.0), unlimited, rtol=0, atol=1e-6)
+    by_weight = found(moe_expert_capacity_factor=0.5)
+    by_place = found(moe_expert_capacity_factor=0.5, moe_token_drop_policy="position")
+    assert (by_weight - unlimited).abs().max() > 1e-3
+    assert (by_place - by_weight).abs().max() > 1e-3

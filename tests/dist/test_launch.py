@@ -1,4 +1,7 @@
-"""The ways to start a policy without Ray: torchrun, and plainly in one process."""
+"""The ways to start a policy without Ray: torchrun, and plainly in one process. On the CPU a policy
+takes few threads of its process, and gives back all of them when it is shut down, whether or not it
+is kept, and before Python's collector has found anything.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,22 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.platform import prepare_platform
+from megatron_policy.policy import MegatronPolicy
 from tests import oracle
-from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
+from tests.dist.cases import policy_config
 from tests.dist.layouts import OVERLAPPED
 from tests.losses import TokenNLL
+from tests.other_process import OtherProcess
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = """
@@ -68,26 +75,94 @@ def test_a_script_trains_under_each_launcher(checkpoints, tmp_path, launcher: st
     hf.assert_same_norm(norm, 0)
 
 
-@pytest.mark.parametrize(
-    ("family", "megatron"), [("qwen2", {}), ("mixtral", {}), ("qwen2", OVERLAPPED)]
-)
-def test_policies_one_after_another_leave_nothing_of_their_groups(
-    ranks, checkpoint, family: str, megatron: dict[str, Any]
-) -> None:
-    """In a process group that was there before them, which they must not end with them."""
-    counts = ranks.run(1, threads_after_policies, policy_config(checkpoint(family), megatron), 3)
-    assert [len(set(seen)) for seen in counts] == [1], counts
+MOST = 12
+"""Threads of one policy on one rank."""
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Megatron-Core": ("qwen2", {}),
+    "distributed optimizer": ("qwen2", OVERLAPPED),
+    "experts": ("qwen3_moe", {"activation_checkpointing": True}),
+    "MLA": ("deepseek_v3", {}),
+    "FSDP2": ("qwen2", {"dtensor_cfg": {}}),
+    "FSDP1": ("qwen2", {"fsdp_cfg": {}}),
+}
 
 
-def threads_after_policies(config: dict[str, Any], policies: int) -> list[int]:
+@pytest.fixture
+def process() -> Iterator[OtherProcess]:
+    made = OtherProcess()
+    yield made
+    made.kill()
+
+
+def threads() -> int:
+    """Those of this process, without torch's own for backward passes, which it makes once."""
+    names = (task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir())
+    return sum(not name.startswith("pt_autograd") for name in names)
+
+
+def use(policy: MegatronPolicy, root: Path) -> None:
+    """Train, score, export and save."""
+    ids = torch.arange(64).reshape(8, 8) % 40
+    rows = {"token_mask": torch.ones(8, 8), "sample_mask": torch.ones(8)}
+    policy.train(BatchedDataDict({"input_ids": ids, **rows}), TokenNLL())
+    policy.logprobs(BatchedDataDict({"input_ids": ids}))
+    dict(policy.export())
+    policy.save_checkpoint(root / f"step_{policy.steps}", root / f"optimizer_{policy.steps}")
+
+
+def count_one_after_another(config: dict[str, Any], root: Path) -> list[Any]:
+    """Threads before, with each of three policies, and after the shutdown of each: first in groups
+    of their own, then in one that was there before them, and which they must not end with them.
+    """
+    gc.disable()
     prepare_platform()
-    join_process_group(60.0)
-    data = oracle.make_batch(GLOBAL_BATCH, 12, 251)
-    counts = []
-    for _ in range(policies):
-        with open_policy(config, init_reference_model=False) as policy:
-            policy.train(own_share(policy, data), TokenNLL())
-        del policy
-        gc.collect()
-        counts.append(len(os.listdir("/proc/self/task")))
-    return counts
+    seen, kept = [], []
+    for joined in (False, True):
+        if joined:
+            join_process_group(60.0)
+        before, with_it, after = threads(), [], []
+        for number in range(3):
+            kept.append(MegatronPolicy(config))
+            use(kept[-1], root / f"{joined}{number}")
+            with_it.append(threads())
+            kept[-1].shutdown()
+            after.append(threads())
+        assert torch.distributed.is_initialized() == joined
+        seen.append((before, with_it, after))
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_gives_back_its_few_threads_at_shutdown(
+    process, checkpoint, tmp_path, kind: str
+) -> None:
+    family, section = KINDS[kind]
+    config = policy_config(checkpoint(family), section)
+    (before, with_it, after), joined = process.call(count_one_after_another, config, tmp_path)
+    assert max(with_it) <= before + MOST
+    assert after == [before] * 3
+    assert len(set(joined[2])) == 1, joined
+
+
+def count_two_at_once(config: dict[str, Any], root: Path) -> tuple[int, int, int]:
+    """Threads before, with two policies of one process, and when both are shut down."""
+    gc.disable()
+    before = threads()
+    first, second = MegatronPolicy(config), MegatronPolicy(config)
+    both = threads()
+    first.shutdown()
+    use(second, root)
+    second.shutdown()
+    return before, both, threads()
+
+
+@pytest.mark.parametrize("kind", ["Megatron-Core", "FSDP2"])
+def test_the_first_of_two_policies_leaves_the_other_whole(
+    process, checkpoint, tmp_path, kind: str
+) -> None:
+    family, section = KINDS[kind]
+    config = policy_config(checkpoint(family), section)
+    before, both, after = process.call(count_two_at_once, config, tmp_path)
+    assert both <= before + 2 * MOST
+    assert after == before

@@ -102,6 +102,14 @@ def shards_of(path: Path, weights: dict[str, torch.Tensor], tp: int, rank: int, 
         yield name, shard
 
 
+def assert_same_shards(
+    hf: oracle.Learned, path: Path, tp: int, rank: int, weights: dict[str, torch.Tensor]
+) -> None:
+    """A rank's weights after training are as close as rounding allows."""
+    for name, shard in shards_of(path, hf.exact.weights, tp, rank, list(weights)):
+        hf.assert_same_weight(weights[name], shard, name)
+
+
 def assert_steps_like_hf(seen: dict[str, Any], hf: Expected) -> None:
     steps = zip(seen["steps"], hf.exact.losses, hf.exact.grad_norms, strict=True)
     for step, loss, norm in steps:

@@ -32,7 +32,7 @@ from tests.dist.cases import (
 )
 from tests.dist.layouts import FSDP2_LAYOUTS, LENGTH, VOCAB, layout
 from tests.dist.test_docs import python_blocks
-from tests.dist.test_layouts import shards_of
+from tests.dist.test_layouts import assert_same_shards
 from tests.exact import ROOM, Exact, assert_equal
 
 TIED, CANDIDATES, STEPS = True, 4, 2
@@ -163,10 +163,7 @@ def check_same(path: Path, case: Case, seen: list[dict[str, Any]]) -> None:
     for each in seen:
         expected.assert_same_loss(each["evaluated"]["loss"], 0, case.name)
         expected.assert_same_steps(each["steps"], case.name)
-        names = list(each["weights"])
-        shards = shards_of(path, expected.exact.weights, tp, each["coords"].tp, names)
-        for weight, shard in shards:
-            expected.assert_same_weight(each["weights"][weight], shard, weight)
+        assert_same_shards(expected, path, tp, each["coords"].tp, each["weights"])
 
 
 def taught_by_the_document(config: dict[str, Any], data: BatchedDataDict) -> list[dict[str, Any]]:

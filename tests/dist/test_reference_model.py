@@ -1,5 +1,6 @@
-"""A reference that the configuration names: another checkpoint, or other adapters on the same one,
-under every layout, before and after steps and loads; and what cannot be one.
+"""The reference policy: frozen, exchanged and given back whatever happens. One that the
+configuration names is another checkpoint, or other adapters on the same one, under every layout,
+before and after steps and loads; and what cannot be one.
 """
 
 from __future__ import annotations
@@ -14,13 +15,31 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device import exchange
 from megatron_policy.errors import ConfigError
 from megatron_policy.memory import host_copies
 from megatron_policy.memory.states import IDLE, LOGPROB, TRAIN
 from tests import oracle, peft_models, scalar_oracle
-from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
-from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, LAYOUTS, LENGTH, SIZES, VOCAB
-from tests.dist.resuming import paths, resumed, weights_of
+from tests.dist.cases import (
+    GLOBAL_BATCH,
+    LOSSES,
+    UNUSED,
+    open_policy,
+    own_share,
+    own_steps,
+    policy_config,
+)
+from tests.dist.layouts import (
+    EXPERT_LAYOUTS,
+    FAMILIES,
+    FSDP2_LAYOUTS,
+    LAYOUTS,
+    LENGTH,
+    OVERLAPPED,
+    SIZES,
+    VOCAB,
+)
+from tests.dist.resuming import paths, replaced, resumed, weights_of
 from tests.dist.test_adapter_handover import altered
 from tests.dist.test_adapters import ALL, adapted
 from tests.dist.test_export import tensors_of
@@ -294,3 +313,101 @@ def test_a_reference_costs_a_copy_on_the_host_and_an_exchange_on_each_way(
     config = policy_config(checkpoints[False], case.megatron)
     for moved, held, copy in ranks.run(case.world, exchanges, config, read_of(batches(1))):
         assert moved == [held] * 4 and copy == held
+
+
+DATA = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+PLACES = {
+    "DP2": LAYOUTS["DP2"].megatron,
+    "DP2, overlapped": LAYOUTS["DP2"].megatron | OVERLAPPED,
+    "FSDP2 x 2": FSDP2_LAYOUTS["FSDP2 x 2"].megatron,
+}
+
+
+def weights(policy: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in policy.named_parameters()}
+
+
+def interrupt_the_sixth(call: Any) -> Any:
+    calls = iter(range(1000))
+
+    def interrupted(*arguments: Any) -> None:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        call(*arguments)
+
+    return interrupted
+
+
+def interrupted(config: dict[str, Any]) -> dict[str, bool]:
+    with open_policy(config) as policy:
+        start = weights(policy)
+        policy.train(own_share(policy, DATA), LOSSES["token"](), mbs=1)
+        trained = weights(policy)
+        with pytest.raises(KeyError, match="stop here"), policy.reference():
+            inside = weights(policy)
+            raise KeyError("stop here")
+        after = weights(policy)
+        half = replaced(exchange, "_to_pieces", interrupt_the_sixth)
+        with half, pytest.raises(KeyboardInterrupt), policy.reference():
+            raise AssertionError("the exchange was to be interrupted")
+        undone = weights(policy)
+        nested = pytest.raises(
+            ConfigError, match="has to wait until the reference policy has ended"
+        )
+        with policy.reference(), nested, policy.reference():
+            pass
+        return {
+            "reference inside": same(inside, start),
+            "own weights after": same(after, trained),
+            "own weights after half of an exchange": same(undone, trained),
+            "trained at all": not same(start, trained),
+            "own weights after nesting": same(weights(policy), trained),
+        }
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["DP2", "DP2, overlapped", "FSDP2 x 2"])
+def test_the_policys_weights_come_back_bit_equal_from_an_interrupted_reference(
+    ranks, checkpoints, precision: str, name: str
+) -> None:
+    config = policy_config(checkpoints[True], PLACES[name], precision=precision)
+    for seen in ranks.run(2, interrupted, config):
+        assert all(seen.values()), seen
+
+
+def train_around_reference(config: dict[str, Any], read_reference: bool) -> list[float]:
+    with open_policy(config) as policy:
+        losses = []
+        for _ in range(3):
+            if read_reference:
+                policy.reference_logprobs(own_share(policy, DATA))
+            result = policy.train(own_share(policy, DATA), LOSSES["token"](), mbs=1)
+            losses.append(result["loss"].item())
+        return losses
+
+
+@pytest.mark.parametrize("name", ["DP2, overlapped", "FSDP2 x 2"])
+def test_reading_the_reference_between_steps_changes_no_step(ranks, checkpoints, name) -> None:
+    config = policy_config(checkpoints[True], PLACES[name])
+    quiet = ranks.run(2, train_around_reference, config, False)
+    assert ranks.run(2, train_around_reference, config, True) == quiet
+
+
+def ask_for_too_much(config: dict[str, Any]) -> None:
+    loss = LOSSES["token"]()
+    with open_policy(config, **UNUSED) as policy:
+        for attempt, reason in (
+            (lambda: policy.train(DATA, loss), "init_optimizer=False"),
+            (lambda: policy.reference_logprobs(DATA), "init_reference_model=False"),
+            (lambda: policy.generate(DATA), "policy.generation"),
+            (lambda: policy.topk_logits(DATA, VOCAB + 1), "vocabulary"),
+            (lambda: policy.train(DATA, loss, eval_mode=True, gbs=3), "multiple"),
+        ):
+            with pytest.raises((RuntimeError, ValueError), match=reason):
+                attempt()
+        policy.train(DATA, loss, eval_mode=True)
+
+
+@pytest.mark.parametrize("megatron", [{}, {"dtensor_cfg": {}}], ids=["Megatron-Core", "FSDP2"])
+def test_what_a_policy_cannot_do_it_refuses_with_the_reason(ranks, checkpoints, megatron) -> None:
+    ranks.run(1, ask_for_too_much, policy_config(checkpoints[True], megatron))

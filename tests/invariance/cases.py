@@ -143,9 +143,7 @@ class Cell:
 
     @property
     def batching_in_words(self) -> str:
-        """How microbatches are made, of how many rows where these are few, and at which temperature
-        where it is not 1.
-        """
+        """How microbatches are made, of how many rows if few, and any temperature but 1."""
         packer = f" ({self.algorithm})" if self.batching == "packed" else ""
         few = "" if self.rows == ROWS else f", {self.rows} row{'s' * (self.rows > 1)}"
         warm = "" if self.temperature == 1 else f", temperature {self.temperature}"
@@ -179,9 +177,7 @@ class Cell:
 
     @property
     def train_tokens(self) -> int:
-        """Of a microbatch: few enough that a replica has several, enough for the longest row under
-        every layout.
-        """
+        """Of a microbatch: so few that a replica has several, enough for the longest row."""
         if self.replicas <= 4:
             return 24
         # Each has a row or two: no more than the longest row, which dynamic microbatches round up.
