@@ -46,7 +46,6 @@ TESTS = (
     "tests/dist/test_pairwise_losses.py",
     "tests/dist/test_parity.py",
     "tests/dist/test_pieces.py",
-    "tests/dist/test_plain_engine.py",
     "tests/dist/test_reference_model.py",
     "tests/dist/test_resume.py",
     "tests/dist/test_rope_length.py",

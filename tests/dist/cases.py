@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
@@ -19,20 +18,6 @@ from tests.losses import LogitEntropy, SequenceNLL, TokenNLL
 
 LOSSES = {"token": TokenNLL, "sequence": SequenceNLL, "logit": LogitEntropy}
 GLOBAL_BATCH, MICROBATCHES = 8, 4
-
-
-def packed(tokens: int = 40, **more: Any) -> dict[str, Any]:
-    """The section of a policy whose rows are packed, so many tokens at a time."""
-    return {"sequence_packing": _budget(tokens) | more}
-
-
-def dynamic(tokens: int = 40, **more: Any) -> dict[str, Any]:
-    """The same for dynamic batches."""
-    return {"dynamic_batching": _budget(tokens) | more}
-
-
-def _budget(tokens: int) -> dict[str, Any]:
-    return {"enabled": True, "train_mb_tokens": tokens, "logprob_mb_tokens": tokens}
 
 
 def policy_config(
@@ -110,9 +95,7 @@ def _common(path: Path | str) -> dict[str, Any]:
 
 @contextmanager
 def open_policy(config: dict[str, Any], **kwargs: Any):
-    """A policy on this rank, closed afterwards; the process group is this process's own and
-    outlives it.
-    """
+    """A policy on this rank, closed afterwards; the process group outlives it."""
     prepare_platform()
     join_process_group(60.0)
     policy = MegatronPolicy(config, timeout_s=300.0, **kwargs)
@@ -123,24 +106,6 @@ def open_policy(config: dict[str, Any], **kwargs: Any):
 
 
 UNUSED = {"init_optimizer": False, "init_reference_model": False}
-
-
-def answer(config: dict[str, Any], call: Callable[[MegatronPolicy], Any], **parts: Any) -> Any:
-    """What a call of a policy returns on this rank; `parts` are those that it has beside none."""
-    with open_policy(config, **UNUSED | parts) as policy:
-        return call(policy)
-
-
-def refusal(
-    config: dict[str, Any],
-    kind: type[Exception],
-    call: Callable[[MegatronPolicy], Any] = lambda policy: None,
-    **parts: Any,
-) -> str:
-    """What opening a policy, or a call of it, says on this rank, which has to raise `kind`."""
-    with pytest.raises(kind) as error, open_policy(config, **parts) as policy:
-        call(policy)
-    return str(error.value)
 
 
 def own_share(policy: MegatronPolicy, data: BatchedDataDict) -> BatchedDataDict:
@@ -159,9 +124,7 @@ def read_everything(policy: MegatronPolicy, tokens: torch.Tensor, k: int) -> dic
 def train_two_steps(
     config: dict[str, Any], loss: str, data: BatchedDataDict, vocab: int, init_reference: bool
 ) -> dict[str, Any]:
-    """Read, train over every global batch of `data`, and report what this rank sees; weights under
-    HF names.
-    """
+    """Read, train over every global batch of `data`; what this rank sees, by HF names."""
     with open_policy(config, init_reference_model=init_reference) as policy:
         seen: dict[str, Any] = {"coords": policy.coords}
         tokens = data["input_ids"]

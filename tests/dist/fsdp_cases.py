@@ -100,9 +100,7 @@ def share_of(batch: BatchedDataDict, rank: int, ranks: int) -> BatchedDataDict:
 
 
 def trained(config: dict[str, Any], loss: str, folder: str, engine: str = "") -> dict[str, Any]:
-    """Two steps, and everything that can be asked for before and after; with an `engine`, over that
-    module.
-    """
+    """Two steps, and all that can be asked before and after; over the module `engine`, if any."""
     config = config | {"generation": {"max_new_tokens": 4, "temperature": 1.0}}
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=None)
     over = import_module(engine) if engine else None

@@ -23,16 +23,10 @@ from megatron_policy.converters.table import Table
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 from megatron_policy.formats.manifest import read_manifest
 from tests import oracle
-from tests.dist.cases import (
-    GLOBAL_BATCH,
-    LOSSES,
-    open_policy,
-    own_steps,
-    policy_config,
-    refusal,
-)
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
 from tests.dist.layouts import LAYOUTS, LENGTH
 from tests.dist.resuming import paths
+from tests.dist.shortcuts import refusal
 from tests.exact import Exact, assert_equal
 
 VOCAB = 131
@@ -75,10 +69,7 @@ def spelled(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
 def run(config: dict[str, Any], data: BatchedDataDict, root: Path) -> dict[str, Any]:
     with open_policy(config) as policy:
         tokens = BatchedDataDict({"input_ids": data["input_ids"]})
-        read = {
-            "logprobs": policy.logprobs(tokens),
-            "reference": policy.reference_logprobs(tokens),
-        }
+        read = {"logprobs": policy.logprobs(tokens), "reference": policy.reference_logprobs(tokens)}
         policy.train(own_steps(policy, data)[0], LOSSES["token"](), mbs=1)
         policy.export_hf(root / "exported")
         policy.save_checkpoint(**paths(root / "saved"))

@@ -18,8 +18,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_policy.convert import convert, verify
 from tests import oracle
 from tests.checkpoints import ALL_FAMILIES, make_checkpoint
-from tests.dist.cases import UNUSED, open_policy, policy_config, read_everything
+from tests.dist.cases import open_policy, policy_config, read_everything
 from tests.dist.layouts import SIZES, VOCAB
+from tests.dist.shortcuts import UNUSED
 from tests.exact import Exact, assert_equal
 from tests.mtp_checkpoints import add_mtp_layers
 
@@ -127,9 +128,7 @@ def with_mtp_layer(architecture: Any, config: Any) -> Any:
 
 
 def assert_has_what_is_asked_for(ranks, path: Path, folder: Path, mtp: bool) -> None:
-    """A converted checkpoint has it, and beside it only norms, under the names that Transformer
-    Engine has for them.
-    """
+    """Beside it a converted checkpoint has only Transformer Engine's names of norms."""
     convert(path, folder, "mcore")
     held = FileSystemReader(folder).read_metadata().state_dict_metadata
     shapes = {

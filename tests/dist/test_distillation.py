@@ -19,18 +19,9 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.lm_head.filters import Filters
 from tests import oracle
-from tests.dist.cases import (
-    GLOBAL_BATCH,
-    UNUSED,
-    answer,
-    dynamic,
-    learned_weights,
-    open_policy,
-    own_steps,
-    packed,
-    policy_config,
-)
+from tests.dist.cases import GLOBAL_BATCH, learned_weights, open_policy, own_steps, policy_config
 from tests.dist.layouts import FSDP2_LAYOUTS, FSDP2_TENSOR_LAYOUTS, LENGTH, VOCAB, Layout, layout
+from tests.dist.shortcuts import UNUSED, answer, dynamic, packed
 from tests.dist.test_docs import python_blocks
 from tests.dist.test_layouts import assert_same_shards
 from tests.exact import Exact, assert_equal

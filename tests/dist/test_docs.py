@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_policy.coordination.rendezvous import reserved_port
-from tests.dist.test_launch import ROOT
+from tests.dist.test_launch import ROOT, run_python
 
 
 def python_blocks(document: str) -> list[str]:
@@ -31,15 +28,7 @@ def train(checkpoints, tmp_path) -> str:
 
 def run(tmp_path: Path, *command: str) -> str:
     """What a program of Python prints; it has to end well."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

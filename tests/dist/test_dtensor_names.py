@@ -18,12 +18,14 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.memory.move_model import get_cpu_state_dict, unshard_fsdp2_model
 from megatron_policy.memory.states import Kind
+from megatron_policy.policy import MegatronPolicy
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 from megatron_policy.workers.worker.actor import NOISE_STD
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy, policy_config
 from tests.dist.fsdp_cases import data, share
 from tests.dist.layouts import LENGTH, SIZES, VOCAB
+from tests.dist.shortcuts import answer
 from tests.exact import load_hf
 
 
@@ -58,9 +60,7 @@ def test_a_sharded_model_is_whole_within_a_context_and_its_parts_are_copied(
     config = fsdp_config(path, {}, hf_config_overrides={"rms_norm_eps": 1e-5})
     first, second = ranks.run(2, read_whole, config)
     for name, weight in load_hf(path).named_parameters():
-        assert torch.equal(first["whole"][name], weight) and torch.equal(
-            second["whole"][name], weight
-        )
+        assert all(torch.equal(each["whole"][name], weight) for each in (first, second))
         parts = torch.cat([first["own"][name], second["own"][name]])
         assert torch.equal(parts, weight) and first["own"][name].numel() < weight.numel()
     assert first["config"].model_type == "qwen2"
@@ -90,12 +90,11 @@ def test_the_model_leaves_the_device_and_comes_back(ranks, checkpoint) -> None:
     ranks.run(2, move, fsdp_config(path, {}, section="fsdp_cfg"), of_fsdp1)
 
 
-def noisy(config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
-        worker, _ = worker_of(policy)
-        before = worker.return_state_dict()
-        worker._add_noise_to_weights()
-        return before, worker.return_state_dict()
+def add_noise(policy: MegatronPolicy) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    worker, _ = worker_of(policy)
+    before = worker.return_state_dict()
+    worker._add_noise_to_weights()
+    return before, worker.return_state_dict()
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -103,7 +102,7 @@ def test_every_weight_is_returned_and_changed_a_little_alike_on_its_copies(
     ranks, checkpoint, copies
 ) -> None:
     config = fsdp_config(checkpoint("qwen2", tied=False), {"dp_replicate_size": copies})
-    seen = ranks.run(2, noisy, config)
+    seen = ranks.run(2, answer, config, add_noise)
     for before, after in seen:
         assert before.keys() == after.keys() and len(before) > 10
         for name, weight in after.items():
@@ -151,33 +150,26 @@ def compare(config: dict[str, Any]) -> None:
         policy.begin_train_step(LOSSES["token"](), mbs=1)
         policy.train_microbatch(DATA)
         assert policy.finish_train_step()["step"] == policy.steps == 1
-        states = {}
-        for name in ("offload_before_refit", "offload_after_refit", "prepare_for_generation"):
+        for name, state in (
+            ("offload_before_refit", "refit"),
+            ("offload_after_refit", "idle"),
+            ("prepare_for_generation", "logprob"),
+            ("finish_training", "logprob"),
+            ("finish_inference", "idle"),
+        ):
+            if name == "finish_training":
+                policy.prepare_for_lp_inference(keep_train_buffers=True)
             getattr(policy, name)()
-            states[name] = policy.memory.state.name
-        policy.prepare_for_lp_inference(keep_train_buffers=True)
-        policy.finish_training()
-        states["finish_training"] = policy.memory.state.name
-        policy.finish_inference()
-        states["finish_inference"] = policy.memory.state.name
-        assert states == {
-            "offload_before_refit": "refit",
-            "offload_after_refit": "idle",
-            "prepare_for_generation": "logprob",
-            "finish_training": "logprob",
-            "finish_inference": "idle",
-        }
+            assert policy.memory.state.name == state, name
         policy.prepare_for_lp_inference()
         own = policy.logprobs(tokens)
+        most = dict(
+            zip(("topk_logits", "topk_indices"), policy.topk_logits(tokens, 3), strict=True)
+        )
         for found, wanted in (
             (policy.get_logprobs(tokens, 2), {"logprobs": own}),
             (policy.get_entropy(tokens), {"entropy": policy.entropy(tokens)}),
-            (
-                policy.get_topk_logits(tokens, 3),
-                dict(
-                    zip(("topk_logits", "topk_indices"), policy.topk_logits(tokens, 3), strict=True)
-                ),
-            ),
+            (policy.get_topk_logits(tokens, 3), most),
         ):
             assert found.keys() == wanted.keys()
             for key, value in wanted.items():
@@ -190,10 +182,8 @@ def compare(config: dict[str, Any]) -> None:
         mask = torch.arange(LENGTH) < DATA["input_lengths"].unsqueeze(1)
         arrays = {"input_ids": DATA["input_ids"].numpy(), "attention_mask": mask.numpy()}
         assert torch.equal(policy.logprobs(arrays), own)
-        hot = np.full(GLOBAL_BATCH, 0.7)
-        assert torch.equal(
-            policy.logprobs(arrays, temperature=hot), policy.logprobs(tokens, temperature=0.7)
-        )
+        hot = policy.logprobs(arrays, temperature=np.full(GLOBAL_BATCH, 0.7))
+        assert torch.equal(hot, policy.logprobs(tokens, temperature=0.7))
 
 
 def test_a_rank_answers_to_the_drivers_names(ranks, checkpoint) -> None:

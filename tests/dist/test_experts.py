@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from transformers import PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.engines.megatron.layers import grouped_experts
+from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import (
     GLOBAL_BATCH,
     LOSSES,
-    UNUSED,
     logits_of,
     open_policy,
     own_share,
@@ -32,6 +33,7 @@ from tests.dist.cases import (
     train_two_steps,
 )
 from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS, layout
+from tests.dist.shortcuts import UNUSED, answer, answer_trainable
 from tests.dist.test_export import assert_same_tensors, export, tensors_of
 from tests.dist.test_generate import (
     NEW,
@@ -42,7 +44,7 @@ from tests.dist.test_generate import (
     hf_greedy,
     prompts,
 )
-from tests.dist.test_malformed_batches import outcome
+from tests.dist.test_mistakes import outcome
 from tests.exact import Exact, assert_equal
 from tests.expert_families import EXPERTS, draw
 from tests.invariance.cases import MODELS
@@ -87,33 +89,39 @@ def test_random_models_compute_the_logits_of_transformers(ranks, tmp_path, famil
         assert_equal("logits", logits, Exact.of(path, lambda m: m(tokens).logits), sizes)
 
 
-@pytest.fixture(scope="module", params=TRAINED)
-def learned(request, tmp_path_factory) -> tuple[str, Path, Any, Exact, oracle.Learned]:
-    """A family, its checkpoint, data, HF's logits of it, and what HF learns from it."""
-    family = request.param
-    path = tmp_path_factory.mktemp(family)
-    make_checkpoint(path, family, **SMALL)
-    data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
-    logits = Exact.of(path, lambda m: m(data["input_ids"]).logits)
-    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level)
-    return family, path, data, logits, hf
+DATA = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
+
+
+@cache
+def expected(path: Path) -> tuple[Exact, oracle.Learned]:
+    """Transformers' logits of the data, and what it learns from them."""
+    logits = Exact.of(path, lambda m: m(DATA["input_ids"]).logits)
+    return logits, oracle.Learned.of(path, DATA, GLOBAL_BATCH, oracle.token_level)
+
+
+def assert_like_hf(seen: dict[str, Any], path: Path, name: str) -> None:
+    logits, hf = expected(path)
+    assert_equal("logits", seen["before"]["logits"], logits, name)
+    hf.assert_same_steps(seen["steps"], name)
+    assert seen["unchanged"]
+    before = seen["before"]["logprobs"]
+    torch.testing.assert_close(seen["reference"], before, rtol=0, atol=1e-6)
 
 
 @pytest.mark.nightly
-def test_every_family_computes_and_learns_like_hf_under_its_layouts(ranks, learned) -> None:
-    family, path, data, logits, hf = learned
+@pytest.mark.parametrize("family", TRAINED)
+def test_every_family_computes_and_learns_like_hf_under_its_layouts(
+    ranks, checkpoint, family: str
+) -> None:
+    path = checkpoint(family, **SMALL)
     for name in TRAINED[family]:
         case = EVERY_LAYOUT[name]
         config = policy_config(path, case.megatron, logprob_batch_size=GLOBAL_BATCH)
-        for seen in ranks.run(case.world, train_two_steps, config, "token", data, VOCAB, True):
-            assert_equal("logits", seen["before"]["logits"], logits, name)
-            hf.assert_same_steps(seen["steps"], name)
-            assert seen["unchanged"]
-            reference = seen["before"]["logprobs"]
-            torch.testing.assert_close(seen["reference"], reference, rtol=0, atol=1e-6)
+        for seen in ranks.run(case.world, train_two_steps, config, "token", DATA, VOCAB, True):
+            assert_like_hf(seen, path, name)
 
 
-def grouped(config: dict[str, Any], data: Any, aligned: bool) -> dict[str, Any]:
+def train_grouped(config: dict[str, Any], aligned: bool) -> tuple[dict[str, Any], int]:
     """As `train_two_steps`, and how many grouped matrix products there were. A GPU takes them by
     itself; here they are forced onto the CPU, for which torch has them, too.
     """
@@ -129,8 +137,7 @@ def grouped(config: dict[str, Any], data: Any, aligned: bool) -> dict[str, Any]:
         patch.setattr(torch.nn.functional, "grouped_mm", counted)
         if not aligned:
             patch.setattr(grouped_experts, "_ALIGNMENT", 7)
-        seen = train_two_steps(config, "token", data, VOCAB, True)
-    return seen | {"products": len(products)}
+        return train_two_steps(config, "token", DATA, VOCAB, True), len(products)
 
 
 # A gated MLP; one with biases, a clamp and an offset; latent attention and shared experts.
@@ -138,27 +145,21 @@ def grouped(config: dict[str, Any], data: Any, aligned: bool) -> dict[str, Any]:
     ("family", "layout"),
     [("qwen3_moe", "EP2xETP2+TP2"), ("gpt_oss", "EP2"), ("deepseek_v3", "EP2xPP2")],
 )
-def test_grouped_products_learn_what_transformers_does(ranks, tmp_path, family, layout) -> None:
-    path = make_checkpoint(tmp_path, family, **SMALLER)
-    data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
-    logits = Exact.of(path, lambda m: m(data["input_ids"]).logits)
-    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level)
-    case = EXPERT_LAYOUTS[layout]
+def test_grouped_products_learn_what_transformers_does(ranks, checkpoint, family, layout) -> None:
+    path, case = checkpoint(family, **SMALLER), EXPERT_LAYOUTS[layout]
     config = policy_config(path, case.megatron, logprob_batch_size=GLOBAL_BATCH)
-    results = ranks.run(case.world, grouped, config, data, True)
-    assert any(seen["products"] for seen in results)
-    for seen in results:
-        assert_equal("logits", seen["before"]["logits"], logits, layout)
-        hf.assert_same_steps(seen["steps"], layout)
+    results = ranks.run(case.world, train_grouped, config, True)
+    assert any(products for _, products in results)
+    for seen, _ in results:
+        assert_like_hf(seen, path, layout)
 
 
 def test_channels_that_kernels_cannot_take_are_computed_one_expert_at_a_time(
-    ranks, tmp_path
+    ranks, checkpoint
 ) -> None:
-    path = make_checkpoint(tmp_path, "mixtral", **SMALLER)
-    data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
-    (seen,) = ranks.run(1, grouped, policy_config(path, {}), data, False)
-    assert seen["products"] == 0
+    config = policy_config(checkpoint("mixtral", **SMALLER), {})
+    ((_, products),) = ranks.run(1, train_grouped, config, False)
+    assert products == 0
 
 
 def test_every_token_has_a_row_of_its_expert_in_whole_units() -> None:
@@ -172,23 +173,22 @@ def test_every_token_has_a_row_of_its_expert_in_whole_units() -> None:
         assert places.tolist() == expected
 
 
-def train_and_compare(config: dict[str, Any], steps: int) -> dict[str, bool]:
+def train_and_compare(policy: MegatronPolicy) -> dict[str, bool]:
     """Which of the weights moved in training."""
-    with open_policy(config, init_reference_model=False) as policy:
-        before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-        data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
-        for _ in range(steps):
-            policy.train(data, LOSSES["token"](), mbs=2)
-        return {name: not torch.equal(before[name], p) for name, p in policy.named_parameters()}
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    for step in own_steps(policy, DATA):
+        policy.train(step, LOSSES["token"](), mbs=2)
+    return {name: not torch.equal(before[name], p) for name, p in policy.named_parameters()}
 
 
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("family", TRAINED)
 def test_routers_can_be_frozen_and_their_correction_biases_always_are(
-    ranks, learned, frozen: bool
+    ranks, checkpoint, family: str, frozen: bool
 ) -> None:
-    _, path, *_ = learned
-    config = policy_config(path, {"freeze_moe_router": frozen, "moe_router_dtype": "fp64"})
-    (moved,) = ranks.run(1, train_and_compare, config, 2)
+    megatron = {"freeze_moe_router": frozen, "moe_router_dtype": "fp64"}
+    config = policy_config(checkpoint(family, **SMALL), megatron)
+    (moved,) = ranks.run(1, answer_trainable, config, train_and_compare)
     for name, has_moved in moved.items():
         router = ".mlp.router." in name
         stays = name.endswith("expert_bias") or (router and frozen)
@@ -198,12 +198,13 @@ def test_routers_can_be_frozen_and_their_correction_biases_always_are(
     assert any(moved[name] for name in moved if "local_experts" in name)
 
 
-def test_recomputing_activations_changes_no_gradient(ranks, learned) -> None:
-    _, path, data, _, hf = learned
+@pytest.mark.parametrize("family", TRAINED)
+def test_recomputing_activations_changes_no_gradient(ranks, checkpoint, family: str) -> None:
+    path = checkpoint(family, **SMALL)
     full = {"activation_checkpointing": True, "recompute_granularity": "full"}
     config = policy_config(path, full)
-    (seen,) = ranks.run(1, train_two_steps, config, "token", data, VOCAB, False)
-    hf.assert_same_steps(seen["steps"])
+    (seen,) = ranks.run(1, train_two_steps, config, "token", DATA, VOCAB, False)
+    expected(path)[1].assert_same_steps(seen["steps"])
 
 
 @pytest.mark.parametrize(
@@ -327,15 +328,12 @@ def test_data_that_one_replica_refuses_are_refused_by_all_that_share_its_experts
 
 
 FACTOR = 0.75
-DATA = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
 DROPPED: list[int] = []
 
 
 @contextmanager
 def limited(model: PreTrainedModel) -> Iterator[None]:
-    """Have experts take at most their capacity of the tokens of a forward pass, those with the
-    largest weights.
-    """
+    """Within it experts take their capacity of a forward pass's tokens, the largest weights."""
 
     def limit(router: Any, _: Any, out: Any) -> Any:
         logits_TE, weights_TK, chosen_TK = out
@@ -368,12 +366,9 @@ def row_by_row(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
     return total / mask_BS.sum()
 
 
-def train(config: dict[str, Any]) -> list[dict[str, Any]]:
-    with open_policy(config, init_reference_model=False) as policy:
-        return [
-            policy.train(step, LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=1)
-            for step in own_steps(policy, DATA)
-        ]
+def train(policy: MegatronPolicy) -> list[dict[str, Any]]:
+    steps = own_steps(policy, DATA)
+    return [policy.train(step, LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=1) for step in steps]
 
 
 @pytest.mark.parametrize("layout", ["one process", "EP2", "PP2"])
@@ -385,13 +380,9 @@ def test_tokens_beyond_the_capacity_of_an_expert_are_dropped(ranks, tmp_path, la
     assert sum(DROPPED) > 100
     case = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     keys = {"moe_expert_capacity_factor": FACTOR, "moe_pad_expert_input_to_capacity": pad}
-    for seen in ranks.run(case.world, train, policy_config(path, case.megatron | keys)):
+    config = policy_config(path, case.megatron | keys)
+    for seen in ranks.run(case.world, answer_trainable, config, train):
         hf.assert_same_steps(seen, layout)
-
-
-def scores(config: dict[str, Any]) -> torch.Tensor:
-    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
-        return policy.logprobs(BatchedDataDict({"input_ids": DATA["input_ids"]}))
 
 
 def test_a_capacity_for_all_tokens_changes_nothing_and_the_order_of_tokens_can_decide(
@@ -399,9 +390,10 @@ def test_a_capacity_for_all_tokens_changes_nothing_and_the_order_of_tokens_can_d
 ) -> None:
     path = make_checkpoint(tmp_path, "qwen3_moe", **SMALLER)
 
+    read = methodcaller("logprobs", BatchedDataDict({"input_ids": DATA["input_ids"]}))
+
     def found(**keys: Any) -> torch.Tensor:
-        (logprobs,) = ranks.run(1, scores, policy_config(path, keys))
-        return logprobs
+        return ranks.run(1, answer, policy_config(path, keys), read)[0]
 
     unlimited = found()
     assert torch.equal(found(moe_expert_capacity_factor=-1), unlimited)

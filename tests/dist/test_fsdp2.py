@@ -1,10 +1,12 @@
 """Transformers' own modules under FSDP2 and FSDP1: what they train, read, hand over and save is
 what one process of Hugging Face makes of the same, and Megatron-Core continues it and agrees. With
-ENGINES_FIGURE=1 the figure of docs/fsdp.md is drawn.
+ENGINES_FIGURE=1 the figure of docs/fsdp.md is drawn. And the same of an engine of plain torch
+(tests/plain_engine.py).
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,17 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config.described import count
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.exporter import tensors
-from tests import oracle
+from tests import oracle, plain_engine
 from tests.dist import fsdp_cases
-from tests.dist.cases import GLOBAL_BATCH, LOSSES, answer, fsdp_config, open_policy, policy_config
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy, policy_config
 from tests.dist.fsdp_cases import BATCHINGS, SHARDINGS, data, resume, share
 from tests.dist.layouts import LENGTH, VOCAB
+from tests.dist.shortcuts import answer, packed
+from tests.dist.test_launch import run_python
+from tests.exact import load_hf
 from tests.margins import check
 
 CASES = [
@@ -224,3 +230,66 @@ def draw(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
     below.legend(frameon=False, ncols=3, loc="upper left")
     figure.savefig(FIGURE, metadata={"Date": None})
     plt.close(figure)
+
+
+@pytest.mark.parametrize(
+    ("tied", "loss", "batching"),
+    [(True, "token", {}), (False, "logit", {}), (False, "token", packed(32))],
+    ids=["tied, padded", "untied, logits", "untied, packed"],
+)
+def test_another_engine_trains_reads_and_exports_like_hf(
+    ranks, checkpoints, tmp_path, tied: bool, loss: str, batching: dict[str, Any]
+) -> None:
+    path = checkpoints[tied]
+    config = policy_config(path, {}, train_micro_batch_size=2, **batching)
+    (seen,) = ranks.run(1, fsdp_cases.trained, config, loss, str(tmp_path), plain_engine.__name__)
+    hf = oracle.Learned.of(path, data(), GLOBAL_BATCH, fsdp_cases.LOSS_OF[loss])
+    fsdp_cases.assert_trained(hf, path, tmp_path, [seen])
+    size = sum(parameter.numel() for parameter in load_hf(path, torch.float32).parameters())
+    layout = "tp 1 x cp 1 x pp 1 x dp 1, float32, rank 0 of 1, step 2"
+    family = json.loads((path / "config.json").read_text())["model_type"]
+    assert seen["shown"] == f"MegatronPolicy({family} {count(size)}, {layout})"
+
+
+def resumed(config: dict[str, Any], folder: str, plain: bool) -> dict[str, Any]:
+    """One step of an engine from what the plain one has saved."""
+    with open_policy(config, engine=plain_engine if plain else None) as policy:
+        report = policy.load_checkpoint(folder, folder)
+        step = policy.train(data().get_batch(0, GLOBAL_BATCH), LOSSES["token"](), mbs=2)
+        weights = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        return {"report": report, "step": step, "weights": weights}
+
+
+def test_what_another_engine_saves_is_continued_by_itself_and_by_megatron_core(
+    ranks, checkpoints, tmp_path
+) -> None:
+    config = policy_config(checkpoints[False], {})
+    ranks.run(1, fsdp_cases.trained, config, "token", str(tmp_path), plain_engine.__name__)
+    (own,) = ranks.run(1, resumed, config, f"{tmp_path}/saved", True)
+    (other,) = ranks.run(1, resumed, config, f"{tmp_path}/saved", False)
+    for each in (own, other):
+        assert each["report"].step == 2
+        assert {"weights", "optimizer", "schedule"} <= set(each["report"].restored)
+    assert own["step"]["loss"].item() == pytest.approx(other["step"]["loss"].item(), rel=1e-6)
+    for name, weight in own["weights"].items():
+        assert torch.allclose(weight, other["weights"][name], atol=1e-5, rtol=0), name
+
+
+WITHOUT_MEGATRON = """
+import json, sys
+from megatron_policy import BatchedDataDict, MegatronPolicy
+from tests import oracle, plain_engine
+from tests.losses import TokenNLL
+
+config = json.loads(sys.argv[1])
+policy = MegatronPolicy(config, engine=plain_engine)
+policy.train(oracle.make_batch(8, 13, 251), TokenNLL(), mbs=2)
+policy.shutdown()
+assert not [name for name in sys.modules if name.split(".")[0] == "megatron"], "imported"
+"""
+
+
+@pytest.mark.nightly
+def test_a_policy_over_another_engine_does_not_import_megatron_core(checkpoints) -> None:
+    done = run_python("-c", WITHOUT_MEGATRON, json.dumps(policy_config(checkpoints[True], {})))
+    assert done.returncode == 0, done.stderr

@@ -18,8 +18,9 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
 from megatron_policy.lm_head.filters import Filters
 from tests import oracle
-from tests.dist.cases import UNUSED, open_policy, policy_config, refusal
+from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import LAYOUTS, VOCAB
+from tests.dist.shortcuts import UNUSED, refusal
 from tests.exact import Exact, assert_equal
 from tests.expert_families import YARN
 from tests.unit.test_filters import plain_kept
@@ -155,8 +156,7 @@ DAILY = ("gemma2", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=[pytest.mark.daily] * (f in DAILY)) for f in KINDS_AND_EXPERTS],
+    "family", [pytest.param(f, marks=[pytest.mark.daily] * (f in DAILY)) for f in KINDS_AND_EXPERTS]
 )
 def test_every_kind_of_layer_works_with_a_cache(ranks, checkpoint, family: str) -> None:
     name, sizes = KINDS_AND_EXPERTS[family]

@@ -16,9 +16,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron_policy.engines.megatron import hidden_shapes, pipeline
 from megatron_policy.engines.megatron.hidden_shapes import DerivedShapes, Shape, StageLink
 from tests import oracle
-from tests.dist.cases import GLOBAL_BATCH, dynamic, open_policy, own_share, packed, policy_config
+from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import SIZES, SP, VOCAB, layout
 from tests.dist.resuming import replaced
+from tests.dist.shortcuts import dynamic, packed
 from tests.losses import Result, TokenNLL
 from tests.ranks import RankFailure
 
@@ -183,9 +184,7 @@ class View(TokenNLL):
 
 
 def train_with_outputs_seen(config: dict[str, Any]) -> dict[str, Any]:
-    """What a stage hands to the schedule, which on a GPU frees it once it is sent: a view's base
-    would stay in memory (Megatron-Core raises).
-    """
+    """On a GPU an output is freed once it is sent: of a view the base would stay in memory."""
     seen = []
 
     def looking_at(free: Any) -> Any:

@@ -21,9 +21,10 @@ from megatron_policy.engines.megatron import assemble
 from megatron_policy.errors import ConversionError
 from megatron_policy.policy import MegatronPolicy
 from tests.checkpoints import make_checkpoint
-from tests.dist.cases import UNUSED, answer, open_policy, policy_config, refusal
+from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS, layout
 from tests.dist.resuming import replaced
+from tests.dist.shortcuts import UNUSED, answer, refusal
 from tests.mtp_checkpoints import add_mtp_layers
 from tests.quantised import dequantised_by_transformers, edited, quantise_fp8, quantise_mxfp4
 
@@ -39,10 +40,7 @@ def count_bytes(config: dict[str, Any]) -> tuple[int, int]:
             super().__init__(model)
             readers.append(self)
 
-    with (
-        replaced(assemble, "HfReader", lambda _: Counted),
-        open_policy(config, **UNUSED) as policy,
-    ):
+    with replaced(assemble, "HfReader", lambda _: Counted), open_policy(config, **UNUSED) as policy:
         held = sum(p.nbytes for _, p in policy.named_parameters())
     return sum(reader.bytes_read for reader in readers), held
 
@@ -85,9 +83,7 @@ def test_the_table_splits_what_the_built_model_splits(ranks, checkpoints, name, 
 
 
 def load_with_a_row_less(config: dict[str, Any], megatron: str) -> str:
-    """The error when the family's table lacks the row of one Megatron parameter but the files match
-    the rest.
-    """
+    """The error when the table lacks the row of one parameter but the files match."""
 
     def lacking(entries_of: Any) -> Any:
         return lambda *args, **kwargs: tuple(
@@ -137,10 +133,7 @@ def load(config: dict[str, Any], plain: dict[str, Any]) -> tuple[list[str], int,
             read.append(found.nbytes)
             return found
 
-    with (
-        replaced(assemble, "HfReader", lambda _: Counted),
-        open_policy(config, **UNUSED) as policy,
-    ):
+    with replaced(assemble, "HfReader", lambda _: Counted), open_policy(config, **UNUSED) as policy:
         held = {entry.megatron: p.detach().clone() for entry, p in policy._engine.held}
         entries = [(entry.hf[0], p.numel()) for entry, p in policy._engine.held]
     with open_policy(plain, **UNUSED) as policy:

@@ -21,15 +21,7 @@ from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.errors import ConfigError, LossError
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
-from tests.dist.cases import (
-    GLOBAL_BATCH,
-    LOSSES,
-    answer,
-    open_policy,
-    own_share,
-    packed,
-    policy_config,
-)
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import (
     FSDP1_LAYOUTS,
     FSDP2_LAYOUTS,
@@ -41,6 +33,7 @@ from tests.dist.layouts import (
     layout,
 )
 from tests.dist.resuming import modules, optimizers
+from tests.dist.shortcuts import answer_trainable, packed
 from tests.losses import sequence_nll
 from tests.mistaken import MISTAKES, READING, Mistaken, NoGradientOfSqrt
 
@@ -171,8 +164,7 @@ def test_all_ranks_name_the_loss_that_failed_on_one_and_go_on(ranks, checkpoints
         assert "return MISTAKES[self.mistake]" in each["said"]["raises", True], "no traceback"
         hf.assert_same_loss(each["evaluated"], 0)
         hf.assert_same_steps([each["trained"]])
-        for weight, tensor in each["weights"].items():
-            hf.assert_same_weight(tensor, hf.exact.weights[weight], weight)
+        hf.assert_same_weights(each["weights"])
 
 
 def fail_in_the_second_batch(config: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
@@ -194,7 +186,7 @@ def train_on_the_first_batch(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 def test_steps_before_the_one_that_fails_stay_and_are_counted(ranks, checkpoints, megatron) -> None:
     """Microbatches are counted anew in each global batch, and rows are not."""
     config = policy_config(checkpoints[True], megatron)
-    train = partial(answer, init_optimizer=True)
+    train = answer_trainable
     alone = ranks.run(2, train, config, train_on_the_first_batch)
     for (said, weights), right in zip(
         ranks.run(2, fail_in_the_second_batch, config), alone, strict=True
@@ -290,7 +282,7 @@ def test_a_constant_0_for_rows_without_tokens_is_trained_on(ranks, checkpoints, 
     hf = expected(checkpoints[True], "sequence", masked=True)
     assert 0 in with_masked_rows()["sample_mask"].tolist()
     config = policy_config(checkpoints[True], CASES[name][1])
-    train = partial(answer, init_optimizer=True)
+    train = answer_trainable
     for steps in ranks.run(2, train, config, train_without_tokens):
         hf.assert_same_steps(steps)
 

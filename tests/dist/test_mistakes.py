@@ -18,19 +18,11 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.errors import BatchError, ConfigError, ConversionError
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.training.checks import checked_tokens
 from tests import oracle
 from tests.checkpoints import make_checkpoint
-from tests.dist.cases import (
-    GLOBAL_BATCH,
-    LOSSES,
-    dynamic,
-    open_policy,
-    own_share,
-    packed,
-    policy_config,
-)
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, SIZES, VOCAB
+from tests.dist.shortcuts import dynamic, packed
 from tests.losses import SequenceNLL
 from tests.malformed import malformed
 
@@ -347,10 +339,3 @@ def test_every_dtype_of_tokens_lengths_and_masks_gives_the_same_numbers(
     for name, (other, others) in found.items():
         assert torch.equal(others, logprobs), name
         assert other == pytest.approx(loss, rel=rounding), name
-
-
-def test_a_vocabulary_s_size_is_not_taken_for_a_number_of_the_tokens_dtype() -> None:
-    """200 as int8 is -56, and every token would lie beyond it."""
-    for dtype, vocab in product((torch.int8, torch.uint8, torch.int16), (200, 256, 40_000)):
-        data = BatchedDataDict({"input_ids": torch.full((2, 3), 100, dtype=dtype)})
-        assert checked_tokens(data, vocab).dtype == torch.int64

@@ -5,7 +5,8 @@ weights on their way out: exports, also of layers that the policy leaves out, re
 from __future__ import annotations
 
 import json
-from functools import partial
+from importlib import import_module
+from itertools import product
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.layout import pads
 from megatron_policy.convert import verify
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
@@ -25,16 +25,14 @@ from tests.dist.cases import (
     GLOBAL_BATCH,
     LOSSES,
     MICROBATCHES,
-    UNUSED,
-    answer,
     open_policy,
     own_share,
     own_steps,
     policy_config,
-    refusal,
 )
 from tests.dist.layouts import FSDP2_LAYOUTS, OVERLAPPED, Layout, layout
-from tests.dist.resuming import paths
+from tests.dist.resuming import paths, replaced
+from tests.dist.shortcuts import UNUSED, answer_trainable, dynamic, packed, refusal
 from tests.dist.test_export import assert_same_tensors, export, tensors_of
 from tests.exact import ROOM
 from tests.losses import SequenceNLL
@@ -60,26 +58,17 @@ LAYOUTS = {
 }
 BATCHINGS: dict[str, dict[str, Any]] = {
     "padded": {},
-    "dynamic": {
-        "dynamic_batching": {
-            "enabled": True,
-            "train_mb_tokens": 64,
-            "logprob_mb_tokens": 64,
-            "sequence_length_round": 4,
-        }
-    },
-    "packed": {
-        "sequence_packing": {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 64}
-    },
+    "dynamic": dynamic(64, sequence_length_round=4),
+    "packed": packed(64),
 }
 
 
-def train(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
+def train(config: dict[str, Any]) -> dict[str, Any]:
     """What this rank sees of two steps, and all weights afterwards under their HF names."""
     with open_policy(config, init_reference_model=False) as policy:
         padded = pads(policy.config)
         micro = GLOBAL_BATCH // policy.topology.dp // MICROBATCHES if padded else None
-        steps = own_steps(policy, data)
+        steps = own_steps(policy, DATA)
         evaluated = policy.train(
             steps[0], LOSSES["token"](), eval_mode=True, gbs=GLOBAL_BATCH, mbs=micro
         )
@@ -99,6 +88,10 @@ def train(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
         }
 
 
+def total(results: list[dict[str, Any]], k: int) -> float:
+    return sum(sum(each["microbatch_metrics"][f"mtp_{k}_loss"]) for each in results)
+
+
 def assert_learned_alike(
     results: list[dict[str, Any]], expected: tuple[oracle.Learned, list[list[float]]], name: str
 ) -> None:
@@ -107,10 +100,7 @@ def assert_learned_alike(
     for number, (main, *further) in enumerate(losses):
         mtp = 0.0
         for k, exact in enumerate(further, start=1):
-            found = sum(
-                sum(seen["steps"][number]["microbatch_metrics"][f"mtp_{k}_loss"])
-                for seen in by_replica.values()
-            )
+            found = total([seen["steps"][number] for seen in by_replica.values()], k)
             check("mtp loss", abs(found / exact - 1), ROOM * hf.rounding.loss, name)
             mtp += found / len(further)
         for seen in results:
@@ -123,71 +113,44 @@ def assert_learned_alike(
             assert ".experts." in each or each.endswith((*COPIES, "correction_bias")), each
         else:
             hf.assert_same_weight(tensor, hf.exact.weights[each], f"{each} {name}")
-    evaluated = sum(
-        sum(seen["eval"]["microbatch_metrics"]["mtp_1_loss"]) for seen in by_replica.values()
-    )
+    evaluated = total([seen["eval"] for seen in by_replica.values()], 1)
     check("mtp loss", abs(evaluated / losses[0][1] - 1), ROOM * hf.rounding.loss, name)
 
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe", "mimo"])
-def made(request, tmp_path_factory) -> tuple[str, Path, BatchedDataDict, Any]:
+def made(request, tmp_path_factory) -> tuple[str, Path, Any]:
     path = tmp_path_factory.mktemp(request.param)
     add_mtp_layers(make_checkpoint(path, request.param, **SMALL))
-    return request.param, path, DATA, learned(path, DATA, GLOBAL_BATCH, factor=FACTOR)
+    return request.param, path, learned(path, DATA, GLOBAL_BATCH, factor=FACTOR)
 
 
 DATA = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": FACTOR}
-EACH_TIME = {
-    "deepseek_v3": [("PP2xVPP2", "padded"), ("CP2", "packed"), ("TP2xPP2xDP2xEP2+SP", "dynamic")],
-    "glm4_moe": [("one process", "dynamic"), ("EP2", "packed"), ("TP2xPP2xDP2xEP2+SP", "padded")],
-    "mimo": [("PP2xVPP2", "packed"), ("TP2+SP", "padded"), ("CP2", "dynamic")],
-}
-"""Together every layout's kind of exchange and every batching; the sweep runs all of them."""
+CELLS = sorted(product(LAYOUTS, BATCHINGS), key=lambda cell: cell != ("PP2xVPP2", "padded"))
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_losses_norms_and_updates_are_those_of_plain_torch(ranks, made, number: int) -> None:
-    family, *_ = made
-    compare(ranks, made, *EACH_TIME[family][number])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("batching", BATCHINGS)
-def test_they_are_in_every_layout_and_batching(ranks, made, name: str, batching: str) -> None:
-    if "EP2" in name and made[0] == "mimo":
+@pytest.mark.parametrize(("name", "batching"), CELLS)
+def test_losses_norms_and_updates_are_those_of_plain_torch(ranks, made, name, batching) -> None:
+    family, path, expected = made
+    if "EP2" in name and family == "mimo":
         pytest.skip("the model has no experts")
-    if (name, batching) not in EACH_TIME[made[0]]:
-        compare(ranks, made, name, batching)
-
-
-def compare(ranks, made, name: str, batching: str) -> None:
-    _, path, data, expected = made
-    case = LAYOUTS[name]
+    case, context = LAYOUTS[name], f"{name} {batching}"
     config = policy_config(path, case.megatron | MTP, **BATCHINGS[batching])
-    assert_learned_alike(ranks.run(case.world, train, config, data), expected, f"{name} {batching}")
+    assert_learned_alike(ranks.run(case.world, train, config), expected, context)
 
 
+DETACHED = {"mtp_detach_heads": True}
+REPEATED = {"mtp_use_repeated_layer": True}
 KINDS = {
     "two layers": ({"depths": 2}, 2, False, "TP2+SP", {}),
-    "repeated": (
-        {"depths": 3, "repeated": True},
-        1,
-        False,
-        "PP2",
-        {"mtp_use_repeated_layer": True},
-    ),
-    "detached": ({"detached": True}, 1, False, "PP2", {"mtp_detach_heads": True}),
-    "detached, recomputed": (
-        *({"detached": True}, 1, False, "one process"),
-        RECOMPUTED | {"mtp_detach_heads": True},
-    ),
+    "repeated": ({"depths": 3, "repeated": True}, 1, False, "PP2", REPEATED),
+    "detached": ({"detached": True}, 1, False, "PP2", DETACHED),
+    "detached, recomputed": (*({"detached": True}, 1, False, "one process"), RECOMPUTED | DETACHED),
     "tied": ({}, 1, True, "PP2", RECOMPUTED),
     "tied alone": ({}, 1, True, "one process", {}),
     "mimo, two layers, detached": (
         *({"depths": 2, "detached": True}, 2, False, "PP2"),
-        RECOMPUTED | {"mtp_detach_heads": True},
+        RECOMPUTED | DETACHED,
     ),
 }
 
@@ -201,49 +164,41 @@ def test_every_kind_of_prediction_trains_as_its_plain_form(ranks, tmp_path, whic
     case = LAYOUTS[name]
     section = case.megatron | MTP | megatron | {"mtp_num_layers": kind.get("depths", 1)}
     config = policy_config(tmp_path, section)
-    assert_learned_alike(ranks.run(case.world, train, config, DATA), expected, str(kind))
+    assert_learned_alike(ranks.run(case.world, train, config), expected, str(kind))
 
 
-def unsummed(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
-    """As `train`, without adding up the gradients of the embedding's copies."""
-    from megatron_policy.engines.megatron import optimizer
-
-    original = optimizer.sum_embedding_gradients
-    optimizer.sum_embedding_gradients = lambda chunks: None
-    try:
-        return train(config, data)
-    finally:
-        optimizer.sum_embedding_gradients = original
+def skip_a_sum(summing: Any) -> Any:
+    """Gradients of the embedding's copies are not added up."""
+    return lambda chunks: None
 
 
-def one_token_late(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
-    """As `train`, with the embedding of the token after the next."""
-    from megatron_policy.engines.megatron import mtp
+def shift_twice(shifted: Any) -> Any:
+    """The embedding is that of the token after the next."""
+    return lambda values, places: shifted(values, places + 1)
 
-    original = mtp.shifted
-    mtp.shifted = lambda values, places: original(values, places + 1)
-    try:
-        return train(config, data)
-    finally:
-        mtp.shifted = original
+
+def train_broken(config: dict[str, Any], module: str, name: str, make: Any) -> dict[str, Any]:
+    with replaced(import_module(f"megatron_policy.engines.megatron.{module}"), name, make):
+        return train(config)
 
 
 @pytest.mark.parametrize(
-    ("mutated", "name"), [(unsummed, "PP2"), (one_token_late, "one process")], ids=["sum", "late"]
+    ("fault", "name"),
+    [
+        (("optimizer", "sum_embedding_gradients", skip_a_sum), "PP2"),
+        (("mtp", "shifted", shift_twice), "one process"),
+    ],
 )
-def test_a_planted_fault_is_noticed(ranks, made, mutated, name: str) -> None:
-    _, path, data, expected = made
-    case = LAYOUTS[name]
-    seen = ranks.run(case.world, mutated, policy_config(path, case.megatron | MTP), data)
-    hf, _ = expected
+def test_a_planted_fault_is_noticed(ranks, made, fault: tuple[Any, ...], name: str) -> None:
+    _, path, (hf, _) = made
+    config = policy_config(path, LAYOUTS[name].megatron | MTP)
+    seen = ranks.run(LAYOUTS[name].world, train_broken, config, *fault)
     apart = abs(seen[0]["steps"][0]["grad_norm"].item() / hf.exact.grad_norms[0] - 1)
     assert apart > 10 * ROOM * hf.rounding.grad_norm
 
 
 TP2PP2 = layout(4, tp=2, pp=2, sequence_parallel=True, **OVERLAPPED)
 PP2 = layout(2, pp=2)
-
-
 BATCH = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
 
 
@@ -343,9 +298,7 @@ def test_a_refit_sends_trained_layers_with_their_copies_and_none_that_are_left_o
 
 
 def step_again(config: dict[str, Any], root: Path, save: bool) -> dict[str, Any]:
-    """What a second step gives, and the weights after it: after a first, which is saved, or one
-    that was.
-    """
+    """What a second step gives, with the weights after it; the first is saved, or was."""
     saved = {} if save else paths(root)
     with open_policy(config, init_reference_model=False, **saved) as policy:
         if save:
@@ -401,8 +354,7 @@ def test_a_step_in_parts_is_the_step_taken_at_once(ranks, tmp_path) -> None:
     for whole, parts in ranks.run(2, in_parts, config):
         torch.testing.assert_close(parts["grad_norm"], whole["grad_norm"], rtol=1e-5, atol=0)
         torch.testing.assert_close(parts["loss"], whole["loss"], rtol=1e-5, atol=0)
-        mtp = [sum(each["microbatch_metrics"]["mtp_1_loss"]) for each in (whole, parts)]
-        assert mtp[1] == pytest.approx(mtp[0], rel=1e-5)
+        assert total([parts], 1) == pytest.approx(total([whole], 1), rel=1e-5)
 
 
 def test_more_layers_than_the_model_has_are_refused_by_the_key_to_change(ranks, tmp_path) -> None:
@@ -414,7 +366,7 @@ def test_more_layers_than_the_model_has_are_refused_by_the_key_to_change(ranks, 
 def test_log_probabilities_are_the_same_with_and_without_these_layers(ranks, tmp_path) -> None:
     path, score = make_model(tmp_path), methodcaller("logprobs", {"input_ids": BATCH["input_ids"]})
     with_layers, without = (
-        ranks.run(1, partial(answer, init_optimizer=True), policy_config(path, section), score)[0]
+        ranks.run(1, answer_trainable, policy_config(path, section), score)[0]
         for section in (MTP, {})
     )
     assert torch.equal(with_layers, without)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +32,8 @@ from megatron_policy.training.sync_microbatches import cut_synchronized
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, SIZES, VOCAB, layout
+from tests.dist.resuming import replaced
+from tests.dist.shortcuts import packed
 from tests.losses import TokenNLL
 
 
@@ -80,40 +83,34 @@ def test_a_trace_of_one_rank_has_the_microbatches_in_order_inside_their_run(
     assert str(tmp_path / "timeline.svg") in str(profile)
 
 
-@pytest.mark.parametrize("name", ["PP2", "PP2xVPP2"])
-def test_stages_run_in_the_expected_order_and_the_last_begins_after_the_first(
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("PP2", marks=pytest.mark.daily),
+        "PP2xVPP2",
+        pytest.param("FSDP2 x 2", marks=pytest.mark.daily),
+    ],
+)
+def test_ranks_record_the_passes_of_their_stage_in_the_expected_order(
     ranks, checkpoints, tmp_path, name: str
 ) -> None:
-    layout = LAYOUTS[name]
-    config = policy_config(checkpoints[True], layout.megatron)
-    profiles = ranks.run(layout.world, profiled, config, tmp_path, False)
+    megatron = (LAYOUTS | FSDP2_LAYOUTS)[name].megatron
+    config = policy_config(checkpoints[True], megatron)
+    profiles = ranks.run(2, profiled, config, tmp_path, False)
     assert profiles[0].summary == profiles[1].summary
-    timeline = profiles[0].timeline
-    assert timeline is not None
-    schedule = Schedule(2, timeline.chunks, timeline.microbatches)
+    timeline, stages = profiles[0].timeline, megatron.get("pipeline_model_parallel_size", 1)
+    assert timeline is not None and timeline.microbatches == GLOBAL_BATCH * stages // 2
+    schedule = Schedule(stages, timeline.chunks, timeline.microbatches)
     for track in timeline.tracks:
+        assert track.stage < stages
         recorded = [Pass(s.name == BACKWARD, s.microbatch or 0, s.chunk) for s in track.passes]
         assert recorded == schedule.order(track.stage)
-    first, last = (track.passes[0] for track in timeline.tracks)
-    assert first.end <= last.begin
-    assert all(0 < share < 1 for share in timeline.waiting().values())
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "summary.json", "summary.txt", "timeline.json", "timeline.svg",
-    }  # fmt: skip
-
-
-def test_ranks_of_fsdp_record_both_passes_of_each_of_their_microbatches(
-    ranks, checkpoints, tmp_path
-) -> None:
-    layout = FSDP2_LAYOUTS["FSDP2 x 2"]
-    config = policy_config(checkpoints[True], layout.megatron)
-    timeline = ranks.run(layout.world, profiled, config, tmp_path, False)[0].timeline
-    assert timeline is not None
-    expected = Schedule(1, 1, GLOBAL_BATCH // layout.world).order(0)
-    for track in timeline.tracks:
-        assert track.stage == 0
-        recorded = [Pass(s.name == BACKWARD, s.microbatch or 0, s.chunk) for s in track.passes]
-        assert recorded == expected
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"summary.json", "summary.txt", "timeline.json", "timeline.svg"}
+    if stages > 1:
+        first, last = (track.passes[0] for track in timeline.tracks)
+        assert first.end <= last.begin
+        assert all(0 < share < 1 for share in timeline.waiting().values())
 
 
 def test_a_trace_names_every_rank_and_is_what_it_was_made_of() -> None:
@@ -135,19 +132,14 @@ def test_a_trace_names_every_rank_and_is_what_it_was_made_of() -> None:
     )  # fmt: skip
 
 
-PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 20}}
 BATCHES = 2
 DATA = oracle.make_batch(BATCHES * GLOBAL_BATCH, LENGTH, VOCAB, seed=3)
 TOKENS = int(DATA["input_lengths"].sum())
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one process": (1, {}, {}),
     "PP2xVPP2": (2, layout(2, pp=2, vpp=2).megatron, {}),
-    "PP2xDP2, packed": (4, layout(4, pp=2).megatron, PACKED),
-    "TP2xCP2+SP": (
-        4,
-        layout(4, tp=2, sequence_parallel=True, context_parallel_size=2).megatron,
-        {},
-    ),
+    "PP2xDP2, packed": (4, layout(4, pp=2).megatron, packed(20)),
+    "TP2xCP2+SP": (4, LAYOUTS["TP2xCP2+SP"].megatron, {}),
 }
 
 
@@ -174,22 +166,18 @@ def measured(config: dict[str, Any]) -> dict[str, Any]:
 
 def collectives(policy: MegatronPolicy, own: BatchedDataDict) -> int:
     """How many it takes to cut a batch together."""
-    batcher, calls = policy._batcher, []
-    names = ("all_reduce", "all_gather", "all_gather_object", "broadcast_object_list", "barrier")
-    originals = {name: getattr(dist, name) for name in names}
+    calls: list[str] = []
 
-    def counting(name: str, *args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return originals[name](*args, **kwargs)
+    def counting(call: Any) -> Any:
+        return lambda *args, **kwargs: (calls.append(call.__name__), call(*args, **kwargs))[1]
 
-    try:
-        for name in names:
-            setattr(dist, name, partial(counting, name))
+    with ExitStack() as stack:
+        for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast_object_list"):
+            stack.enter_context(replaced(dist, name, counting))
+        stack.enter_context(replaced(dist, "barrier", counting))
+        batcher = policy._batcher
         cut = partial(step._cut, policy._engine, batcher, own, TokenNLL(), GLOBAL_BATCH, 1)
         cut_synchronized(cut, batcher, policy._engine.groups.dp)
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
     return len(calls)
 
 

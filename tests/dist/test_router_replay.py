@@ -22,16 +22,9 @@ from megatron_policy.policy import MegatronPolicy
 from megatron_policy.workers.worker.actor import MegatronPolicyWorkerImpl
 from tests import oracle
 from tests.checkpoints import make_checkpoint
-from tests.dist.cases import (
-    GLOBAL_BATCH,
-    answer,
-    dynamic,
-    open_policy,
-    own_share,
-    packed,
-    policy_config,
-)
+from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import Layout, layout
+from tests.dist.shortcuts import answer, dynamic, packed
 from tests.exact import Exact, assert_equal, load_hf
 from tests.expert_families import EXPERTS
 from tests.losses import TokenNLL, token_nll
@@ -179,9 +172,7 @@ def record_and_replay(config: dict[str, Any], data: BatchedDataDict) -> dict[str
 
 
 def refuse_experts(policy: MegatronPolicy, data: BatchedDataDict) -> None:
-    """Data without experts and, where only its last replica has it, an expert that the model does
-    not have.
-    """
+    """Refuse data without experts, and an expert that is none if the last replica has it."""
     wrong, last = data["routed_experts"].clone(), policy.coords.dp == policy.topology.dp - 1
     if last:
         wrong[1, 0, 2] = 4
@@ -219,9 +210,7 @@ def test_experts_are_recorded_and_replayed_exactly(ranks, model, name: str) -> N
 
 
 def replay_own_and_given(data: BatchedDataDict, policy: MegatronPolicy) -> tuple[Any, Any, Any]:
-    """Log-probabilities with this rank's own experts, with the same replayed, and with those of the
-    data; and the experts that were taken.
-    """
+    """Scores and experts: the rank's own, the same replayed, and those of the data."""
     own = policy.logprobs(with_experts(data, None), return_routed_experts=True)
     again = policy.logprobs(with_experts(data, own[1]), return_routed_experts=True)
     return own, again, policy.logprobs(data, return_routed_experts=True)

@@ -25,13 +25,12 @@ from tests.dist.cases import (
     GLOBAL_BATCH,
     LOSSES,
     MICROBATCHES,
-    dynamic,
     open_policy,
     own_steps,
-    packed,
     policy_config,
 )
 from tests.dist.layouts import OVERLAPPED, Layout, layout
+from tests.dist.shortcuts import dynamic, packed
 from tests.dist.test_export import tensors_of
 from tests.exact import ROOM, UNIT
 from tests.losses import TokenNLL, sequence_nll

@@ -20,8 +20,9 @@ from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle, scalar_oracle
 from tests.checkpoints import ALL_FAMILIES
-from tests.dist.cases import GLOBAL_BATCH, answer, policy_config, refusal
+from tests.dist.cases import GLOBAL_BATCH, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, LAYOUTS, LENGTH, SIZES, VOCAB
+from tests.dist.shortcuts import answer, refusal
 from tests.exact import Exact, InDouble, assert_equal
 
 BATCHINGS: dict[str, dict[str, Any]] = {

@@ -24,9 +24,10 @@ from megatron_policy.errors import CheckpointError, LossError
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.policy import MegatronPolicy
 from tests import margins, oracle, scalar_oracle
-from tests.dist.cases import GLOBAL_BATCH, LOSSES, answer, open_policy, policy_config, refusal
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, LAYOUTS
 from tests.dist.resuming import paths, resumed
+from tests.dist.shortcuts import answer, refusal
 from tests.dist.test_docs import python_blocks
 from tests.dist.test_export import tensors_of
 from tests.dist.test_scalar_heads import BATCHINGS, config_of, expected_of, heads, rows
@@ -206,9 +207,7 @@ def assert_trained(
     for seen in ranks.run(case.world, train, config, name, batching, root):
         hf.assert_same_steps(seen["steps"], layout)
         assert {"score.weight", "model.norm.weight"} <= seen["weights"].keys()
-        for weight, tensor in seen["weights"].items():
-            if weight in hf.exact.weights:  # transformers stacks experts
-                hf.assert_same_weight(tensor, hf.exact.weights[weight], weight)
+        hf.assert_same_weights(seen["weights"])
         assert_equal("values after training", seen["values"], expected)
     return path
 
@@ -299,8 +298,7 @@ def test_the_documented_reward_model_is_trained_like_that_of_transformers(
     hf = oracle.Learned.of(path, data(), GLOBAL_BATCH, preference_level, load=load)
     for seen in ranks.run(case.world, preferences, config, batching, PAIRS[layout]):
         hf.assert_same_steps(seen["steps"], layout)
-        for weight, tensor in seen["weights"].items():
-            hf.assert_same_weight(tensor, hf.exact.weights[weight], weight)
+        hf.assert_same_weights(seen["weights"])
 
 
 def test_a_loss_that_does_not_fit_the_head_is_refused(ranks, heads, checkpoints) -> None:

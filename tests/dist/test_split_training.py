@@ -11,7 +11,6 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
@@ -26,7 +25,7 @@ from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.memory.states import IDLE, LOGPROB, Kind
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
-from tests.dist.cases import GLOBAL_BATCH, answer, dynamic, open_policy, packed, policy_config
+from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config
 from tests.dist.layouts import (
     FSDP1_LAYOUTS,
     FSDP2_LAYOUTS,
@@ -39,6 +38,7 @@ from tests.dist.layouts import (
     layout,
     of_transformers,
 )
+from tests.dist.shortcuts import answer, answer_trainable, dynamic, packed
 from tests.exact import furthest
 from tests.losses import Result, SequenceNLL, TokenNLL, loss_mask, token_nll
 from tests.margins import check
@@ -202,9 +202,7 @@ def fail(policy: MegatronPolicy, share: BatchedDataDict) -> None:
 
 
 class Rounding(NamedTuple):
-    """What another order of sums over tokens can change: losses, norms and metrics relative,
-    weights absolute.
-    """
+    """What another order of sums can change: weights absolute, all else relative."""
 
     relative: float
     weights: float
@@ -377,7 +375,7 @@ def test_mistakes_around_a_step_are_refused_and_cost_nothing_of_it(
 ) -> None:
     case = CASES[name]
     config = config_of(case, checkpoint(case.family, **SIZES))
-    expected = ranks.run(case.world, partial(answer, init_optimizer=True), config, take_one_step)
+    expected = ranks.run(case.world, answer_trainable, config, take_one_step)
     for one, other in zip(expected, ranks.run(case.world, mistakes, config, tmp_path), strict=True):
         assert_same_step(one, other, rel=0.0)
     ranks.run(case.world, answer, config, begin_without_an_optimizer)
