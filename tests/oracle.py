@@ -274,6 +274,16 @@ class Learned:
         apart = abs(found.item() / self.exact.grad_norms[index] - 1)
         check("grad norm", apart, ROOM * self.rounding.grad_norm, context)
 
+    def assert_same_weights(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Whole weights by their names in a checkpoint; of experts, which transformers stacks, only
+        those that the model has under that name.
+        """
+        for name, tensor in found.items():
+            if name in self.exact.weights:
+                self.assert_same_weight(tensor, self.exact.weights[name], name)
+            else:
+                assert ".experts." in name, name
+
     def assert_same_weight(self, found: torch.Tensor, exact: torch.Tensor, name: str) -> None:
         """A weight, or a shard of one, is as close to what it should be as rounding allows."""
         check("weights", furthest(found, exact), ROOM * self.rounding.weights, name)

@@ -59,17 +59,7 @@ def policy_config(
     }
     for key, value in megatron.items():
         section[key] = section[key] | value if isinstance(section.get(key), dict) else value
-    return {
-        "model_name": str(path),
-        "train_global_batch_size": GLOBAL_BATCH,
-        "train_micro_batch_size": 1,
-        "logprob_batch_size": 3,
-        "max_total_sequence_length": 32,
-        "rope_length": "batch",  # the oracle goes by it
-        "max_grad_norm": oracle.CLIP,
-        "precision": "float32",
-        "megatron_cfg": section,
-    } | top
+    return _common(path) | {"megatron_cfg": section} | top
 
 
 def fsdp_config(
@@ -82,12 +72,15 @@ def fsdp_config(
     """The oracle's hyperparameters under FSDP2, or FSDP1 with its `section`, with weight decay of
     every parameter unless `keys` say otherwise.
     """
-    kwargs = {
-        "lr": lr,
-        "weight_decay": oracle.WEIGHT_DECAY,
-        "betas": list(oracle.BETAS),
-        "eps": oracle.EPS,
+    kwargs = {"weight_decay": oracle.WEIGHT_DECAY, "betas": list(oracle.BETAS), "eps": oracle.EPS}
+    own = {
+        section: {"enabled": True, **keys},
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": lr} | kwargs},
     }
+    return _common(path) | own | top
+
+
+def _common(path: Path | str) -> dict[str, Any]:
     return {
         "model_name": str(path),
         "train_global_batch_size": GLOBAL_BATCH,
@@ -97,16 +90,12 @@ def fsdp_config(
         "rope_length": "batch",  # the oracle goes by it
         "max_grad_norm": oracle.CLIP,
         "precision": "float32",
-        section: {"enabled": True, **keys},
-        "optimizer": {"name": "torch.optim.AdamW", "kwargs": kwargs},
-    } | top
+    }
 
 
 @contextmanager
 def open_policy(config: dict[str, Any], **kwargs: Any):
-    """A policy on this rank, closed afterwards; the process group is this process's own and
-    outlives it.
-    """
+    """A policy on this rank, closed afterwards; the process group outlives it."""
     prepare_platform()
     join_process_group(60.0)
     policy = MegatronPolicy(config, timeout_s=300.0, **kwargs)
@@ -114,6 +103,9 @@ def open_policy(config: dict[str, Any], **kwargs: Any):
         yield policy
     finally:
         policy.shutdown()
+
+
+UNUSED = {"init_optimizer": False, "init_reference_model": False}
 
 
 def own_share(policy: MegatronPolicy, data: BatchedDataDict) -> BatchedDataDict:
@@ -132,9 +124,7 @@ def read_everything(policy: MegatronPolicy, tokens: torch.Tensor, k: int) -> dic
 def train_two_steps(
     config: dict[str, Any], loss: str, data: BatchedDataDict, vocab: int, init_reference: bool
 ) -> dict[str, Any]:
-    """Read, train over every global batch of `data`, and report what this rank sees; weights under
-    HF names.
-    """
+    """Read, train over every global batch of `data`; what this rank sees, by HF names."""
     with open_policy(config, init_reference_model=init_reference) as policy:
         seen: dict[str, Any] = {"coords": policy.coords}
         tokens = data["input_ids"]
@@ -174,8 +164,8 @@ def own_steps(policy: MegatronPolicy, data: BatchedDataDict) -> list[BatchedData
 
 def logits_of(models: list[tuple[Path, int]], tokens: torch.Tensor) -> list[torch.Tensor]:
     """What this rank alone makes of the tokens, for each checkpoint and size of vocabulary."""
-    logits, unused = [], {"init_optimizer": False, "init_reference_model": False}
+    logits = []
     for path, vocab in models:
-        with open_policy(policy_config(path, {}), **unused) as policy:
+        with open_policy(policy_config(path, {}), **UNUSED) as policy:
             logits.append(read_everything(policy, tokens, vocab)["logits"])
     return logits

@@ -63,18 +63,13 @@ FSDP2_LAYOUTS = {
     "FSDP2 CP2": Layout(2, megatron={"dtensor_cfg": {"context_parallel_size": 2}}),
 }
 """Of the engine over transformers' own modules; `megatron` then has its section alone."""
+STRATEGY = "sharding_strategy"
+RECOMPUTED_AND_OFFLOADED = {"activation_checkpointing_enabled": True, "fsdp_offload_enabled": True}
 FSDP1_LAYOUTS = {
     "FSDP1 x 2": Layout(2, megatron={"fsdp_cfg": {}}),
-    "FSDP1 x 4": Layout(
-        4,
-        megatron={
-            "fsdp_cfg": {"activation_checkpointing_enabled": True, "fsdp_offload_enabled": True}
-        },
-    ),
-    "FSDP1 x 2, gradients": Layout(
-        2, megatron={"fsdp_cfg": {"sharding_strategy": "shard_grad_op"}}
-    ),
-    "FSDP1 2 copies": Layout(2, megatron={"fsdp_cfg": {"sharding_strategy": "no_shard"}}),
+    "FSDP1 x 4": Layout(4, megatron={"fsdp_cfg": RECOMPUTED_AND_OFFLOADED}),
+    "FSDP1 x 2, gradients": Layout(2, megatron={"fsdp_cfg": {STRATEGY: "shard_grad_op"}}),
+    "FSDP1 2 copies": Layout(2, megatron={"fsdp_cfg": {STRATEGY: "no_shard"}}),
 }
 """The same, sharded the other way."""
 

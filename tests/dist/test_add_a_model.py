@@ -35,37 +35,27 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", (ROOT / DOCUMENT).read_text(), re.DOTALL)
 
 
-PIP_INSTALL = (
-    *("pip", "install", "--quiet", "--disable-pip-version-check"),
-    *("--no-deps", "--no-build-isolation", "--no-index"),
-)
-
-
 def install(project: Path, site: Path) -> None:
     """What pip does, without a network and without touching this environment."""
-    done = subprocess.run(
-        [sys.executable, "-m", *PIP_INSTALL, "--target", str(site), str(project)],
-        capture_output=True,
-        text=True,
-    )
+    command = f"{sys.executable} -m pip install --quiet --disable-pip-version-check --no-deps"
+    options = ["--no-build-isolation", "--no-index", "--target", str(site), str(project)]
+    done = subprocess.run([*command.split(), *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def package(folder: Path, name: str, source: str, entry: str) -> Path:
     """A project with one module that adds a family by the entry point."""
-    pyproject, _ = blocks("toml")
-    pyproject = pyproject.replace("helium-family", name).replace(
-        "helium_family", name.replace("-", "_")
-    )
+    pyproject, module = blocks("toml")[0], name.replace("-", "_")
+    pyproject = pyproject.replace("helium-family", name).replace("helium_family", module)
     pyproject = re.sub(r"^helium = .*$", entry, pyproject, flags=re.MULTILINE)
     folder.mkdir(parents=True)
     (folder / "pyproject.toml").write_text(pyproject)
-    (folder / f"{name.replace('-', '_')}.py").write_text(source)
+    (folder / f"{module}.py").write_text(source)
     return folder
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory) -> Path:
     """Where the package of the document is installed."""
     folder = tmp_path_factory.mktemp("external")
     helium, _, dots, _ = python_blocks(DOCUMENT)
@@ -78,7 +68,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory) -> Path:
     """A folder with the tiny checkpoints `helium` and `dots1` in it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     _, *making = python_blocks(DOCUMENT)
@@ -86,6 +76,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for code in making[::2]:
             exec(compile(code, DOCUMENT, "exec"), {})
     return folder
+
+
+EXPERT_ROWS = [
+    f"model.layers.{{layer}}.mlp.{name}"
+    for name in ("experts.{expert}.gate_proj", "gate.e_score_correction_bias", "shared_exp")
+]
 
 
 def run(
@@ -97,10 +93,9 @@ def run(
     process = OtherProcess(clean=clean)
     try:
         process.begin(invoke, commands, cwd, [str(site) for site in sites])
-        results: dict[str, tuple[int, str, str]] = process.result(timeout=600.0)
+        return process.result(timeout=600.0)
     finally:
         process.kill()
-    return results
 
 
 def invoke(commands: list[str], cwd: Path, sites: list[str]) -> dict[str, tuple[int, str, str]]:
@@ -117,47 +112,33 @@ def invoke(commands: list[str], cwd: Path, sites: list[str]) -> dict[str, tuple[
 
 
 @pytest.mark.nightly
-def test_the_documents_package_inspects_converts_verifies_and_computes_like_hf(
-    site: Path, models: Path
+@pytest.mark.parametrize(
+    ("model", "first", "layers"),
+    [("helium", "helium, 2 layers", 2), ("dots1", "dots1, 3 layers", 3)],
+)
+def test_the_documents_packages_inspect_convert_verify_and_compute_like_hf(
+    site, models, model: str, first: str, layers: int
 ) -> None:
-    commands = re.findall(r"^\$ (.+ helium.*)$", "".join(blocks("console")), re.MULTILINE)
-    assert [line.split()[1] for line in commands] == [
-        "inspect",
-        "convert",
-        "convert",
-        "verify",
-        "parity",
-    ]
-    results = run(commands, models, site)
+    """A dense family, and one with experts."""
+    lines = re.findall(rf"^\$ (.+ {model}.*)$", "".join(blocks("console")), re.MULTILINE)
+    commands = ["inspect", "convert", "convert", "verify", "parity"]
+    assert [line.split()[1] for line in lines] == commands
+    results = run(lines, models, site)
     assert [line for line, (code, _, _) in results.items() if code] == [], results
+    inspected, *_, verified, parity = (results[line][1] for line in lines)
     shown, error = blocks("text")
-    assert shown in results["megatron-policy inspect helium"][1]
-    assert "equal: " in results[commands[3]][1]
-    alone = results[commands[4]][1].splitlines()
-    assert alone[0].startswith("helium, 2 layers, tp 1 x pp 1, float32: 2 rows of 64 random tok")
-    assert [line[:9].strip() for line in alone[2:]] == ["logits", "logprobs", "layer 0", "layer 1"]
-    assert all(float(line.split()[-4 if "log" in line else -3]) < 1e-4 for line in alone[2:])
-    assert error.startswith("error: ")
+    rows = [shown] if model == "helium" else EXPERT_ROWS
+    assert [row for row in rows if row not in inspected] == []
+    assert error.startswith("error: ") and "equal: " in verified
+    head, _, *compared = parity.splitlines()
+    assert head.startswith(f"{first}, tp 1 x pp 1, float32: 2 rows of 64 random tok")
+    names = ["logits", "logprobs", *(f"layer {number}" for number in range(layers))]
+    assert [line[:9].strip() for line in compared] == names
+    assert all(float(line.split()[-4 if "log" in line else -3]) < 1e-4 for line in compared)
 
 
 @pytest.mark.nightly
-def test_the_documents_family_with_experts_inspects_converts_verifies_and_computes_like_hf(
-    site: Path, models: Path
-) -> None:
-    commands = re.findall(r"^\$ (.+ dots1.*)$", "".join(blocks("console")), re.MULTILINE)
-    results = run(commands, models, site)
-    assert [line for line, (code, _, _) in results.items() if code] == [], results
-    inspect, *_, verify, parity = (results[line][1] for line in commands)
-    for name in ("mlp.experts.11.gate_proj", "mlp.gate.e_score_correction_bias", "mlp.shared_exp"):
-        assert f"model.layers.{{layer}}.{name}".replace(".11.", ".{expert}.") in inspect
-    assert "equal: " in verify
-    lines = parity.splitlines()
-    assert lines[0].startswith("dots1, 3 layers, tp 1 x pp 1, float32: 2 rows of 64 random tok")
-    assert all(float(line.split()[-4 if "log" in line else -3]) < 1e-4 for line in lines[2:])
-
-
-@pytest.mark.nightly
-def test_a_row_that_is_left_out_is_named_as_the_document_says(models: Path, tmp_path: Path) -> None:
+def test_a_row_that_is_left_out_is_named_as_the_document_says(models, tmp_path) -> None:
     source, *_ = python_blocks(DOCUMENT)
     start, end = source.index("    Qkv("), source.index(")\n\n\ndef ")
     lacking = source[:start] + source[end:]
@@ -180,22 +161,22 @@ def test_the_document_lists_every_attribute_of_an_architecture_with_its_default(
         assert listed.pop(field.name) == ("none: has to be given" if required else said), field.name
 
 
-@pytest.mark.parametrize("module", [dense, experts, mla, mtp, norm_rows, rope_fields])
-def test_the_document_lists_every_set_of_rows_and_every_helper_of_families(module) -> None:
+def test_the_document_lists_every_set_of_rows_and_every_helper_of_families() -> None:
     text = (ROOT / DOCUMENT).read_text()
     listed = re.findall(r"`(\w+\.\w+)`", "".join(re.findall(r"^\| `.*? \|", text, re.MULTILINE)))
-    own = [
-        name
-        for node in ast.parse(inspect.getsource(module)).body
-        for name in (
-            [node.name]
-            if isinstance(node, ast.FunctionDef | ast.ClassDef)
-            else [ast.unparse(each) for each in getattr(node, "targets", ())]
-        )
-    ]
-    shared = {name for name in own if name.isidentifier() and name[0] != "_" and len(name) > 1}
-    found = {f"{module.__name__.rpartition('.')[2]}.{name}" for name in shared}
-    assert found and sorted(found - {*listed, "dense.ACTIVATIONS", "rope_fields.KINDS"}) == []
+    for module in (dense, experts, mla, mtp, norm_rows, rope_fields):
+        own = [
+            name
+            for node in ast.parse(inspect.getsource(module)).body
+            for name in (
+                [node.name]
+                if isinstance(node, ast.FunctionDef | ast.ClassDef)
+                else [ast.unparse(each) for each in getattr(node, "targets", ())]
+            )
+        ]
+        shared = {name for name in own if name.isidentifier() and name[0] != "_" and len(name) > 1}
+        found = {f"{module.__name__.rpartition('.')[2]}.{name}" for name in shared}
+        assert found and sorted(found - {*listed, "dense.ACTIVATIONS", "rope_fields.KINDS"}) == []
 
 
 def fake(site: Path, name: str, entries: str, source: str) -> None:
@@ -218,7 +199,7 @@ def fake(site: Path, name: str, entries: str, source: str) -> None:
     ],
 )
 def test_a_package_with_a_fault_is_named_with_its_entry_point(
-    tmp_path: Path, monkeypatch, model_type: str, entry: str, source: str, said: str
+    tmp_path, monkeypatch, model_type: str, entry: str, source: str, said: str
 ) -> None:
     fake(tmp_path, "broken", entry, source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -232,7 +213,7 @@ def test_a_package_with_a_fault_is_named_with_its_entry_point(
     monkeypatch.delitem(sys.modules, "broken_family", raising=False)
 
 
-def test_two_packages_that_add_the_same_name_are_both_named(tmp_path: Path, monkeypatch) -> None:
+def test_two_packages_that_add_the_same_name_are_both_named(tmp_path, monkeypatch) -> None:
     for name in ("first", "second"):
         fake(tmp_path, name, f"new = {name}_family:FAMILY", "")
     monkeypatch.syspath_prepend(tmp_path)
@@ -242,7 +223,7 @@ def test_two_packages_that_add_the_same_name_are_both_named(tmp_path: Path, monk
 
 
 def test_a_family_that_transformers_does_not_know_converts_from_its_bare_config(
-    checkpoint, tmp_path: Path
+    checkpoint, tmp_path
 ) -> None:
     """`take` has only what the file says; its own defaults fill in the rest."""
     source = (
@@ -255,12 +236,8 @@ def test_a_family_that_transformers_does_not_know_converts_from_its_bare_config(
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     config |= {"model_type": "homemade", "architectures": ["HomemadeForCausalLM"]}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    commands = [
-        "megatron-policy inspect hf",
-        "megatron-policy convert hf mcore --to mcore",
-        "megatron-policy convert mcore again --to hf",
-        "megatron-policy verify hf again",
-    ]
+    words = ("inspect hf", "convert hf mcore --to mcore", "convert mcore again --to hf")
+    commands = [f"megatron-policy {each}" for each in (*words, "verify hf again")]
     results = run(commands, tmp_path, tmp_path / "site")
     assert [line for line, (code, _, _) in results.items() if code] == [], results
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -25,8 +25,9 @@ from megatron_policy.formats.manifest import read_manifest
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
 from tests.dist.layouts import LAYOUTS, LENGTH
-from tests.dist.resuming import paths, resumed
-from tests.exact import Exact, InDouble, assert_equal
+from tests.dist.resuming import paths
+from tests.dist.shortcuts import refusal
+from tests.exact import Exact, assert_equal
 
 VOCAB = 131
 SMALL = {"hidden": 32, "heads": 4, "groups": 2, "layers": 2, "ffn": 40, "vocab": VOCAB}
@@ -35,12 +36,8 @@ OVERRIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "YaRN": (
         "qwen3",
         {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 8,
-            },
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+            | {"original_max_position_embeddings": 8},
             "max_position_embeddings": 32,
         },
     ),
@@ -71,32 +68,32 @@ def spelled(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
 
 def run(config: dict[str, Any], data: BatchedDataDict, root: Path) -> dict[str, Any]:
     with open_policy(config) as policy:
-        read = policy.logprobs(BatchedDataDict({"input_ids": data["input_ids"]}))
-        reference = policy.reference_logprobs(BatchedDataDict({"input_ids": data["input_ids"]}))
+        tokens = BatchedDataDict({"input_ids": data["input_ids"]})
+        read = {"logprobs": policy.logprobs(tokens), "reference": policy.reference_logprobs(tokens)}
         policy.train(own_steps(policy, data)[0], LOSSES["token"](), mbs=1)
         policy.export_hf(root / "exported")
         policy.save_checkpoint(**paths(root / "saved"))
-        return {"logprobs": read, "reference": reference}
+        return read
 
 
 @pytest.mark.parametrize("layout", ["one process", "TP2+SP", "PP2"])
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_overridden_fields_count_as_if_they_were_in_the_file(
-    ranks, checkpoint, tmp_path: Path, name: str, layout: str
+    ranks, checkpoint, tmp_path, name: str, layout: str
 ) -> None:
     family, overrides = OVERRIDES[name]
     path = checkpoint(family, **SMALL)
     overrides = spelled(path, overrides)
     data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
     changed = overridden(path, tmp_path / "changed", overrides)
-    expected = _logprobs(changed, data)
-    unchanged = oracle.hf_logprobs(oracle.load_hf(path), data["input_ids"])
-    changes = oracle.hf_logprobs(oracle.load_hf(changed), data["input_ids"]) - unchanged
+    read = partial(oracle.hf_logprobs, tokens=data["input_ids"])
+    expected = Exact.of(changed, read)
+    changes = expected.value - Exact.of(path, read).value
     assert changes.abs().max() > 1e-3, "the overrides have no effect"
     config = policy_config(path, LAYOUTS[layout].megatron, hf_config_overrides=overrides)
     for seen in ranks.run(LAYOUTS[layout].world, run, config, data, tmp_path):
-        assert_equal("logprobs", seen["logprobs"][:, 1:], expected)
-        assert_equal("reference", seen["reference"][:, 1:], expected)
+        for name, found in seen.items():
+            assert_equal(name, found[:, 1:], expected)
     (side,) = tmp_path.glob("saved/**/hf/config.json")
     exported = read_manifest(tmp_path / "exported")
     assert exported is not None and exported.overrides == overrides
@@ -107,26 +104,13 @@ def test_overridden_fields_count_as_if_they_were_in_the_file(
         assert json.loads(written.read_text()) == own | overrides
 
 
-def _logprobs(path: Path, data: BatchedDataDict) -> Exact:
-    rounded = oracle.hf_logprobs(oracle.load_hf(path), data["input_ids"]).detach()
-    with InDouble():
-        model = oracle.load_hf(path, torch.float64)
-        exact = oracle.hf_logprobs(model, data["input_ids"]).detach()
-    return Exact.between(rounded, exact)
-
-
-def resume(config: dict[str, Any], root: Path) -> str:
-    with pytest.raises(CheckpointError) as raised, resumed(config, root):
-        pass
-    return str(raised.value)
-
-
-def test_a_checkpoint_of_other_overrides_is_refused(ranks, checkpoint, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_overrides_is_refused(ranks, checkpoint, tmp_path) -> None:
     path = checkpoint("gemma2", **SMALL)
     data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
     config = policy_config(path, {}, hf_config_overrides={"final_logit_softcapping": 1.5})
     ranks.run(1, run, config, data, tmp_path)
-    (said,) = ranks.run(1, resume, policy_config(path, {}), tmp_path / "saved")
+    load = partial(refusal, **paths(tmp_path / "saved"))
+    (said,) = ranks.run(1, load, policy_config(path, {}), CheckpointError)
     assert "policy.hf_config_overrides" in said
 
 
@@ -142,19 +126,18 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_overridden_is_refused_with_the_reason(checkpoint, message: str) -> None:
-    path = checkpoint("qwen3", tied=False, **SMALL)
-    config = PolicyConfig.parse(policy_config(path, {}, hf_config_overrides=REFUSED[message]))
-    with pytest.raises(ConfigError, match=message):
-        model_table(config)
+def table_of(path: Path, overrides: dict[str, Any] | None) -> Table:
+    return model_table(PolicyConfig.parse(policy_config(path, {}, hf_config_overrides=overrides)))
+
+
+def test_what_cannot_be_overridden_is_refused_with_the_reason(checkpoint) -> None:
+    for message, overrides in REFUSED.items():
+        with pytest.raises(ConfigError, match=message):
+            table_of(checkpoint("qwen3", tied=False, **SMALL), overrides)
 
 
 def test_a_whole_number_is_taken_where_the_config_has_a_float(checkpoint) -> None:
-    path = checkpoint("qwen3", tied=False, **SMALL)
-    table = model_table(
-        PolicyConfig.parse(policy_config(path, {}, hf_config_overrides={"rms_norm_eps": 1}))
-    )
+    table = table_of(checkpoint("qwen3", tied=False, **SMALL), {"rms_norm_eps": 1})
     (value,) = table.overrides.values()
     assert isinstance(value, float) and table.architecture.layernorm_epsilon == 1.0
 
@@ -180,7 +163,7 @@ ROPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("newer", [False, True], ids=["older", "newer"])
 @pytest.mark.parametrize("name", ROPES)
 def test_rotary_settings_can_be_in_the_words_of_any_release(
-    checkpoint, tmp_path: Path, name: str, newer: bool
+    checkpoint, tmp_path, name: str, newer: bool
 ) -> None:
     given, in_older, scaling = ROPES[name]
     config = json.loads((checkpoint("qwen3", **SMALL) / "config.json").read_text())
@@ -188,7 +171,7 @@ def test_rotary_settings_can_be_in_the_words_of_any_release(
     config = {n: v for n, v in config.items() if not n.startswith("rope_")}
     config |= {"rope_parameters": {"rope_type": "default", **own}} if newer else own
     (tmp_path / "config.json").write_text(json.dumps(config))
-    table = model_table(PolicyConfig.parse(policy_config(tmp_path, {}, hf_config_overrides=given)))
+    table = table_of(tmp_path, given)
     base = 50.0 if name in ("a scaling", "none") else 77.0
     whole = {"rope_type": "default"} | own | {"rope_theta": base} | scaling
     whole = given.get("rope_parameters", whole)
@@ -198,37 +181,29 @@ def test_rotary_settings_can_be_in_the_words_of_any_release(
 
 
 def test_a_rotary_embedding_in_both_spellings_is_refused(checkpoint) -> None:
-    path = checkpoint("qwen3", **SMALL)
     both = {"rope_scaling": {"type": "yarn", **YARN}, "rope_parameters": {"rope_theta": 77.0}}
     with pytest.raises(ConfigError, match="override that, as a whole, instead of"):
-        model_table(PolicyConfig.parse(policy_config(path, {}, hf_config_overrides=both)))
+        table_of(checkpoint("qwen3", **SMALL), both)
 
 
-def test_null_leaves_out_a_field_that_a_family_does_not_know(checkpoint, tmp_path: Path) -> None:
+def test_null_leaves_out_a_field_that_a_family_does_not_know(checkpoint, tmp_path) -> None:
     """The file stays; fields that a family reads still cannot change weights in this way."""
     shutil.copytree(checkpoint("qwen3", **SMALL), tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"new_trick": 3}))
-
-    def table(**overrides: Any) -> Table:
-        asked = policy_config(file.parent, {}, hf_config_overrides=overrides or None)
-        return model_table(PolicyConfig.parse(asked))
-
     with pytest.raises(ConversionError, match=r"hf_config_overrides \{new_trick: null\}"):
-        table()
-    assert table(new_trick=None).overrides == {"new_trick": None}
+        table_of(file.parent, None)
+    assert table_of(file.parent, {"new_trick": None}).overrides == {"new_trick": None}
     with pytest.raises(ConversionError, match="new_trick = 3"):
-        table(rms_norm_eps=0.5)
+        table_of(file.parent, {"rms_norm_eps": 0.5})
     with pytest.raises(ConfigError, match="would change weights"):
-        table(new_trick=None, num_key_value_heads=None)
+        table_of(file.parent, {"new_trick": None, "num_key_value_heads": None})
 
 
-def test_commands_apply_them(checkpoint, tmp_path: Path) -> None:
-    file = tmp_path / "policy.yaml"
-    section = policy_config(checkpoint("qwen3", **SMALL), {}) | {
-        "hf_config_overrides": {"hidden_size": 64}
-    }
+def test_commands_apply_them(checkpoint, tmp_path) -> None:
+    file, changed = tmp_path / "policy.yaml", {"hidden_size": 64}
+    section = policy_config(checkpoint("qwen3", **SMALL), {}, hf_config_overrides=changed)
     file.write_text(yaml.safe_dump({"policy": section}))
-    for command in (["inspect-config"], ["plan"]):
-        result = CliRunner().invoke(app, [*command, str(file)])
+    for command in ("inspect-config", "plan"):
+        result = CliRunner().invoke(app, [command, str(file)])
         assert result.exit_code == 2 and "would change weights" in result.stderr.replace("\n", " ")

@@ -73,12 +73,7 @@ def attention_of(variant: Variant) -> TorchAttention:
         window_size=None if variant.reach is None else (variant.reach, 0),
     )
     attention = TorchAttention(
-        config,
-        1,
-        AttnMaskType.causal,
-        "self",
-        softcap=variant.softcap,
-        sinks=variant.sinks,
+        config, 1, AttnMaskType.causal, "self", softcap=variant.softcap, sinks=variant.sinks
     )
     if attention.softmax_offset is not None:
         attention.softmax_offset.data.copy_(torch.linspace(-1, 2, HEADS))
@@ -100,9 +95,7 @@ def states_of(variant: Variant) -> list[torch.Tensor]:
 
 @cache
 def reference(variant: Variant) -> list[Exact]:
-    """Context `[B, S, N, H]` and the gradients of queries, keys, values and sinks, sequence by
-    sequence, with every score explicit.
-    """
+    """Context `[B, S, N, H]` and all gradients, sequence by sequence, every score explicit."""
     rounded, exact = (_reference(variant, dtype) for dtype in (torch.float32, torch.float64))
     return list(map(Exact.between, rounded, exact))
 
@@ -157,9 +150,7 @@ def put(layout: TokenLayout, values_TR: torch.Tensor) -> torch.Tensor:
 
 
 def attend(kind: str, kernel: str) -> dict[str, list[torch.Tensor]]:
-    """As `reference`, each variant by all ranks of the world together, in tiles or where possible
-    in one call.
-    """
+    """As `reference`, each variant by all ranks together, in tiles or if possible in one call."""
     prepare_platform()
     join_process_group(60.0)
     if kernel == "one call":

@@ -7,6 +7,7 @@ Shapes: B rows and S positions of the caller; T positions and R rows of one rank
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ FAMILIES = {f: each.context for f, each in SAMPLES.items() if each.context is no
 RANKS = {"one rank": (1, 1), "CP2": (1, 2), "TP2xCP2+SP": (2, 2)}
 """Tensor- and context-parallel ranks."""
 RECOMPUTED = {"activation_checkpointing": True, "recompute_granularity": "full"}
+SELECTIVE = {"activation_checkpointing": True, "recompute_granularity": "selective"}
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,15 +53,12 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens_BS * inside_BS, weights_BS * inside_BS
 
 
-def hf_states(path: Path) -> tuple[Exact, Exact]:
-    """Hidden states `[B, S, D]` behind the final norm, each sequence on its own, and the gradient
-    of the embedding.
-    """
+def hf_states(path: Path) -> tuple[Exact, ...]:
+    """Hidden states `[B, S, D]` of each sequence alone, and the gradient of the embedding."""
     rounded = _hf_states(load_hf(path))
     with InDouble():
         exact = _hf_states(load_hf(path, torch.float64))
-    hidden, grad = map(Exact.between, rounded, exact)
-    return hidden, grad
+    return tuple(map(Exact.between, rounded, exact))
 
 
 def _hf_states(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,86 +142,64 @@ def gathered(values: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[Path, Any, Any]]:
+def expected(checkpoint) -> Callable[[str], tuple[Path, Any, Any]]:
     """A family's checkpoint and what transformers computes of it, once."""
-    known: dict[str, tuple[Path, Any, Any]] = {}
 
+    @cache
     def of(family: str) -> tuple[Path, Any, Any]:
-        if family not in known:
-            path = checkpoint(family, vocab=VOCAB, **FAMILIES[family])
-            known[family] = (path, *hf_states(path))
-        return known[family]
+        path = checkpoint(family, vocab=VOCAB, **FAMILIES[family])
+        return (path, *hf_states(path))
 
     return of
 
 
 CASES = [
-    (family, ranks, kind)
+    (family, layout, kind, RECOMPUTED if kind == "packed" else {})
     for family in FAMILIES
-    for ranks in RANKS
-    for kind in ("padded", "packed")
-    if not (ranks == "one rank" and kind == "padded")
-    and not (ranks == "TP2xCP2+SP" and (SAMPLES[family].expert_biases or kind == "padded"))
+    for layout, kind in (
+        ("one rank", "packed"),
+        ("CP2", "padded"),
+        ("CP2", "packed"),
+        *((("TP2xCP2+SP", "packed"),) * (not SAMPLES[family].expert_biases)),
+    )
 ]
+CASES += [(family, "CP2", "packed", SELECTIVE) for family in ("deepseek_v3", "gemma2")]
 
 
-@pytest.mark.parametrize(("family", "layout", "kind"), CASES)
+@pytest.mark.parametrize(("family", "layout", "kind", "recomputed"), CASES)
 def test_a_model_computes_each_sequence_as_transformers_does_alone(
-    ranks, expected, family: str, layout: str, kind: str
+    ranks, expected, family: str, layout: str, kind: str, recomputed: dict[str, Any]
 ) -> None:
+    """Recomputation passes everything through Megatron-Core's checkpoints once more."""
     path, hidden, grad = expected(family)
     tp, cp = RANKS[layout]
-    megatron = {"sequence_parallel": tp > 1}
-    # Recomputation passes everything through Megatron-Core's checkpoints once more.
-    megatron |= RECOMPUTED if kind == "packed" else {}
-    config = policy_config(path, megatron)
+    config = policy_config(path, {"sequence_parallel": tp > 1} | recomputed)
     inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
     for found, found_grad in ranks.run(tp * cp, states, config, kind, tp, cp):
         assert_equal("hidden states", found[inside], hidden[inside])
         assert_equal("gradients", found_grad, grad)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma2"])
-def test_core_attention_that_is_computed_again_knows_its_sequences(
-    ranks, expected, family: str
-) -> None:
-    path, hidden, grad = expected(family)
-    config = policy_config(
-        path, {"activation_checkpointing": True, "recompute_granularity": "selective"}
-    )
-    inside = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
-    for found, found_grad in ranks.run(2, states, config, "packed", 1, 2):
-        assert_equal("hidden states", found[inside], hidden[inside])
-        assert_equal("gradients", found_grad, grad)
+WHOLE = {"runtime_gather_output": True}
 
 
 def read_with_cache(config: dict[str, Any], prompt: int) -> torch.Tensor:
-    """Hidden states `[B, S, D]` of full rows, read as generation does: first the prompt, then token
-    by token.
-    """
+    """Hidden states `[B, S, D]`, read as generation does: the prompt, then token by token."""
     prepare_platform()
     join_process_group(60.0)
     model, _ = model_of(PolicyConfig.parse(config), Topology(cp=dist.get_world_size()))
     try:
         tokens_BS, _ = batch()
         model.eval().post_process = False
-        cache = StaticInferenceContext(*tokens_BS.shape)
+        cached = StaticInferenceContext(*tokens_BS.shape)
         parts, start = [], 0
         for end in range(prompt, tokens_BS.size(1) + 1):
             part_BS = tokens_BS[:, start:end]
             positions_BS = torch.arange(start, end).expand_as(part_BS)
             with torch.no_grad():
-                parts.append(
-                    model(
-                        part_BS,
-                        positions_BS,
-                        None,
-                        inference_context=cache,
-                        runtime_gather_output=True,
-                    )
-                )
-            cache.sequence_len_offset = start = end
-            cache.enable_decode_mode()
+                parts.append(model(part_BS, positions_BS, None, inference_context=cached, **WHOLE))
+            cached.sequence_len_offset = start = end
+            cached.enable_decode_mode()
         return torch.cat(parts).transpose(0, 1)
     finally:
         drop_groups()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -47,9 +46,7 @@ def draw(family: str, random: Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", DENSE)
-def test_random_models_compute_the_logits_of_transformers(
-    ranks, tmp_path: Path, family: str
-) -> None:
+def test_random_models_compute_the_logits_of_transformers(ranks, tmp_path, family: str) -> None:
     random = Random(family)
     drawn = [draw(family, random) for _ in range(MODELS)]
     paths = [
@@ -87,7 +84,7 @@ def dropouts_of(config: dict[str, Any]) -> tuple[float, float, float]:
     ],
 )
 def test_dropouts_are_where_the_config_has_them(
-    ranks, checkpoint, family: str, fields: dict[str, Any], expected: tuple[float, ...]
+    ranks, checkpoint, family: str, fields: dict[str, Any], expected
 ) -> None:
     path = checkpoint(family, **fields)
     (dropouts,) = ranks.run(1, dropouts_of, policy_config(path, {}))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_policy.convert import convert, verify
 from tests import oracle
+from tests.checkpoints import make_checkpoint
 from tests.dist.cases import open_policy, policy_config, read_everything
 from tests.dist.layouts import SIZES, VOCAB
+from tests.dist.shortcuts import UNUSED
 from tests.exact import Exact, assert_equal
 from tests.families import SAMPLES
+from tests.mtp_checkpoints import add_mtp_layers
 
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2_PP2 = PP2 | {"tensor_model_parallel_size": 2}
@@ -37,7 +41,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @contextmanager
 def models(config: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
-    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+    with open_policy(config, **UNUSED) as policy:
         yield policy, list(policy._engine.pipeline.chunks)
 
 
@@ -69,7 +73,7 @@ def load(config: dict[str, Any], path: str, tokens: torch.Tensor) -> dict[str, A
 
 @pytest.mark.parametrize("family", MODELS)
 def test_megatron_loads_a_converted_checkpoint_and_gives_the_logits_of_hf(
-    ranks, checkpoint: Callable[..., Path], tmp_path: Path, family: str
+    ranks, checkpoint, tmp_path, family: str
 ) -> None:
     options, layout = MODELS[family]
     path = checkpoint(family, **options, **SIZES)
@@ -82,17 +86,22 @@ def test_megatron_loads_a_converted_checkpoint_and_gives_the_logits_of_hf(
         assert_equal("logits", seen["logits"], logits)
 
 
-def asked_for(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """What the built model wants of a checkpoint: tensors by key with their shapes, and objects."""
+def asked_for(config: dict[str, Any], of_mtp: bool) -> tuple[dict[str, Any], set[str]]:
+    """What the built model wants of a checkpoint, or Megatron-Core's own with an MTP layer of that
+    layer: tensors by key with their shapes, and objects.
+    """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     tensors, objects = {}, set()
     with models(config) as (policy, [chunk]):
-        content = {"non_homogeneous_layers": not policy._engine.table.architecture.uniform_layers}
-        state = sharded(chunk, **content)
+        architecture = policy._engine.table.architecture
+        model = with_mtp_layer(architecture, chunk.config) if of_mtp else chunk
+        state = sharded(model, non_homogeneous_layers=not architecture.uniform_layers)
         apply_factories(state)
         for value in nested_values(state):
+            if of_mtp and not value.key.startswith("mtp."):
+                continue
             if isinstance(value, ShardedTensor):
                 tensors[value.key] = tuple(value.global_shape)
             else:
@@ -100,19 +109,53 @@ def asked_for(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[s
     return tensors, objects
 
 
+def with_mtp_layer(architecture: Any, config: Any) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    from megatron_policy.engines.megatron.layer_spec import block_spec
+
+    own = copy.copy(config)
+    own.mtp_num_layers = 1
+    block = block_spec("local", architecture, range(architecture.num_layers), own)
+    return GPTModel(
+        config=own,
+        transformer_layer_spec=block,
+        vocab_size=256,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(own, block, use_transformer_engine=False),
+    )
+
+
+def assert_has_what_is_asked_for(ranks, path: Path, folder: Path, mtp: bool) -> None:
+    """Beside it a converted checkpoint has only Transformer Engine's names of norms."""
+    convert(path, folder, "mcore")
+    held = FileSystemReader(folder).read_metadata().state_dict_metadata
+    shapes = {
+        key: tuple(found.size)
+        for key, found in held.items()
+        if hasattr(found, "size") and key.startswith("mtp." if mtp else "")
+    }
+    ((tensors, objects),) = ranks.run(1, asked_for, policy_config(path, {}), mtp)
+    assert tensors and tensors == {key: shapes.get(key) for key in tensors}
+    assert objects <= set(held) - set(shapes)
+    assert all("norm" in key for key in set(shapes) - set(tensors))
+
+
 @pytest.mark.parametrize("family", SAMPLES)
 def test_a_converted_checkpoint_has_every_key_that_the_model_asks_for(
-    ranks, checkpoint: Callable[..., Path], tmp_path: Path, family: str
+    ranks, checkpoint, tmp_path, family: str
 ) -> None:
     path = checkpoint(family, layers=3, vocab=256)
-    convert(path, tmp_path / "mcore", "mcore")
-    held = FileSystemReader(tmp_path / "mcore").read_metadata().state_dict_metadata
-    shapes = {key: tuple(found.size) for key, found in held.items() if hasattr(found, "size")}
-    ((tensors, objects),) = ranks.run(1, asked_for, policy_config(path, {}))
-    assert tensors == {key: shapes.get(key) for key in tensors}
-    assert objects <= set(held) - set(shapes)
-    # What nobody here asks for is a norm, under the name that Transformer Engine has for it.
-    assert all("norm" in key for key in set(shapes) - set(tensors))
+    assert_has_what_is_asked_for(ranks, path, tmp_path / "mcore", mtp=False)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "mimo"])
+def test_a_converted_mtp_layer_has_the_keys_of_megatrons_own(ranks, tmp_path, family: str) -> None:
+    sizes = {"hidden": 48, "heads": 4, "layers": 3, "ffn": 40, "vocab": 256, "tokenizer": False}
+    path = add_mtp_layers(make_checkpoint(tmp_path / "hf", family, **sizes))
+    assert_has_what_is_asked_for(ranks, path, tmp_path / "mcore", mtp=True)
 
 
 def save(config: dict[str, Any], path: str, content: dict[str, Any]) -> None:
@@ -142,9 +185,7 @@ SAVED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("saved", SAVED)
-def test_what_megatron_saves_converts_to_hf_bit_by_bit(
-    ranks, checkpoint: Callable[..., Path], tmp_path: Path, saved: str
-) -> None:
+def test_what_megatron_saves_converts_to_hf_bit_by_bit(ranks, checkpoint, tmp_path, saved) -> None:
     family, content = SAVED[saved]
     options, layout = MODELS[family]
     path = checkpoint(family, **options, **SIZES)

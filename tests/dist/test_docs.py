@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_policy.coordination.rendezvous import reserved_port
-from tests.dist.test_launch import ROOT
+from tests.dist.test_launch import ROOT, run_python
 
 
 def python_blocks(document: str) -> list[str]:
@@ -20,7 +17,7 @@ def python_blocks(document: str) -> list[str]:
 
 
 @pytest.fixture
-def train(checkpoints, tmp_path: Path) -> str:
+def train(checkpoints, tmp_path) -> str:
     """The README's program, in a directory with the checkpoint that it names."""
     program, _ = python_blocks("README.md")
     (tmp_path / "Qwen").mkdir()
@@ -31,21 +28,13 @@ def train(checkpoints, tmp_path: Path) -> str:
 
 def run(tmp_path: Path, *command: str) -> str:
     """What a program of Python prints; it has to end well."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.mark.nightly
-def test_the_readmes_program_trains_on_the_ranks_of_torchrun(train: str, tmp_path: Path) -> None:
+def test_the_readmes_program_trains_on_the_ranks_of_torchrun(train: str, tmp_path) -> None:
     with reserved_port() as port:
         pass
     where = ("--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}")
@@ -57,7 +46,7 @@ def test_the_readmes_program_trains_on_the_ranks_of_torchrun(train: str, tmp_pat
 
 @pytest.mark.nightly
 def test_the_readmes_programs_train_alone_and_under_ray_with_the_loss_of_the_loss_document(
-    train: str, tmp_path: Path
+    train: str, tmp_path
 ) -> None:
     _, under_ray = python_blocks("README.md")
     loss, *_ = python_blocks("docs/losses.md")

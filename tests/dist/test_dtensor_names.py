@@ -1,22 +1,31 @@
-"""The names of the host's DTensor worker, on a worker over transformers' own modules."""
+"""The names of the host's DTensor worker, on a worker over transformers' own modules, and those of
+the driver, on a rank's policy.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
+from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.memory.move_model import get_cpu_state_dict, unshard_fsdp2_model
 from megatron_policy.memory.states import Kind
+from megatron_policy.policy import MegatronPolicy
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 from megatron_policy.workers.worker.actor import NOISE_STD
-from tests.dist.cases import fsdp_config, open_policy
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy, policy_config
 from tests.dist.fsdp_cases import data, share
+from tests.dist.layouts import LENGTH, SIZES, VOCAB
+from tests.dist.shortcuts import answer
 from tests.exact import load_hf
 
 
@@ -51,42 +60,41 @@ def test_a_sharded_model_is_whole_within_a_context_and_its_parts_are_copied(
     config = fsdp_config(path, {}, hf_config_overrides={"rms_norm_eps": 1e-5})
     first, second = ranks.run(2, read_whole, config)
     for name, weight in load_hf(path).named_parameters():
-        assert torch.equal(first["whole"][name], weight) and torch.equal(
-            second["whole"][name], weight
-        )
+        assert all(torch.equal(each["whole"][name], weight) for each in (first, second))
         parts = torch.cat([first["own"][name], second["own"][name]])
         assert torch.equal(parts, weight) and first["own"][name].numel() < weight.numel()
     assert first["config"].model_type == "qwen2"
     assert first["config"].rms_norm_eps == 1e-5 != load_hf(path).config.rms_norm_eps
 
 
-def moved(config: dict[str, Any]) -> None:
+def move(config: dict[str, Any], calls: list[tuple[Any, str]]) -> None:
     with open_policy(config) as policy:
         worker, model = worker_of(policy)
         rows = share(data(), policy)
         before = policy.logprobs(rows)
-        for there, back in (
-            (lambda: worker.move_to_device(model, "cpu"), lambda: worker.move_to_cuda(model)),
-            (lambda: worker.move_to_cpu(model), lambda: worker.move_to_cuda(model)),
-        ):
-            assert there() is model
+        for leave, come_back in calls:
+            assert leave(worker, model) is model
             assert Kind.PARAMETERS not in policy.memory.state.holds
-            assert back() is model
+            assert getattr(worker, come_back)(model) is model
             assert Kind.PARAMETERS in policy.memory.state.holds
             assert worker.move_buffer_to_device(model, "cpu") is model
             assert torch.equal(policy.logprobs(rows), before)
 
 
 def test_the_model_leaves_the_device_and_comes_back(ranks, checkpoint) -> None:
-    ranks.run(2, moved, fsdp_config(checkpoint("qwen2", tied=True), {}))
+    path, worker = checkpoint("qwen2", tied=True), MegatronPolicyWorkerImpl
+    to_device = partial(worker.move_to_device, device="cpu")
+    of_fsdp2 = [(to_device, "move_to_cuda"), (worker.move_to_cpu, "move_to_cuda")]
+    ranks.run(2, move, fsdp_config(path, {}), of_fsdp2)
+    of_fsdp1 = [(worker.manual_offload_to_cpu, "manual_load_to_gpu")]
+    ranks.run(2, move, fsdp_config(path, {}, section="fsdp_cfg"), of_fsdp1)
 
 
-def noisy(config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
-        worker, _ = worker_of(policy)
-        before = worker.return_state_dict()
-        worker._add_noise_to_weights()
-        return before, worker.return_state_dict()
+def add_noise(policy: MegatronPolicy) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    worker, _ = worker_of(policy)
+    before = worker.return_state_dict()
+    worker._add_noise_to_weights()
+    return before, worker.return_state_dict()
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -94,7 +102,7 @@ def test_every_weight_is_returned_and_changed_a_little_alike_on_its_copies(
     ranks, checkpoint, copies
 ) -> None:
     config = fsdp_config(checkpoint("qwen2", tied=False), {"dp_replicate_size": copies})
-    seen = ranks.run(2, noisy, config)
+    seen = ranks.run(2, answer, config, add_noise)
     for before, after in seen:
         assert before.keys() == after.keys() and len(before) > 10
         for name, weight in after.items():
@@ -127,3 +135,56 @@ def test_buffers_are_split_within_a_context_of_torchs_context_parallelism(ranks)
         assert torch.equal(each["kept"], each["inside"])
         assert "MATH" not in each["kernels"]
         assert "FLASH_ATTENTION" in each["kernels"]
+
+
+DATA = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+
+
+def compare(config: dict[str, Any]) -> None:
+    tokens = BatchedDataDict({key: DATA[key] for key in ("input_ids", "input_lengths")})
+    with open_policy(config) as policy:
+        policy.prepare_for_training("whatever", a_host="passes")
+        policy.begin_train_step(LOSSES["token"](), mbs=1)
+        policy.train_microbatch(DATA)
+        policy.abort_train_step()
+        policy.begin_train_step(LOSSES["token"](), mbs=1)
+        policy.train_microbatch(DATA)
+        assert policy.finish_train_step()["step"] == policy.steps == 1
+        for name, state in (
+            ("offload_before_refit", "refit"),
+            ("offload_after_refit", "idle"),
+            ("prepare_for_generation", "logprob"),
+            ("finish_training", "logprob"),
+            ("finish_inference", "idle"),
+        ):
+            if name == "finish_training":
+                policy.prepare_for_lp_inference(keep_train_buffers=True)
+            getattr(policy, name)()
+            assert policy.memory.state.name == state, name
+        policy.prepare_for_lp_inference()
+        own = policy.logprobs(tokens)
+        most = dict(
+            zip(("topk_logits", "topk_indices"), policy.topk_logits(tokens, 3), strict=True)
+        )
+        for found, wanted in (
+            (policy.get_logprobs(tokens, 2), {"logprobs": own}),
+            (policy.get_entropy(tokens), {"entropy": policy.entropy(tokens)}),
+            (policy.get_topk_logits(tokens, 3), most),
+        ):
+            assert found.keys() == wanted.keys()
+            for key, value in wanted.items():
+                torch.testing.assert_close(found[key], value)
+        reference = policy.get_reference_policy_logprobs(tokens)["reference_logprobs"]
+        with policy.use_reference_model():
+            assert torch.equal(policy.logprobs(tokens), reference)
+        assert not torch.equal(own, reference)
+        # Arrays, and a mask in place of lengths.
+        mask = torch.arange(LENGTH) < DATA["input_lengths"].unsqueeze(1)
+        arrays = {"input_ids": DATA["input_ids"].numpy(), "attention_mask": mask.numpy()}
+        assert torch.equal(policy.logprobs(arrays), own)
+        hot = policy.logprobs(arrays, temperature=np.full(GLOBAL_BATCH, 0.7))
+        assert torch.equal(hot, policy.logprobs(tokens, temperature=0.7))
+
+
+def test_a_rank_answers_to_the_drivers_names(ranks, checkpoint) -> None:
+    ranks.run(1, compare, policy_config(checkpoint("qwen2", **SIZES), {}))

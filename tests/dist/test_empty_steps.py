@@ -4,7 +4,6 @@ to take a step, and the result says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +27,22 @@ from tests.dist.layouts import (
     VOCAB,
     layout,
 )
-from tests.dist.resuming import NEVER_CONSTANT, merged
+from tests.dist.resuming import NEVER_CONSTANT, merged, paths, resumed
+from tests.dist.shortcuts import dynamic, packed
 from tests.dist.test_loss_mistakes import unchanged
 from tests.losses import loss_mask, token_nll
 from tests.mistaken import Mistaken
 
-BUDGET = {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}
-PACKED, DYNAMIC = {"sequence_packing": BUDGET}, {"dynamic_batching": BUDGET}
+PACKED, DYNAMIC = packed(), dynamic()
 ROUTED = {
     "moe_router_bias_update_rate": 1e-2,
     "moe_router_load_balancing_type": "seq_aux_loss",
     "moe_aux_loss_coeff": 1e-2,
 }
+SCALED = {"optimizer": {"initial_loss_scale": 1024.0}}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "one process": (1, {}, {}, "qwen2"),
-    "float16": (
-        1,
-        {"optimizer": {"initial_loss_scale": 1024.0}},
-        {"precision": "float16"},
-        "qwen2",
-    ),
+    "float16": (1, SCALED, {"precision": "float16"}, "qwen2"),
     "TP2+SP": (2, LAYOUTS["TP2+SP"].megatron, {}, "qwen2"),
     "PP2, dynamic": (2, LAYOUTS["PP2"].megatron, DYNAMIC, "qwen2"),
     "CP2, packed": (2, layout(2, context_parallel_size=2).megatron, PACKED, "qwen3"),
@@ -126,15 +121,13 @@ def take_no_step(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_on_nothing_changes_nothing_and_says_why(
-    ranks, checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_a_step_on_nothing_changes_nothing_and_says_why(ranks, checkpoint, name: str) -> None:
     world, megatron, top, family = CASES[name]
     config = policy_config(checkpoint(family, **SIZES), megatron, **top)
     ranks.run(world, take_no_step, config)
 
 
-def go_on_after_nothing(config: dict[str, Any], folder: str) -> None:
+def go_on_after_nothing(config: dict[str, Any], folder: Path) -> None:
     """Calls with and without nothing, saved and loaded in between, are those without it."""
 
     def state(policy: MegatronPolicy) -> dict[str, Any]:
@@ -145,7 +138,6 @@ def go_on_after_nothing(config: dict[str, Any], folder: str) -> None:
         for _ in range(3):
             train(policy, batch())
         wanted = state(policy)
-    paths = (f"{folder}/weights", f"{folder}/optimizer")
     with open_policy(config, init_reference_model=False) as policy:
         train(policy, batch())
         train(policy, WITHOUT_TOKENS)
@@ -155,9 +147,8 @@ def go_on_after_nothing(config: dict[str, Any], folder: str) -> None:
         assert (result["skipped"], result["skipped_steps"], result["step"]) == (NO_TOKENS, 1, 2)
         assert result["valid_tokens"] == [0.0, loss_mask(batch()).sum()]
         train(policy, WITHOUT_TOKENS)
-        policy.save_checkpoint(*paths)
-    given = {"weights_path": paths[0], "optimizer_path": paths[1]}
-    with open_policy(config, init_reference_model=False, **given) as policy:
+        policy.save_checkpoint(**paths(folder))
+    with resumed(config, folder, init_reference_model=False) as policy:
         assert policy.steps == 2
         train(policy, WITHOUT_TOKENS)
         train(policy, batch())
@@ -169,10 +160,10 @@ def go_on_after_nothing(config: dict[str, Any], folder: str) -> None:
 
 @pytest.mark.nightly
 def test_a_run_that_is_resumed_after_steps_on_nothing_goes_on_as_one_without_them(
-    ranks, checkpoint: Callable[..., Path], tmp_path: Path
+    ranks, checkpoint, tmp_path
 ) -> None:
     config = policy_config(checkpoint("qwen2", **SIZES), merged(NEVER_CONSTANT))
-    ranks.run(1, go_on_after_nothing, config, str(tmp_path))
+    ranks.run(1, go_on_after_nothing, config, tmp_path)
 
 
 def take_the_step(config: dict[str, Any]) -> None:
@@ -187,7 +178,7 @@ def take_the_step(config: dict[str, Any]) -> None:
         assert in_pieces(policy, WITHOUT_TOKENS) == ()
 
 
-def test_a_key_has_steps_on_nothing_taken(ranks, checkpoint: Callable[..., Path]) -> None:
+def test_a_key_has_steps_on_nothing_taken(ranks, checkpoint) -> None:
     megatron = merged(NEVER_CONSTANT, {"scheduler": {"start_weight_decay": 0.5}})
     config = policy_config(checkpoint("qwen2", **SIZES), megatron, skip_empty_steps=False)
     ranks.run(1, take_the_step, config)
@@ -201,9 +192,7 @@ def fail_on_nothing(config: dict[str, Any]) -> str:
         return str(error.value)
 
 
-def test_a_loss_that_fails_on_nothing_is_an_error_on_every_rank(
-    ranks, checkpoint: Callable[..., Path]
-) -> None:
+def test_a_loss_that_fails_on_nothing_is_an_error_on_every_rank(ranks, checkpoint) -> None:
     config = policy_config(checkpoint("qwen2", **SIZES), {})
     one, other = ranks.run(2, fail_on_nothing, config)
     assert one == other and "raised ArithmeticError" in one

@@ -23,7 +23,6 @@ TENSOR = {"tensor_parallel_size": 2}
 KEYS = {"TP2": TENSOR, "TP2+SP": TENSOR | {"sequence_parallel": True}}
 SEEDS = {"qwen3_moe": 1, "gpt_oss": 3, "deepseek_v3": 7, "mixtral": 11}
 """With which no token is about to take another expert."""
-DAILY = ("phi3", "TP2+SP")
 
 
 def learnt(config: dict[str, Any]) -> dict[str, Any]:
@@ -42,28 +41,22 @@ def config_of(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
     return config | {"optimizer": optimizer}
 
 
+CASES = [(family, layout, {}) for family in SAMPLES for layout in KEYS]
+# 22 fp32 numbers are no multiple of 16 bytes, which torch's grouped products need.
+CASES.append(("mixtral", "TP2", {"ffn": 44}))
+DAILY = (("phi3", "TP2+SP", {}), CASES[-1])
+
+
 @pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        pytest.param(family, layout, marks=[pytest.mark.daily] * ((family, layout) == DAILY))
-        for family in SAMPLES
-        for layout in KEYS
-    ],
+    ("family", "layout", "sizes"),
+    [pytest.param(*c, marks=[pytest.mark.daily] * (c in DAILY)) for c in CASES],
 )
-def test_ranks_that_share_layers_read_and_learn_as_one(ranks, checkpoint, family, layout) -> None:
-    path = checkpoint(family, **SIZES, seed=SEEDS.get(family, 0))
+def test_ranks_that_share_layers_read_and_learn_as_one(
+    ranks, checkpoint, family: str, layout: str, sizes: dict[str, int]
+) -> None:
+    path = checkpoint(family, **SIZES | sizes, seed=SEEDS.get(family, 0))
     (expected,) = ranks.run(1, learnt, config_of(path, {}))
     for found in ranks.run(2, learnt, config_of(path, KEYS[layout])):
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.allclose(found[name], value, atol=1e-5, rtol=1e-5), name
-
-
-def test_experts_that_only_ranks_cut_to_odd_sizes_read_and_learn_as_one(ranks, checkpoint) -> None:
-    """22 fp32 numbers are no multiple of 16 bytes, which torch's grouped products need."""
-    path = checkpoint("mixtral", **SIZES | {"ffn": 44}, seed=SEEDS["mixtral"])
-    (expected,) = ranks.run(1, learnt, config_of(path, {}))
-    for found in ranks.run(2, learnt, config_of(path, KEYS["TP2"])):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.allclose(found[name], value, atol=1e-5, rtol=1e-5), name
@@ -81,7 +74,7 @@ def test_experts_that_only_ranks_cut_to_odd_sizes_read_and_learn_as_one(ranks, c
     ],
 )
 def test_experts_whose_sizes_grouped_products_refuse_are_computed_one_by_one(
-    checkpoint, caplog: pytest.LogCaptureFixture, family: str, ffn: int, dtype: Any, chosen: str
+    checkpoint, caplog, family: str, ffn: int, dtype: Any, chosen: str
 ) -> None:
     path = checkpoint(family, **SIZES | {"ffn": ffn})
     module = build_module(PolicyConfig.parse(config_of(path, {})))

@@ -17,8 +17,9 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import ConfigError
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy
-from tests.dist.fsdp_cases import BATCHINGS, data, share
+from tests.dist.fsdp_cases import BATCHINGS, data, decayed, share
 from tests.dist.layouts import VOCAB
+from tests.dist.shortcuts import refusal
 from tests.exact import load_hf
 
 COMMON = {
@@ -59,15 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     "lfm2": COMMON | {"block_ff_dim": 48, "layer_types": ["conv", "full_attention"]},
     "nemotron": COMMON,
-    "opt": {
-        "hidden_size": 32,
-        "ffn_dim": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "word_embed_proj_dim": 32,
-        "dropout": 0.0,
-    },
+    "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "phimoe": COMMON | EXPERTS | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "qwen3_next": COMMON
     | LINEAR
@@ -118,24 +111,8 @@ def one_step(config: dict[str, Any], folder: str) -> dict[str, Any]:
     return seen
 
 
-def reference(path: Path) -> tuple[torch.Tensor, float, float, dict[str, torch.Tensor]]:
-    """Log-probabilities before, loss and gradient norm, and weights after one step of torch's."""
-    model = load_hf(path, torch.float32)
-    with torch.no_grad():
-        logprobs = oracle.hf_logprobs(model, data()["input_ids"])
-    model.train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=oracle.LR,
-        weight_decay=oracle.WEIGHT_DECAY,
-        betas=oracle.BETAS,
-        eps=oracle.EPS,
-    )
-    loss = oracle.token_level(model, data().get_batch(0, GLOBAL_BATCH))
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), oracle.CLIP)
-    optimizer.step()
-    return logprobs, loss.item(), float(norm), dict(model.named_parameters())
+def load_to_train(path: Path, dtype: torch.dtype) -> Any:
+    return load_hf(path, dtype).train()
 
 
 @pytest.mark.parametrize(
@@ -147,36 +124,29 @@ def reference(path: Path) -> tuple[torch.Tensor, float, float, dict[str, torch.T
         *((kind, "dtensor_cfg", {"tensor_parallel_size": 2}) for kind in SHARED),
     ],
 )
-def test_one_step_equals_transformers(
-    ranks, tmp_path, kind: str, section: str, keys: dict[str, Any]
-) -> None:
+def test_one_step_equals_transformers(ranks, tmp_path, kind, section, keys) -> None:
     path = make(kind, tmp_path / "model")
     batching = BATCHINGS["packed" if kind in PACKS else "padded"]
     config = fsdp_config(path, keys, section=section, **batching)
     seen = ranks.run(2, one_step, config, str(tmp_path / "out"))
-    logprobs, loss, norm, _ = reference(path)
-    lengths = data()["input_lengths"]
-    inside = torch.arange(logprobs.size(1)) < lengths[:, None] - 1
+    batch = data().get_batch(0, GLOBAL_BATCH)
+    loading = {"load": load_to_train, "own": decayed}
+    hf = oracle.train(path, batch, GLOBAL_BATCH, oracle.token_level, **loading)
+    with torch.no_grad():
+        logprobs = oracle.hf_logprobs(load_hf(path, torch.float32), data()["input_ids"])
+    inside = torch.arange(logprobs.size(1)) < data()["input_lengths"][:, None] - 1
     by_replica = {rank["dp"]: rank["logprobs"] for rank in seen}
     found = torch.cat([by_replica[replica] for replica in sorted(by_replica)])
     assert torch.allclose(found[:, 1:][inside], logprobs[inside], atol=1e-5, rtol=0)
-    assert seen[0]["step"]["loss"].item() == pytest.approx(loss, rel=1e-5)
-    assert seen[0]["step"]["grad_norm"].item() == pytest.approx(norm, rel=1e-5)
+    assert seen[0]["step"]["loss"].item() == pytest.approx(hf.losses[0], rel=1e-5)
+    assert seen[0]["step"]["grad_norm"].item() == pytest.approx(hf.grad_norms[0], rel=1e-5)
     exported = load_file(tmp_path / "out" / "model.safetensors")
     again = load_file(tmp_path / "out-again" / "model.safetensors")
     start = load_file(path / "model.safetensors")
     assert exported.keys() == start.keys()
     assert all(torch.equal(exported[name], again[name]) for name in exported)
-    after = load_hf(tmp_path / "out", torch.float32)
-    expected = reference(path)[3]
-    for name, weight in after.named_parameters():
-        assert torch.allclose(weight, expected[name], atol=1e-5, rtol=0), name
-
-
-def refused(config: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as error, open_policy(config):
-        pass
-    return str(error.value)
+    for name, weight in load_hf(tmp_path / "out", torch.float32).named_parameters():
+        assert torch.allclose(weight, hf.weights[name], atol=1e-5, rtol=0), name
 
 
 @pytest.mark.parametrize(
@@ -187,14 +157,14 @@ def refused(config: dict[str, Any]) -> str:
     ],
 )
 def test_a_rotary_embedding_that_cannot_be_told_the_length_of_the_text_is_refused(
-    ranks, tmp_path: Path, batching: str, length: str, what: str
+    ranks, tmp_path, batching: str, length: str, what: str
 ) -> None:
     path = make("gptj", tmp_path / "model")
     fields = json.loads((path / "config.json").read_text())
     fields["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
     (path / "config.json").write_text(json.dumps(fields))
     config = fsdp_config(path, {}, rope_length=length, **BATCHINGS[batching])
-    (said,) = ranks.run(1, refused, config)
+    (said,) = ranks.run(1, refusal, config, ConfigError)
     assert said.startswith(f"{what} needs a rotary embedding that can be told the length of the")
     assert "that of GPTJForCausalLM, of type dynamic, cannot: use rope_length='batch'" in said
 
@@ -205,6 +175,7 @@ def test_a_rotary_embedding_that_cannot_be_told_the_length_of_the_text_is_refuse
 )
 def test_packed_rows_are_refused_where_tokens_mix_elsewhere(ranks, tmp_path, kind, why) -> None:
     path = make(kind, tmp_path / "model")
-    (said,) = ranks.run(1, refused, fsdp_config(path, {}, **BATCHINGS["packed"]))
+    config = fsdp_config(path, {}, **BATCHINGS["packed"])
+    (said,) = ranks.run(1, refusal, config, ConfigError)
     assert "policy.sequence_packing needs layers" in said and why in said
     assert "use padded or dynamic batches" in said

@@ -51,6 +51,18 @@ def whole_case(
     return make_case(tokens, vocab, MODEL, replace(head, real=real), targets=targets)
 
 
+def whole_numbers(case: Case) -> Case:
+    """No sum is rounded, and many logits are equal."""
+    case = case.to(torch.float32)
+    return replace(case, hidden_ND=case.hidden_ND.round(), weight_VD=case.weight_VD.round())
+
+
+def join_all() -> dist.ProcessGroup:
+    join_process_group(600.0)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def own_slice(case: Case, group: dist.ProcessGroup) -> tuple[slice, HeadShape]:
     width = case.weight_VD.size(0) // group.size()
     start = group.rank() * width
@@ -62,9 +74,7 @@ def scores_of_rank(
     cases: list[Case], chunk: int, entropy: bool, implementation: Implementation = "torch"
 ) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
     """Of each case, results and gradients of this rank's slice, and the collectives they took."""
-    join_process_group(600.0)
-    group = dist.group.WORLD
-    assert group is not None
+    group = join_all()
     found = []
     for case in cases:
         mine, head = own_slice(case, group)
@@ -103,45 +113,33 @@ def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("world", [2, 4])
-def test_split_vocabularies_give_the_scores_and_gradients_of_the_whole(
+def test_split_vocabularies_give_the_scores_and_gradients_of_the_whole_and_of_what_is_kept(
     ranks, world: int, entropy: bool
 ) -> None:
-    cases = [
+    whole = [
         whole_case(33, *sizes, head, targets)
         for sizes in VOCABULARIES
         for head in HEADS
         for targets in (None, 9)  # of which every rank that has real entries has some
     ]
-    found = ranks.run(world, scores_of_rank, cases, 5, entropy)
-    for case, of_ranks in zip(cases, zip(*found, strict=True), strict=True):
-        expected = differentiated(case, plain_scores, entropy)
-        assert_close(joined([results for results, _ in of_ranks]), expected, 1e-11)
-
-
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("world", [2, 4])
-def test_split_vocabularies_give_the_scores_and_gradients_of_what_is_kept_of_the_whole(
-    ranks, world: int, entropy: bool
-) -> None:
     # All on two ranks; each step of a search is a collective, of which four ranks make fewer.
     chosen = ALL.values() if world == 2 else [ALL["all three"]]
-    cases = [
+    kept = [
         with_likely_targets(whole_case(15, *sizes, replace(head, filters=filters), targets))
         for filters in chosen
         for sizes in (VOCABULARIES if filters is ALL["all three"] else VOCABULARIES[1:])
         for head, targets in zip(HEADS, (None, 9), strict=True)
     ]
-    found = ranks.run(world, scores_of_rank, cases, 8, entropy)
-    for case, of_ranks in zip(cases, zip(*found, strict=True), strict=True):
-        expected = differentiated(case, finite(plain_filtered_scores), entropy)
-        assert_close(joined([results for results, _ in of_ranks]), expected, 1e-11)
+    for cases, chunk, plain in ((whole, 5, plain_scores), (kept, 8, finite(plain_filtered_scores))):
+        found = ranks.run(world, scores_of_rank, cases, chunk, entropy)
+        for case, of_ranks in zip(cases, zip(*found, strict=True), strict=True):
+            got = joined([results for results, _ in of_ranks])
+            assert_close(got, differentiated(case, plain, entropy), 1e-11)
 
 
 def kept_by_rank(case: Case, chunk: int) -> torch.Tensor:
     """Which entries of this rank's slice have a finite log-probability."""
-    join_process_group(600.0)
-    group = dist.group.WORLD
-    assert group is not None
+    group = join_all()
     mine, head = own_slice(case, group)
     every_NV = torch.arange(case.head.real).expand(len(case.hidden_ND), -1)
     scores = fused_scores(case.hidden_ND, case.weight_VD[mine], every_NV, head, group, chunk)
@@ -149,13 +147,9 @@ def kept_by_rank(case: Case, chunk: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_logits_on_several_ranks_are_kept_from_the_highest_entry_down(
-    ranks, dtype: torch.dtype
-) -> None:
+def test_equal_logits_on_several_ranks_are_kept_from_the_highest_entry_down(ranks, dtype) -> None:
     for name, filters in (ALL | {"many": Filters(top_p=0.97)}).items():
-        case = whole_case(9, 1200, 550, HeadShape(0, 0, filters=filters)).to(torch.float32)
-        # Whole numbers: no sum is rounded, and many logits are equal.
-        case = replace(case, hidden_ND=case.hidden_ND.round(), weight_VD=case.weight_VD.round())
+        case = whole_numbers(whole_case(9, 1200, 550, HeadShape(0, 0, filters=filters)))
         logits_NV = plain_logits(case.hidden_ND, case.weight_VD, case.head)
         expected_NV = plain_kept(logits_NV, filters)
         least_N1 = logits_NV.masked_fill(~expected_NV, torch.inf).amin(-1, keepdim=True)
@@ -199,9 +193,7 @@ def test_ranks_talk_twice_however_many_tokens_and_tiles_there_are(ranks) -> None
 
 
 def topk_of_rank(case: Case, k: int, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    join_process_group(600.0)
-    group = dist.group.WORLD
-    assert group is not None
+    group = join_all()
     mine, head = own_slice(case, group)
     return fused_topk(case.hidden_ND, case.weight_VD[mine], k, head, group, chunk)
 
@@ -211,8 +203,7 @@ def topk_of_rank(case: Case, k: int, chunk: int) -> tuple[torch.Tensor, torch.Te
 def test_topk_of_split_vocabularies_is_that_of_the_whole_with_ties_in_order(
     ranks, tokens: int, k: int
 ) -> None:
-    case = whole_case(tokens, 1200, 550).to(torch.float32)
-    case = replace(case, hidden_ND=case.hidden_ND.round(), weight_VD=case.weight_VD.round())
+    case = whole_numbers(whole_case(tokens, 1200, 550))
     logits_NV = plain_logits(case.hidden_ND, case.weight_VD, case.head)
     expected = logits_NV.sort(dim=-1, descending=True, stable=True)
     for world in (2, 4):
@@ -225,9 +216,7 @@ def gathered(shape: tuple[int, ...], at_once: int) -> tuple[bool, int]:
     """Whether slices of logits are gathered in the order of the vocabulary, and their gradient is
     this rank's slice; the number of collectives.
     """
-    join_process_group(600.0)
-    group = dist.group.WORLD
-    assert group is not None
+    group = join_all()
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     width = shape[-1] // group.size()
     own = slice(group.rank() * width, (group.rank() + 1) * width)
@@ -242,11 +231,7 @@ def gathered(shape: tuple[int, ...], at_once: int) -> tuple[bool, int]:
     return torch.equal(found, whole) and torch.equal(gradient, whole[..., own]), calls.call_count
 
 
-@pytest.mark.parametrize(("at_once", "calls"), [(2**24, 1), (3 * 24, 5), (1, 14)])
-def test_logits_are_gathered_some_positions_at_a_time(ranks, at_once: int, calls: int) -> None:
-    found = ranks.run(4, gathered, (2, 7, 24), at_once)
-    assert found == [(True, calls)] * 4
-
-
-def test_no_logits_are_gathered_of_no_positions(ranks) -> None:
+def test_logits_are_gathered_some_positions_at_a_time(ranks) -> None:
+    for at_once, calls in ((2**24, 1), (3 * 24, 5), (1, 14)):
+        assert ranks.run(4, gathered, (2, 7, 24), at_once) == [(True, calls)] * 4
     assert ranks.run(2, gathered, (0, 7, 24), 100) == [(True, 0)] * 2

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from megatron_policy.lm_head.filters import Filters
 from tests import oracle
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import LAYOUTS, VOCAB
+from tests.dist.shortcuts import UNUSED, refusal
 from tests.exact import Exact, assert_equal
 from tests.families import DENSE
+from tests.families.deepseek_v3 import SCALED
 from tests.unit.test_filters import plain_kept
 
 NEW, PAD = 9, 0
@@ -50,9 +53,7 @@ def continue_prompts(
     config: dict[str, Any], eos: int | None, greedy: bool, draws: int = 1
 ) -> dict[str, Any]:
     """Continuations, and the log-probabilities that the policy gives to them afterwards."""
-    with open_policy(
-        config, tokenizer=Tokenizer(eos), init_optimizer=False, init_reference_model=False
-    ) as policy:
+    with open_policy(config, tokenizer=Tokenizer(eos), **UNUSED) as policy:
         done = [policy.generate(prompts(), greedy=greedy) for _ in range(draws)]
         read = policy.logprobs(BatchedDataDict({"input_ids": done[0].tokens_BT}))
         return {"coords": policy.coords, "done": done, "read": read}
@@ -103,15 +104,20 @@ def last_logprobs(model: Any, text: torch.Tensor) -> torch.Tensor:
     return logprobs
 
 
-GENERATING = (
-    "one process",
-    "TP2+SP",
-    "PP2 uneven",
-    "PP2xVPP2",
-    "TP2xPP2xDP2+SP",
-    "TP4 over 2 groups",
-    "TP2xCP2+SP",
-)
+GENERATING = ("one process", "TP2+SP", "PP2 uneven", "PP2xVPP2", "TP2xPP2xDP2+SP")
+GENERATING += ("TP4 over 2 groups", "TP2xCP2+SP")
+
+
+def assert_continued_like_hf(path: Path, seen: dict[str, Any]) -> None:
+    """Greedily, each row to its full length, with the log-probabilities of transformers."""
+    (done,) = seen["done"]
+    for row, length in enumerate(PROMPT_LENGTHS):
+        assert done.tokens_BT[row, : length + NEW].tolist() == hf_greedy(path, row)
+        assert (done.tokens_BT[row, length + NEW :] == PAD).all()
+        assert (done.logprobs_BT[row, :length] == 0).all()
+    assert_written_as_read(path, seen)
+    assert done.generated_B.tolist() == [NEW] * len(PROMPT_LENGTHS)
+    assert done.lengths_B.tolist() == [length + NEW for length in PROMPT_LENGTHS]
 
 
 @pytest.mark.parametrize("name", GENERATING)
@@ -119,30 +125,28 @@ def test_greedy_continuations_are_those_of_transformers(ranks, checkpoints, name
     path = checkpoints[False]
     config = policy_config(path, LAYOUTS[name].megatron, **generation())
     for seen in ranks.run(LAYOUTS[name].world, continue_prompts, config, None, True):
-        (done,) = seen["done"]
-        for row, length in enumerate(PROMPT_LENGTHS):
-            expected = hf_greedy(path, row)
-            assert done.tokens_BT[row, : length + NEW].tolist() == expected
-            assert (done.tokens_BT[row, length + NEW :] == PAD).all()
-            assert (done.logprobs_BT[row, :length] == 0).all()
-        assert_written_as_read(path, seen)
-        assert done.generated_B.tolist() == [NEW] * len(PROMPT_LENGTHS)
-        assert done.lengths_B.tolist() == [length + NEW for length in PROMPT_LENGTHS]
+        assert_continued_like_hf(path, seen)
 
 
 KINDS = {family: each.generating for family, each in DENSE.items() if each.generating}
+SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40}
+KINDS_AND_EXPERTS = KINDS | {
+    "deepseek_v3": ("one process", SMALL | {"rope_scaling": SCALED}),
+    "gpt_oss": ("one process", SMALL),
+    "qwen2_moe": ("one process", SMALL),
+}
+DAILY = ("gemma2", "deepseek_v3")
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[pytest.mark.daily] * (f in DAILY)) for f in KINDS_AND_EXPERTS]
+)
 def test_every_kind_of_layer_works_with_a_cache(ranks, checkpoint, family: str) -> None:
-    name, sizes = KINDS[family]
+    name, sizes = KINDS_AND_EXPERTS[family]
     path = checkpoint(family, vocab=VOCAB, **sizes)
     config = policy_config(path, LAYOUTS[name].megatron, **generation())
     for seen in ranks.run(LAYOUTS[name].world, continue_prompts, config, None, True):
-        (done,) = seen["done"]
-        for row, length in enumerate(PROMPT_LENGTHS):
-            assert done.tokens_BT[row, : length + NEW].tolist() == hf_greedy(path, row)
-        assert_written_as_read(path, seen)
+        assert_continued_like_hf(path, seen)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -180,9 +184,7 @@ def test_a_stop_token_ends_its_row_and_no_other(ranks, checkpoints) -> None:
 
 
 def test_nothing_grows_beyond_the_longest_allowed_sequence(ranks, checkpoints) -> None:
-    config = policy_config(checkpoints[True], {}, **generation()) | {
-        "max_total_sequence_length": 10
-    }
+    config = policy_config(checkpoints[True], {}, max_total_sequence_length=10, **generation())
     (seen,) = ranks.run(1, continue_prompts, config, None, True)
     assert seen["done"][0].lengths_B.tolist() == [min(n + NEW, 10) for n in PROMPT_LENGTHS]
 
@@ -228,18 +230,9 @@ def test_sampled_logprobs_are_those_read_back_at_the_same_temperature(
     assert_written_as_read(checkpoints[False], seen, temperature=0.7, read=read)
 
 
-def refuse_prompt(config: dict[str, Any], lengths: list[int]) -> str:
-    data = prompts()
-    data["input_lengths"] = torch.tensor(lengths)
-    with open_policy(
-        config, tokenizer=Tokenizer(), init_optimizer=False, init_reference_model=False
-    ) as policy:
-        with pytest.raises(BatchError) as error:
-            policy.generate(data)
-        return str(error.value)
-
-
 def test_a_prompt_that_cannot_be_continued_is_named(ranks, checkpoints) -> None:
     config = policy_config(checkpoints[True], {}, **generation())
-    assert "0 in row 2" in ranks.run(1, refuse_prompt, config, [4, 7, 0, 7, 5])[0]
-    assert "8 in row 4" in ranks.run(1, refuse_prompt, config, [4, 7, 2, 7, 8])[0]
+    refuse, data = partial(refusal, tokenizer=Tokenizer(), **UNUSED), prompts()
+    for lengths, said in (([4, 7, 0, 7, 5], "0 in row 2"), ([4, 7, 2, 7, 8], "8 in row 4")):
+        data["input_lengths"] = torch.tensor(lengths)
+        assert said in ranks.run(1, refuse, config, BatchError, methodcaller("generate", data))[0]

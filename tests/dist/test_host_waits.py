@@ -6,9 +6,8 @@ are reduced and parameters gathered meanwhile. On a GPU it would wait for it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,18 +21,16 @@ from megatron_policy.engines.megatron import optimizer
 from tests import oracle
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, LENGTH, OVERLAPPED, SIZES, VOCAB, layout
+from tests.dist.shortcuts import packed
 from tests.fake_device.waits import place_of, waits
 from tests.losses import SequenceNLL, TokenNLL
 
 DDP = "DistributedDataParallelConfig"
-PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 20}}
+PACKED = packed(20)
 RECOMPUTED = {"activation_checkpointing": True}
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
-    "TP2+SP, recomputed": (
-        2,
-        layout(2, tp=2, sequence_parallel=True).megatron | RECOMPUTED,
-    ),
+    "TP2+SP, recomputed": (2, layout(2, tp=2, sequence_parallel=True).megatron | RECOMPUTED),
     "CP2": (2, layout(2, context_parallel_size=2).megatron),
     "PP2xVPP2": (2, layout(2, pp=2, vpp=2).megatron),
     "DP2": (2, layout(2).megatron),
@@ -52,17 +49,11 @@ def in_backward() -> bool:
 class Operators(TorchDispatchMode):
     """Notes the places of operators that would wait, `when` they count."""
 
-    def __init__(self, found: set[str], when: Callable[[], bool] = in_backward) -> None:
+    def __init__(self, found: set[str], when: Callable[[], bool]) -> None:
         super().__init__()
         self.found, self.when = found, when
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.when() and waits(func, args, kwargs or {}):
             self.found.add(place_of(sys._getframe(1)))
         return func(*args, **(kwargs or {}))
@@ -71,17 +62,11 @@ class Operators(TorchDispatchMode):
 class Methods(TorchFunctionMode):
     """The same for methods of tensors."""
 
-    def __init__(self, found: set[str], when: Callable[[], bool] = in_backward) -> None:
+    def __init__(self, found: set[str], when: Callable[[], bool]) -> None:
         super().__init__()
         self.found, self.when = found, when
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.when() and func in IN_PYTHON:
             self.found.add(place_of(sys._getframe(1)))
         return func(*args, **(kwargs or {}))
@@ -132,40 +117,33 @@ def always() -> bool:
 
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("loss", [SequenceNLL, TokenNLL])
-def test_no_value_is_read_in_a_backward_pass(
-    ranks: Any, checkpoint: Callable[..., Path], name: str, loss: type
-) -> None:
+def test_no_value_is_read_in_a_backward_pass(ranks, checkpoint, name: str, loss: type) -> None:
     world, megatron = DENSE[name]
     config = policy_config(checkpoint("qwen2", **SIZES), megatron, **PACKED)
     assert ranks.run(world, places, config, loss) == [set()] * world
 
 
 def of_buffers(found: set[str]) -> set[str]:
-    """Those in Megatron-Core's reductions of gradients, with their checks, and in its gathering of
-    parameters.
-    """
+    """Those where Megatron-Core reduces and checks gradients, or gathers parameters."""
     modules = ("megatron/core/distributed/", "megatron/core/rerun_state_machine.py")
     return {place for place in found if place.startswith(modules)}
 
 
 @pytest.mark.parametrize("nan_checks", [False, True])
-def test_reductions_and_gathering_that_overlap_read_no_value(
-    ranks: Any, checkpoint: Callable[..., Path], nan_checks: bool
-) -> None:
+def test_reductions_and_gathering_that_overlap_read_no_value(ranks, checkpoint, nan_checks) -> None:
     """Forward, where parameters are gathered, or backward, where gradients are reduced."""
     config = policy_config(checkpoint("qwen2", **SIZES), layout(2, **OVERLAPPED).megatron, **PACKED)
-    backward = ranks.run(2, places, config, SequenceNLL, in_backward, nan_checks)
-    assert [bool(of_buffers(found)) for found in backward] == [nan_checks] * 2
-    everywhere = ranks.run(2, places, config, SequenceNLL, always, nan_checks)
-    assert [bool(of_buffers(found)) for found in everywhere] == [nan_checks] * 2
+    for when in (in_backward, always):
+        for found in ranks.run(2, places, config, SequenceNLL, when, nan_checks):
+            assert bool(of_buffers(found)) == nan_checks
 
 
-def test_reading_a_gradient_is_found(ranks: Any, checkpoint: Callable[..., Path]) -> None:
+def test_reading_a_gradient_is_found(ranks, checkpoint) -> None:
     config = policy_config(checkpoint("qwen2", **SIZES), {}, **PACKED)
     assert ranks.run(1, places, config, ReadingLoss) == [{"tests/dist/test_host_waits.py read"}]
 
 
-def test_experts_read_how_many_tokens_they_get(ranks: Any, checkpoint: Callable[..., Path]) -> None:
+def test_experts_read_how_many_tokens_they_get(ranks, checkpoint) -> None:
     """And nothing else, where their forward pass is done again in the backward pass."""
     megatron = EXPERT_LAYOUTS["EP2"].megatron | RECOMPUTED
     path = checkpoint("qwen3_moe", layers=2, hidden=32, ffn=32, vocab=VOCAB)

@@ -1,9 +1,13 @@
-"""What users get wrong: told by name before anything is computed, and the policy lives on."""
+"""What users get wrong, also on one rank alone: told by name on all ranks before anything is
+computed, or computed with; and the policy lives on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import re
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +21,10 @@ from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, VOCAB
-from tests.losses import Result, SequenceNLL
+from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, SIZES, VOCAB
+from tests.dist.shortcuts import dynamic, packed
+from tests.losses import SequenceNLL
+from tests.malformed import malformed
 
 TP2, FSDP2 = LAYOUTS["TP2"].megatron, FSDP2_LAYOUTS["FSDP2 x 2"].megatron
 BOTH = pytest.mark.parametrize("megatron", [TP2, FSDP2], ids=["TP2", "FSDP2 x 2"])
@@ -47,60 +53,39 @@ def with_token(token: int) -> BatchedDataDict:
     return data
 
 
-BATCHES: dict[str, tuple[Callable[[], BatchedDataDict], str]] = {
-    "no tokens": (lambda: without("input_ids"), "'input_ids'"),
-    "no sample mask": (lambda: without("sample_mask"), "'sample_mask'"),
-    "a long mask": (
-        lambda: with_value("token_mask", torch.ones(GLOBAL_BATCH, LENGTH + 1)),
-        "'token_mask'",
-    ),
-    "few rows": (lambda: with_value("extra", torch.ones(GLOBAL_BATCH - 1)), "'extra'"),
-    "a number": (lambda: with_value("extra", 3), "'extra'"),
-    "nothing": (lambda: with_value("extra", None), "'extra'"),
-    "a tensor without rows": (lambda: with_value("extra", torch.tensor(1.0)), "'extra'"),
-    "a negative token": (lambda: with_token(-1), "row 2 at position 3"),
-    "a token beyond the vocabulary": (lambda: with_token(VOCAB), "row 2 at position 3"),
-    "float tokens": (lambda: with_value("input_ids", torch.ones(GLOBAL_BATCH, LENGTH)), "integers"),
+BATCHES: dict[str, tuple[BatchedDataDict, str]] = {
+    "no tokens": (without("input_ids"), "'input_ids'"),
+    "no sample mask": (without("sample_mask"), "'sample_mask'"),
+    "a long mask": (with_value("token_mask", torch.ones(GLOBAL_BATCH, LENGTH + 1)), "'token_mask'"),
+    "few rows": (with_value("extra", torch.ones(GLOBAL_BATCH - 1)), "'extra'"),
+    "a number": (with_value("extra", 3), "'extra'"),
+    "nothing": (with_value("extra", None), "'extra'"),
+    "a tensor without rows": (with_value("extra", torch.tensor(1.0)), "'extra'"),
+    "a negative token": (with_token(-1), "row 2 at position 3"),
+    "a token beyond the vocabulary": (with_token(VOCAB), f"token {VOCAB} in row 2 at position 3"),
+    "float tokens": (with_value("input_ids", torch.ones(GLOBAL_BATCH, LENGTH)), "integers"),
 }
+READ = ("no tokens", "a token beyond the vocabulary")
+"""Those of what reading needs."""
 
 
-def train_on_bad_batches(config: dict[str, Any]) -> dict[str, str]:
-    said = {}
+def use_bad_batches(config: dict[str, Any]) -> None:
     with open_policy(config, init_reference_model=False) as policy:
         before = {name: p.detach().clone() for name, p in policy.named_parameters()}
         sizes = {"gbs": GLOBAL_BATCH * policy.topology.dp, "mbs": 1}
-        for name, (make, _) in BATCHES.items():
-            with pytest.raises(BatchError) as error:
-                policy.train(make(), LOSSES["token"](), **sizes)
-            said[name] = str(error.value)
+        train = partial(policy.train, loss_fn=LOSSES["token"](), **sizes)
+        for name, (data, message) in BATCHES.items():
+            reading = [policy.logprobs, partial(policy.topk_logits, k=2)] * (name in READ)
+            for call in (train, *reading):
+                with pytest.raises(BatchError, match=re.escape(message)):
+                    call(data)
         assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
-        policy.train(good(), LOSSES["token"](), **sizes)
-    return said
+        train(good())
 
 
 @BOTH
 def test_a_bad_batch_is_refused_by_the_name_of_what_is_wrong(ranks, checkpoints, megatron) -> None:
-    for said in ranks.run(2, train_on_bad_batches, policy_config(checkpoints[True], megatron)):
-        for name, (_, expected) in BATCHES.items():
-            assert expected in said[name], f"{name}: {said[name]}"
-
-
-def read_bad_batches(config: dict[str, Any]) -> list[str]:
-    said = []
-    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
-        for call in (policy.logprobs, lambda data: policy.topk_logits(data, 2)):
-            for data in (without("input_ids"), with_token(VOCAB)):
-                with pytest.raises(BatchError) as error:
-                    call(data)
-                said.append(str(error.value))
-    return said
-
-
-@BOTH
-def test_reading_names_the_token_that_the_model_does_not_know(ranks, checkpoints, megatron) -> None:
-    for said in ranks.run(2, read_bad_batches, policy_config(checkpoints[True], megatron)):
-        assert all("input_ids" in message for message in said)
-        assert f"token {VOCAB} in row 2 at position 3" in said[1]
+    ranks.run(2, use_bad_batches, policy_config(checkpoints[True], megatron))
 
 
 class Unfed(SequenceNLL):
@@ -115,81 +100,30 @@ class Distilling(SequenceNLL):
     candidates = "teacher_topk_indices"
 
 
-def refuse_then_train(config: dict[str, Any]) -> list[str]:
-    """What each of these says on this rank; the policy trains afterwards."""
-    said = []
+def refuse_then_train(config: dict[str, Any]) -> None:
     with open_policy(config, init_reference_model=False) as policy:
-        ragged = good()
+        ragged, token = good(), LOSSES["token"]()
         ragged.micro_batch_indices, ragged.micro_batch_lengths = [[[0, 1, 2]]], [[13]]
-        first = policy.coords.dp == 0
-        attempts: list[tuple[Any, Any, dict[str, Any]]] = [
-            (good(), Unfed(), {}),
-            (good(), Distilling(), {}),
-            (good(), LOSSES["token"](), {"gbs": -8}),
-            (good(), LOSSES["token"](), {"mbs": -1}),
-            # Only one data-parallel rank has the bad data.
-            (ragged if first else good(), LOSSES["token"](), {}),
+        # Only one data-parallel rank has the bad data.
+        own = (ragged, "micro_batch_indices"), (good(), "another data-parallel rank")
+        data, message = own[policy.coords.dp]
+        attempts: list[tuple[Any, Any, dict[str, Any], str]] = [
+            (good(), Unfed(), {}, "'draft'"),
+            (good(), Distilling(), {}, "teacher_topk_indices"),
+            (good(), token, {"gbs": -8}, "gbs is -8"),
+            (good(), token, {"mbs": -1}, "mbs is -1"),
+            (data, token, {}, message),
         ]
-        for data, loss, sizes in attempts:
-            with pytest.raises((BatchError, NotImplementedError)) as error:
+        for data, loss, sizes, message in attempts:
+            with pytest.raises((BatchError, NotImplementedError), match=message):
                 policy.train(data, loss, **{"gbs": GLOBAL_BATCH, "mbs": 1} | sizes)
-            said.append(str(error.value))
-        share = own_share(policy, good())
-        policy.train(share, LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=1)
-        return said
+        policy.train(own_share(policy, good()), token, gbs=GLOBAL_BATCH, mbs=1)
 
 
 @pytest.mark.parametrize("name", ["PP2", "DP2", "FSDP2 x 2", "FSDP2 CP2"])
 def test_what_no_rank_can_compute_is_refused_on_all_of_them(ranks, checkpoints, name: str) -> None:
     config = policy_config(checkpoints[True], (LAYOUTS | FSDP2_LAYOUTS)[name].megatron)
-    seen = ranks.run(2, refuse_then_train, config)
-    for unfed, distilling, gbs, mbs, _ in seen:
-        assert "'draft'" in unfed and "teacher_topk_indices" in distilling
-        assert "gbs is -8" in gbs and "mbs is -1" in mbs
-    assert "micro_batch_indices" in seen[0][4]
-    replicas = name in ("DP2", "FSDP2 x 2")
-    other = "another data-parallel rank" if replicas else "micro_batch_indices"
-    assert other in seen[1][4]
-
-
-class WordyLoss(SequenceNLL):
-    """Returns a metric that is not a number."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Result:
-        loss, metrics = super().__call__(*args, **kwargs)
-        return loss, metrics | {"comment": "fine"}
-
-
-def train_with_words(config: dict[str, Any]) -> str:
-    with open_policy(config, init_reference_model=False) as policy:
-        before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-        with pytest.raises(BatchError) as error:
-            policy.train(own_share(policy, good()), WordyLoss(), mbs=1)
-        assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
-        policy.train(own_share(policy, good()), LOSSES["token"](), mbs=1)
-        return str(error.value)
-
-
-@pytest.mark.parametrize("name", ["PP2", "FSDP2 x 2"])
-def test_a_metric_that_is_no_number_is_refused_before_the_step(ranks, checkpoints, name) -> None:
-    config = policy_config(checkpoints[True], (LAYOUTS | FSDP2_LAYOUTS)[name].megatron)
-    for message in ranks.run(2, train_with_words, config):
-        assert "'comment'" in message
-
-
-def train_on_masked(config: dict[str, Any], loss: str) -> tuple[float, float]:
-    data = good()
-    data["sample_mask"] = torch.zeros(GLOBAL_BATCH)
-    with open_policy(config, init_reference_model=False) as policy:
-        result = policy.train(own_share(policy, data), LOSSES[loss](), mbs=1)
-        return result["loss"].item(), result["grad_norm"].item()
-
-
-@BOTH
-@pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_a_batch_of_masked_samples_has_no_gradient(ranks, checkpoints, loss, megatron) -> None:
-    for seen in ranks.run(2, train_on_masked, policy_config(checkpoints[True], megatron), loss):
-        assert seen == (0.0, 0.0)
+    ranks.run(2, refuse_then_train, config)
 
 
 def fail_then_open(bad: dict[str, Any], config: dict[str, Any]) -> str:
@@ -211,9 +145,7 @@ def fail_then_open(bad: dict[str, Any], config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("megatron", [{}, FSDP2], ids=["Megatron-Core", "FSDP2"])
-def test_a_policy_can_be_made_after_one_that_failed(
-    ranks, checkpoints, tmp_path: Path, megatron
-) -> None:
+def test_a_policy_can_be_made_after_one_that_failed(ranks, checkpoints, tmp_path, megatron) -> None:
     path = make_checkpoint(tmp_path / "model", "qwen2", vocab=VOCAB)
     tensors = load_file(path / "model.safetensors")
     save_file(tensors | {"model.surprise": torch.zeros(2)}, path / "model.safetensors")
@@ -222,30 +154,188 @@ def test_a_policy_can_be_made_after_one_that_failed(
     assert "model.surprise" in message
 
 
-def interrupted_exchange(config: dict[str, Any]) -> bool:
-    """Whether the policy's weights survive an interrupt in the middle of an exchange."""
-    from megatron_policy.device import exchange
+LONGEST = 32
 
-    with open_policy(config) as policy:
-        policy.train(good(), LOSSES["token"](), mbs=1)
+
+def rows(longest: int, width: int) -> BatchedDataDict:
+    data = oracle.make_batch(GLOBAL_BATCH, longest, VOCAB)
+    for key in ("input_ids", "token_mask"):
+        data[key] = torch.nn.functional.pad(data[key], (0, width - longest))
+    return data
+
+
+def use_long_rows(config: dict[str, Any], length: int, limits: str) -> None:
+    """Rows one token too long are refused, and those that fit are read, padded wider."""
+    too_long = rf"row 0 has {length + 1} tokens.*{limits}"
+    without_lengths = rf"has {length + 8} tokens \(there are no input_lengths\).*{limits}"
+    with open_policy(config, init_reference_model=False) as policy:
         before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-        original, calls = exchange._to_pieces, iter(range(1000))
+        long, fitting = rows(length + 1, length + 8), rows(length, length)
+        for call, data, message in (
+            (partial(policy.train, loss_fn=LOSSES["token"](), mbs=1), long, too_long),
+            (partial(policy.train, loss_fn=LOSSES["token"](), eval_mode=True), long, too_long),
+            (policy.logprobs, long, too_long),
+            (partial(policy.topk_logits, k=2), long, too_long),
+            (policy.logprobs, {"input_ids": long["input_ids"]}, without_lengths),
+        ):
+            with pytest.raises(BatchError, match=f"(?s){message}"):
+                call(data)
+        assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
+        for wrong in (True, 1.0, -1):
+            with pytest.raises(
+                BatchError, match=f"scored at once, is {wrong}: pass a whole number"
+            ):
+                policy.logprobs(fitting, micro_batch_size=wrong)
+            with pytest.raises(BatchError, match=f"k is {wrong}; it must be a whole number"):
+                policy.topk_logits(fitting, wrong)
+        wider = policy.logprobs(rows(length, length + 8))[:, :length]
+        torch.testing.assert_close(wider, policy.logprobs(fitting), rtol=0, atol=1e-6)
 
-        def interrupted(*arguments: Any) -> None:
-            if next(calls) == 5:
-                raise KeyboardInterrupt
-            original(*arguments)
 
-        exchange._to_pieces = interrupted
-        try:
-            with pytest.raises(KeyboardInterrupt), policy.reference():
-                raise AssertionError("the exchange was to be interrupted")
-        finally:
-            exchange._to_pieces = original
-        return all(torch.equal(before[name], p) for name, p in policy.named_parameters())
+@pytest.mark.parametrize(("positions", "length"), [(512, LONGEST), (20, 20)])
+def test_rows_that_are_too_long_are_refused_and_padding_is_not(
+    ranks, checkpoint, positions: int, length: int
+) -> None:
+    path = checkpoint("qwen3", max_position=positions, **SIZES)
+    limits = f"max_total_sequence_length={LONGEST} and the model's {positions} positions"
+    ranks.run(1, use_long_rows, policy_config(path, {}), length, limits)
 
 
-@pytest.mark.parametrize("megatron", [{}, FSDP2], ids=["Megatron-Core", "FSDP2"])
-def test_an_interrupted_exchange_is_undone(ranks, checkpoints, megatron) -> None:
-    config = policy_config(checkpoints[False], megatron)
-    assert ranks.run(1, interrupted_exchange, config) == [True]
+ROWS = 4
+TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
+KINDS: dict[str, dict[str, Any]] = {"padded": {}, "packed": packed(), "dynamic": dynamic()}
+GENERATING = {"generation": {"max_new_tokens": 2, "stop_token_ids": []}}
+SMALLER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+INTEGERS = (*SMALLER, torch.uint16, torch.uint32, torch.uint64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MASKS = (torch.bool, *SMALLER, *FLOATS)
+
+
+def four_rows() -> BatchedDataDict:
+    return oracle.make_batch(ROWS, LENGTH, VOCAB)
+
+
+def outcome(call: Any, data: Any) -> str:
+    try:
+        call(data)
+    except (BatchError, ConfigError) as error:
+        return f"refused: {error}"
+    return "computed"
+
+
+def evaluate(policy: MegatronPolicy, data: Any) -> float:
+    sizes = {"gbs": ROWS * policy.topology.dp, "mbs": 1}
+    result = policy.train(data, LOSSES["sequence"](), eval_mode=True, **sizes)
+    return float(result["loss"].sum())
+
+
+def part(policy: MegatronPolicy, data: Any) -> None:
+    policy.accumulator.begin(LOSSES["sequence"](), mbs=1)
+    try:
+        policy.accumulator.microbatch(data)
+    finally:
+        policy.accumulator.abort()
+
+
+def train_on_malformed(config: dict[str, Any]) -> dict[str, str]:
+    """Only the last rank's data are malformed; what each rank says of them."""
+    with open_policy(config, init_reference_model=False) as policy:
+        last = policy.rank == policy.topology.world_size - 1
+        before = evaluate(policy, four_rows())
+        said = {}
+        for name, data in malformed(four_rows):
+            mine = data if last else four_rows()
+            said[name] = outcome(lambda data: evaluate(policy, data), mine)
+            said[f"part, {name}"] = outcome(lambda data: part(policy, data), mine)
+        assert evaluate(policy, four_rows()) == before
+        return said
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("kind", "megatron"),
+    [
+        pytest.param("padded", {}, id="padded"),
+        # A batch is refused before any engine sees it.
+        pytest.param("packed", FSDP2, id="FSDP2 x 2, packed"),
+        pytest.param("packed", {}, id="packed"),
+        pytest.param("dynamic", {}, id="dynamic"),
+    ],
+)
+def test_every_malformed_batch_of_one_rank_is_refused_on_all_or_computed(
+    ranks, checkpoints, kind: str, megatron: dict[str, Any]
+) -> None:
+    config = policy_config(checkpoints[True], megatron, **KINDS[kind])
+    others, last = ranks.run(2, train_on_malformed, config)
+    refused = [name for name, said in last.items() if said.startswith("refused")]
+    assert len(refused) > 700
+    for name, said in last.items():
+        assert others[name].startswith("refused") == said.startswith("refused"), name
+        key = name.removeprefix("part, ").partition(":")[0]
+        if name in refused and ":" in name:
+            assert key in said, f"{name}: {said}"
+
+
+def read_malformed(config: dict[str, Any]) -> list[str]:
+    with open_policy(config, tokenizer=TOKENIZER, init_optimizer=False) as policy:
+        before = policy.logprobs(four_rows())
+        most = partial(policy.topk_logits, k=2)
+        calls = (policy.logprobs, policy.entropy, policy.reference_logprobs, most, policy.generate)
+        said = [outcome(call, data) for call in calls for _, data in malformed(four_rows)]
+        for sizes in ("3", 2.5, -1, [1]):
+            said.append(outcome(lambda n: policy.logprobs(four_rows(), micro_batch_size=n), sizes))
+            said.append(outcome(lambda n: policy.topk_logits(four_rows(), n), sizes))
+        assert torch.equal(policy.logprobs(four_rows()), before)
+        return said
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["packed", "dynamic", "padded"])
+def test_every_malformed_batch_that_is_read_is_refused_or_computed(
+    ranks, checkpoints, kind: str
+) -> None:
+    config = policy_config(checkpoints[True], {}, **KINDS[kind], **GENERATING)
+    (said,) = ranks.run(1, read_malformed, config)
+    assert len([each for each in said if each.startswith("refused")]) > 1000
+    assert all(each.startswith("refused") for each in said[-8:])
+
+
+def small_batch() -> BatchedDataDict:
+    """Tokens that every dtype can hold."""
+    data = four_rows()
+    data["input_ids"] = data["input_ids"] % 120
+    return data
+
+
+def train_on_dtypes(config: dict[str, Any]) -> dict[str, Any]:
+    """The loss and log-probabilities by the dtype of tokens, lengths and masks."""
+    with open_policy(config, init_reference_model=False) as policy:
+        found: dict[Any, Any] = {}
+        integers = product(("input_ids", "input_lengths"), INTEGERS)
+        for key, dtype in (*integers, *product(("sample_mask", "token_mask"), MASKS)):
+            data = small_batch()
+            data[key] = data[key].to(dtype)
+            found[key, str(dtype)] = (evaluate(policy, data), policy.logprobs(data))
+        data = small_batch()
+        data["input_ids"][1, 2] = VOCAB
+        data["input_ids"] = data["input_ids"].to(torch.uint8)
+        found["outside"] = outcome(policy.logprobs, data)
+        return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_dtype_of_tokens_lengths_and_masks_gives_the_same_numbers(
+    ranks, checkpoints, kind: str
+) -> None:
+    config = policy_config(checkpoints[True], {}, **KINDS[kind])
+    (found,) = ranks.run(1, train_on_dtypes, config)
+    assert f"token {VOCAB} in row 1 at position 2" in found.pop("outside")
+    loss, logprobs = found["input_ids", "torch.int64"]
+    # A mask in fp64 makes the loss a sum in fp64: of n terms, one in fp32 is at most n roundings
+    # away. A mask that is read wrongly changes the weight of a token, and that is 1/n of the loss.
+    terms = small_batch()["input_ids"].numel()
+    rounding = terms * torch.finfo(torch.float32).eps / 2
+    assert 10 * rounding < 1 / terms
+    for name, (other, others) in found.items():
+        assert torch.equal(others, logprobs), name
+        assert other == pytest.approx(loss, rel=rounding), name

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import os
 import re
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
-from pathlib import Path
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import pytest
@@ -45,10 +44,7 @@ def watched(config: dict[str, Any], folder: str) -> dict[str, Any]:
     """Two steps, a save, and a further step of a policy that is resumed."""
     data = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
     failing, results = Failing(), []
-    with ExitStack() as held:
-        policy = held.enter_context(
-            open_policy(config, writers=[failing, JsonlWriter(f"{folder}/own.jsonl")])
-        )
+    with open_policy(config, writers=[failing, JsonlWriter(f"{folder}/own.jsonl")]) as policy:
         for step in range(2):
             part = data.get_batch(step, GLOBAL_BATCH)
             results.append(policy.train(own_share(policy, part), TokenNLL()))
@@ -71,17 +67,9 @@ def watched(config: dict[str, Any], folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "megatron",
-    [
-        {},
-        {"tensor_model_parallel_size": 2},
-        {"dtensor_cfg": {}},
-    ],
-    ids=["dp2", "tp2", "fsdp2"],
-)
+@pytest.mark.parametrize("megatron", [{}, {"tensor_model_parallel_size": 2}, {"dtensor_cfg": {}}])
 def test_rank_0_records_what_all_ranks_have_and_goes_on_without_a_writer_that_fails(
-    ranks, checkpoints, tmp_path: Path, megatron: dict[str, Any]
+    ranks, checkpoints, tmp_path, megatron: dict[str, Any]
 ) -> None:
     lines = tmp_path / "configured.jsonl"
     config = policy_config(checkpoints[True], megatron, metrics={"jsonl": str(lines)})
@@ -116,21 +104,17 @@ def test_rank_0_records_what_all_ranks_have_and_goes_on_without_a_writer_that_fa
 
 def run_blocks(blocks: list[str], folder: str) -> None:
     """The page's blocks, one after another, as a script in `folder`."""
-    before = os.getcwd()
     level, handlers = logging.getLogger("megatron_policy").level, [*logging.root.handlers]
-    os.chdir(folder)
     try:
-        names: dict[str, Any] = {}
-        for block in blocks:
-            exec(block, names)
+        with contextlib.chdir(folder):
+            exec("\n".join(blocks), {})
     finally:
-        os.chdir(before)
         logging.getLogger("megatron_policy").setLevel(level)
         logging.root.handlers[:] = handlers
 
 
 def test_the_blocks_of_the_page_run_and_its_configuration_is_legal(
-    ranks, checkpoints, tmp_path: Path
+    ranks, checkpoints, tmp_path
 ) -> None:
     shown = [*blocks_of("docs/monitoring.md", page_text("docs/monitoring.md"))]
     blocks = [each.text for each in (*set_up(shown[0]), *shown)]
@@ -149,34 +133,23 @@ def test_the_blocks_of_the_page_run_and_its_configuration_is_legal(
     assert config.metrics.wandb is not None and config.metrics.wandb.mode == "offline"
 
 
-class Kept(logging.Handler):
-    """What is logged from level WARNING up."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def listen_to_a_policy(config: dict[str, Any]) -> list[str]:
-    kept = Kept()
+    """What is logged from level WARNING up."""
+    kept = BufferingHandler(1000)
+    kept.setLevel(logging.WARNING)
     logging.getLogger().addHandler(kept)
     try:
         with warnings.catch_warnings():
             # Else Python shows a warning of the same line once in a process.
             warnings.simplefilter("always", UserWarning)
             with open_policy(config, init_reference_model=False):
-                return kept.said
+                return [record.getMessage() for record in kept.buffer]
     finally:
         logging.getLogger().removeHandler(kept)
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_a_policy_that_is_built_once_more_warns_of_nothing(
-    ranks, checkpoints, distributed: bool
-) -> None:
+def test_a_policy_that_is_built_once_more_warns_of_nothing(ranks, checkpoints, distributed) -> None:
     optimizer = {"optimizer": {"use_distributed_optimizer": distributed}}
     config = policy_config(checkpoints[True], optimizer)
     ranks.run(1, listen_to_a_policy, config)

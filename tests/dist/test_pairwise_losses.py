@@ -4,7 +4,6 @@ whole batches, with every way to make microbatches; a pair is never separated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,18 +30,17 @@ from tests.dist.cases import (
     policy_config,
 )
 from tests.dist.layouts import FSDP2_LAYOUTS, LENGTH, VOCAB, layout
+from tests.dist.resuming import replaced
+from tests.dist.shortcuts import dynamic, packed
 from tests.dist.test_docs import python_blocks
-from tests.dist.test_layouts import shards_of
+from tests.dist.test_layouts import assert_same_shards
 from tests.exact import ROOM, Exact, assert_equal
 
 TIED, CANDIDATES, STEPS = True, 4, 2
-BUDGET = {"enabled": True, "train_mb_tokens": 26, "logprob_mb_tokens": 40}
 BATCHINGS: dict[str, dict[str, Any]] = {
     "padded": {},
-    "dynamic": {
-        "dynamic_batching": BUDGET | {"train_mb_tokens": 34, "sequence_length_round": 2},
-    },
-    "packed": {"sequence_packing": BUDGET},
+    "dynamic": dynamic(40, train_mb_tokens=34, sequence_length_round=2),
+    "packed": packed(40, train_mb_tokens=26),
 }
 """Budgets hold the longest pair, and a few pairs at most."""
 LAYOUTS = {
@@ -116,11 +114,14 @@ def measured(path: Path, kind: str) -> Exact:
     return Exact.of(path, compute)
 
 
+def dispatcher_of(policy: MegatronPolicy) -> BatchDispatcher:
+    architecture = model_table(policy.config).architecture
+    return BatchDispatcher.of(policy.config, policy.topology, architecture)
+
+
 def dealt(policy: MegatronPolicy, loss: Any, step: BatchedDataDict) -> BatchedDataDict:
     """This data-parallel rank's rows as the driver deals them."""
-    architecture = model_table(policy.config).architecture
-    dispatcher = BatchDispatcher.of(policy.config, policy.topology, architecture)
-    return dispatcher.to_train(step, loss, GLOBAL_BATCH, 2)[policy.coords.dp]
+    return dispatcher_of(policy).to_train(step, loss, GLOBAL_BATCH, 2)[policy.coords.dp]
 
 
 def steps_of(policy: MegatronPolicy, case: Case, loss: Any) -> list[BatchedDataDict]:
@@ -148,27 +149,19 @@ def study(case: Case, config: dict[str, Any]) -> dict[str, Any]:
 def test_a_loss_of_pairs_is_that_of_the_whole_batch_in_one_process(
     ranks, checkpoints, case: Case
 ) -> None:
+    """Losses, gradient norms, metrics and weights are as close as rounding allows."""
     path = checkpoints[TIED]
+    expected = learned(path, case.loss)
     seen = ranks.run(LAYOUTS[case.layout].world, study, case, case.config(path))
-    check_same(path, case, seen)
     replicas = {each["coords"].dp: each["evaluated"]["microbatch_metrics"] for each in seen}
     assert max(len(metrics["pairs"]) for metrics in replicas.values()) > 1, "one microbatch alone"
-
-
-def check_same(path: Path, case: Case, seen: list[dict[str, Any]]) -> None:
-    """Losses, gradient norms, metrics and weights are as close as rounding allows."""
-    expected = learned(path, case.loss)
-    replicas = {each["coords"].dp: each["evaluated"]["microbatch_metrics"] for each in seen}
     totals = [sum(sum(own[name]) for own in replicas.values()) for name in pairwise.NAMES]
     assert_equal("metrics", torch.tensor(totals), measured(path, case.loss), case.name)
     tp = LAYOUTS[case.layout].tp
     for each in seen:
         expected.assert_same_loss(each["evaluated"]["loss"], 0, case.name)
         expected.assert_same_steps(each["steps"], case.name)
-        names = list(each["weights"])
-        shards = shards_of(path, expected.exact.weights, tp, each["coords"].tp, names)
-        for weight, shard in shards:
-            expected.assert_same_weight(each["weights"][weight], shard, weight)
+        assert_same_shards(expected, path, tp, each["coords"].tp, each["weights"])
 
 
 def taught_by_the_document(config: dict[str, Any], data: BatchedDataDict) -> list[dict[str, Any]]:
@@ -204,8 +197,7 @@ def in_parts(config: dict[str, Any]) -> dict[str, Any]:
     """A step on the first global batch in parts of 2 and 6 rows."""
     loss = pairwise.PairsOfLogprobs()
     with open_policy(config, init_reference_model=False) as policy:
-        architecture = model_table(policy.config).architecture
-        dispatcher = BatchDispatcher.of(policy.config, policy.topology, architecture)
+        dispatcher = dispatcher_of(policy)
         policy.accumulator.begin(loss, GLOBAL_BATCH, 2)
         for start, end in ((0, 2), (2, GLOBAL_BATCH)):
             part = first_batch().slice(start, end)
@@ -226,53 +218,41 @@ def test_pairs_are_trained_in_parts_as_well(ranks, checkpoints, batching: str) -
     assert sum(map(sum, found.values())) == first_batch()["sample_mask"].sum() / 2
 
 
-def _apart(patch: pytest.MonkeyPatch) -> None:
+def _shift(rows_of: Any) -> Any:
     """Every pair has a row of the pair after it."""
-    rows_of = plan._rows_of
-
-    def shifted(bins: Any, groups: Any) -> Any:
-        count = 2 * len(groups)
-        return [[(row + row % 2 * 2) % count for row in own] for own in rows_of(bins, groups)]
-
-    patch.setattr(plan, "_rows_of", shifted)
+    return lambda bins, groups: [
+        [(row + row % 2 * 2) % (2 * len(groups)) for row in own] for own in rows_of(bins, groups)
+    ]
 
 
-def _row_by_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(batching.Batcher, "for_loss", lambda self, loss_fn: self)
-
-
-def _backwards(patch: pytest.MonkeyPatch) -> None:
-    share = plan._share
-
+def _reverse(share: Any) -> Any:
     def reversed_(*args: Any) -> Any:
         made = share(*args)
         return plan.RankPlan(tuple(row ^ 1 for row in made.rows), made.plan)
 
-    patch.setattr(plan, "_share", reversed_)
+    return reversed_
 
 
-def _logits_one_by_one(patch: pytest.MonkeyPatch) -> None:
-    logits = Output.logits
-    patch.setattr(Output, "logits", lambda self, at_once: logits(self, 1))
-
-
-MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
-    "rows of pairs are apart, packed": (_apart, "packed", "log-probabilities"),
-    "rows of pairs are apart, dynamic": (_apart, "dynamic", "slices of logits"),
-    "the planner does not ask the loss": (_row_by_row, "packed", "log-probabilities"),
-    "nor for dynamic microbatches": (_row_by_row, "dynamic", "logits"),
-    "the rejected row comes first": (_backwards, "packed", "candidates and entropies"),
-    "a loss of logits gets single rows": (_logits_one_by_one, "packed", "logits"),
+APART = (plan, "_rows_of", _shift)
+ROW_BY_ROW = (batching.Batcher, "for_loss", lambda old: lambda self, loss_fn: self)
+BACKWARDS = (plan, "_share", _reverse)
+ONE_BY_ONE = (Output, "logits", lambda logits: lambda self, at_once: logits(self, 1))
+MUTATIONS: dict[str, tuple[tuple[Any, str, Any], str, str]] = {
+    "rows of pairs are apart, packed": (APART, "packed", "log-probabilities"),
+    "rows of pairs are apart, dynamic": (APART, "dynamic", "slices of logits"),
+    "the planner does not ask the loss": (ROW_BY_ROW, "packed", "log-probabilities"),
+    "nor for dynamic microbatches": (ROW_BY_ROW, "dynamic", "logits"),
+    "the rejected row comes first": (BACKWARDS, "packed", "candidates and entropies"),
+    "a loss of logits gets single rows": (ONE_BY_ONE, "packed", "logits"),
 }
 
 
 def study_broken(name: str, case: Case, config: dict[str, Any]) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        MUTATIONS[name][0](patch)
-        try:
+    try:
+        with replaced(*MUTATIONS[name][0]):
             return study(case, config)
-        except LossError as error:
-            return {"refused": str(error)}
+    except LossError as error:
+        return {"refused": str(error)}
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -291,10 +271,6 @@ def test_a_planner_that_separates_pairs_is_found(ranks, checkpoints, name: str) 
     ):
         apart = abs(seen["steps"][0][what].item() / right[0] - 1)
         assert apart > 10 * ROOM * rounding, (name, what, apart)
-
-
-class Threes(pairwise.PairsOfLogprobs):
-    rows_per_group = 3
 
 
 class NoNumber(pairwise.PairsOfLogprobs):
@@ -326,10 +302,8 @@ def refused(config: dict[str, Any], kind: str) -> None:
             with_plan.micro_batch_lengths = [[4 * LENGTH]]
             with_plan.elem_counts_per_gb = [4] if kind == "packed" else None
             refuse("does not say which of the caller's rows", loss, with_plan, 8, 2)
-            with_plan.caller_rows = [0, 2, 1, 3]
-            refuse("separates rows that the loss reads together", loss, with_plan, 8, 2)
-            with_plan.caller_rows = [1, 2, 3, 4]
-            refuse("separates rows that the loss reads together", loss, with_plan, 8, 2)
+            for with_plan.caller_rows in ([0, 2, 1, 3], [1, 2, 3, 4]):
+                refuse("separates rows that the loss reads together", loss, with_plan, 8, 2)
             assert own.size % 2 == 0 and own.caller_rows is not None
         assert policy.train(data, loss, gbs=8, mbs=2)["grad_norm"] > 0
 

@@ -4,8 +4,7 @@ of calls and of rows are those of Hugging Face's logits divided by them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,13 +19,13 @@ from megatron_policy.training.callbacks import TokenScores
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, SIZES, VOCAB, layout
+from tests.dist.shortcuts import dynamic, packed
 from tests.dist.test_docs import python_blocks
 from tests.exact import load_hf
-from tests.losses import Result, loss_mask, token_nll
+from tests.losses import loss_mask, token_nll
 from tests.margins import check
 
-PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
-DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
+PACKED, DYNAMIC = packed(), dynamic()
 DATA = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB, seed=7)
 TOKENS = loss_mask(DATA).sum()
 TEMPERATURES = torch.tensor([1.0, 0.7, 1.3, 0.7, 1.0, 2.0, 1.3, 0.7])
@@ -47,16 +46,9 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
 class NLL:
     """What `train` is given."""
 
-    loss_type = LossType.TOKEN_LEVEL
-    input_type = LossInputType.LOGPROB
+    loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGPROB
 
-    def __call__(
-        self,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        next_token_logprobs: torch.Tensor,
-    ) -> Result:
+    def __call__(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs) -> Any:
         return token_nll(next_token_logprobs, data, global_valid_toks), {}
 
 
@@ -116,9 +108,7 @@ def all_ways(config: dict[str, Any]) -> list[tuple[list[float], dict[str, torch.
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pieces_put_together_are_the_step_that_train_takes(
-    ranks, checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_pieces_put_together_are_the_step_that_train_takes(ranks, checkpoint, name: str) -> None:
     world, megatron, top, family = CASES[name]
     config = policy_config(checkpoint(family, **SIZES), megatron, **top)
     for found in ranks.run(world, all_ways, config):
@@ -142,13 +132,11 @@ def as_documented(config: dict[str, Any]) -> tuple[float, float]:
         assert [own for own, _ in made["kept"]] == [(0, 3), (1, 2)] and made["lr"] > 0
     with open_policy(config, init_reference_model=False) as policy:
         whole = BatchedDataDict(rows, sample_mask=torch.ones(4))
-        found = policy.train(whole, NLL(), gbs=4, mbs=1, temperature=0.7)
+        found = policy.train(whole, NLL(), mbs=1, temperature=0.7)
         return made["stats"].grad_norm, float(found["grad_norm"])
 
 
-def test_the_documents_loop_is_the_step_that_train_takes(
-    ranks, checkpoint: Callable[..., Path]
-) -> None:
+def test_the_documents_loop_is_the_step_that_train_takes(ranks, checkpoint) -> None:
     top = DYNAMIC | {"train_global_batch_size": 4}
     config = policy_config(checkpoint("qwen2", **SIZES), {}, **top)
     ((found, wanted),) = ranks.run(1, as_documented, config)
@@ -156,66 +144,56 @@ def test_the_documents_loop_is_the_step_that_train_takes(
     check("pieces: grad_norm", abs(found / wanted - 1), 1e-5)
 
 
-def read_at_temperatures(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Log-probabilities and entropies of all rows, of this replica in its rows' places."""
+READINGS = ("one", "of the reference", "of rows", "carried", "entropy", "plain")
+
+
+def read_at_temperatures(config: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """The readings of all rows, and a step at the rows' temperatures."""
     with open_policy(config) as policy:
-        tokens = {key: DATA[key] for key in ("input_ids", "input_lengths")}
-        own = BatchedDataDict(tokens)
-        found = {
-            "one": policy.logprobs(own, temperature=0.7),
-            "of the reference": policy.reference_logprobs(own, temperature=0.7),
-            "of rows": policy.logprobs(own, temperature=TEMPERATURES),
-            "carried": policy.logprobs(BatchedDataDict(own, temperature=TEMPERATURES)),
-            "entropy": policy.entropy(own, temperature=TEMPERATURES),
-            "plain": policy.logprobs(own),
-        }
+        own = BatchedDataDict({key: DATA[key] for key in ("input_ids", "input_lengths")})
+        found = [
+            policy.logprobs(own, temperature=0.7),
+            policy.reference_logprobs(own, temperature=0.7),
+            policy.logprobs(own, temperature=TEMPERATURES),
+            policy.logprobs(BatchedDataDict(own, temperature=TEMPERATURES)),
+            policy.entropy(own, temperature=TEMPERATURES),
+            policy.logprobs(own),
+        ]
         with pytest.raises(BatchError, match=r"'temperature' has -1 in row 1"):
             policy.logprobs(own, temperature=torch.tensor([1.0, -1.0] * 4))
         with pytest.raises(BatchError, match=r"'temperature' has shape \(3,\)"):
             policy.logprobs(own, temperature=torch.ones(3))
         share = own_share(policy, BatchedDataDict(DATA, temperature=TEMPERATURES))
-        trained = policy.train(share, NLL(), mbs=1)
-        return found | {"norm": trained["grad_norm"], "loss": trained["loss"]}
+        return found, policy.train(share, NLL(), mbs=1)
 
 
-def hf_scores(
-    model: Any, temperatures_B: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies `[B, S - 1]`, and which of them are of text."""
+def hf_scores(model: Any, temperatures_B: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies `[B, S - 1]`."""
     logits = model(DATA["input_ids"]).logits[:, :-1].float() / temperatures_B.view(-1, 1, 1)
     logprobs = logits.log_softmax(-1)
     found = logprobs.gather(-1, DATA["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
-    positions = torch.arange(1, LENGTH) < DATA["input_lengths"].unsqueeze(1)
-    return found, -(logprobs.exp() * logprobs).sum(-1), positions
+    return found, -(logprobs.exp() * logprobs).sum(-1)
 
 
 @pytest.mark.parametrize("name", [each for each in CASES if "EP2" not in each])
-def test_temperatures_divide_the_logits_of_their_rows(
-    ranks, checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_temperatures_divide_the_logits_of_their_rows(ranks, checkpoint, name: str) -> None:
     world, megatron, top, family = CASES[name]
     path = checkpoint(family, **SIZES)
     model = load_hf(path)
-    rows = hf_scores(model, TEMPERATURES)
-    one = hf_scores(model, torch.full((GLOBAL_BATCH,), 0.7))
-    plain = hf_scores(model, torch.ones(GLOBAL_BATCH))
-    loss = token_nll(rows[0], DATA, TOKENS)
+    rows, entropy = hf_scores(model, TEMPERATURES)
+    one, _ = hf_scores(model, torch.tensor(0.7))
+    plain, _ = hf_scores(model, torch.tensor(1.0))
+    loss = token_nll(rows, DATA, TOKENS)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    wanted = {
-        "one": one[0],
-        "of the reference": one[0],
-        "of rows": rows[0],
-        "carried": rows[0],
-        "entropy": rows[1],
-        "plain": plain[0],
-    }
-    for found in ranks.run(world, read_at_temperatures, policy_config(path, megatron, **top)):
-        for key, scores in wanted.items():
-            difference = ((found[key][:, 1:] - scores) * rows[2]).abs().max().item()
+    inside = torch.arange(1, LENGTH) < DATA["input_lengths"].unsqueeze(1)
+    wanted = (one, one, rows, rows, entropy, plain)
+    for found, step in ranks.run(world, read_at_temperatures, policy_config(path, megatron, **top)):
+        for key, scores, right in zip(READINGS, found, wanted, strict=True):
+            difference = ((scores[:, 1:] - right) * inside).abs().max().item()
             check(f"temperature: {key}", difference, 1e-5)
-        check("temperature: loss", abs(found["loss"].item() / loss.item() - 1), 1e-5)
-        check("temperature: norm", abs(found["norm"].item() / norm.item() - 1), 1e-5)
+        check("temperature: loss", abs(step["loss"].item() / loss.item() - 1), 1e-5)
+        check("temperature: norm", abs(step["grad_norm"].item() / norm.item() - 1), 1e-5)
 
 
 def refusals(config: dict[str, Any]) -> tuple[float, float]:
@@ -251,13 +229,13 @@ def refusals(config: dict[str, Any]) -> tuple[float, float]:
         with pytest.raises(LossError, match="ArithmeticError: row 2"):
             pieces.read(microbatches, fails)
         pieces.forward_backward(microbatches, nll)
-        for other in (
-            lambda: pieces.forward_backward(microbatches, nll),
-            lambda: policy.train(share, NLL(), mbs=1),
-            lambda: policy.accumulator.begin(NLL()),
+        for other, *args in (
+            (pieces.forward_backward, microbatches, nll),
+            (policy.train, share, NLL()),
+            (policy.accumulator.begin, NLL()),
         ):
             with pytest.raises(ConfigError):
-                other()
+                other(*args)
         pieces.zero_gradients()
         return before, norm_of(policy, microbatches)
 
@@ -275,9 +253,7 @@ def norm_of(policy: MegatronPolicy, microbatches: list[Microbatch]) -> float:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["TP2+SP", "PP2, dynamic", "DP2", "FSDP2 x 2, packed"])
-def test_what_cannot_be_put_together_is_refused_on_every_rank(
-    ranks, checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_what_cannot_be_put_together_is_refused_on_every_rank(ranks, checkpoint, name: str) -> None:
     world, megatron, top, family = CASES[name]
     config = policy_config(checkpoint(family, **SIZES), megatron, **top)
     for before, after in ranks.run(world, refusals, config):

@@ -18,18 +18,16 @@ from megatron_policy.batch import BatchedDataDict
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.fsdp_cases import BATCHINGS
 from tests.dist.layouts import LAYOUTS, VOCAB
+from tests.dist.shortcuts import UNUSED
 from tests.exact import Exact, assert_equal
 from tests.losses import TokenNLL
-from tests.ranks import RankPool
 
 LENGTHS = (9, 18, 5, 12)
 ORIGINAL, MAXIMUM = 10, 20
 """Texts that are longer have other frequencies, and the longest text by the configuration."""
 FACTOR = 4
-FACTORS = {
-    "short_factor": [1.0 + n / 8 for n in range(8)],
-    "long_factor": [3.0 + n for n in range(8)],
-}
+FACTORS = {"short_factor": [1.0 + n / 8 for n in range(8)]}
+FACTORS |= {"long_factor": [3.0 + n for n in range(8)]}
 KINDS: dict[str, dict[str, Any]] = {
     "longrope": {
         "family": "phi3",
@@ -43,20 +41,19 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "dynamic", "factor": float(FACTOR)},
     },
 }
-FSDP = {"dtensor_cfg": {}}
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "TP2+SP": (2, LAYOUTS["TP2+SP"].megatron),
     "PP2xVPP2": (2, LAYOUTS["PP2xVPP2"].megatron),
     "CP2": (2, {"context_parallel_size": 2}),
-    "FSDP2": (1, FSDP),
+    "FSDP2": (1, {"dtensor_cfg": {}}),
     "FSDP2 CP2": (2, {"dtensor_cfg": {"context_parallel_size": 2}}),
     "FSDP1": (1, {"fsdp_cfg": {}}),
 }
 CASES = [
-    (kind, place, batching, choice)
+    (kind, *case)
     for kind in KINDS
-    for place, batching, choice in [
+    for case in (
         ("one process", "padded", "row"),
         ("one process", "packed", "row"),
         ("one process", "dynamic", "maximum"),
@@ -69,7 +66,7 @@ CASES = [
         ("FSDP2 CP2", "padded", "maximum"),
         ("FSDP2 CP2", "packed", "batch"),
         ("FSDP1", "dynamic", "batch"),
-    ]
+    )
 ]
 
 
@@ -128,14 +125,7 @@ def read_and_learn(config: dict[str, Any]) -> tuple[torch.Tensor, float, float]:
 
 
 @pytest.mark.parametrize(("kind", "place", "batching", "choice"), CASES)
-def test_a_text_is_as_long_as_was_chosen(
-    ranks: RankPool,
-    checkpoint: Callable[..., Path],
-    kind: str,
-    place: str,
-    batching: str,
-    choice: str,
-) -> None:
+def test_a_text_is_as_long_as_was_chosen(ranks, checkpoint, kind, place, batching, choice) -> None:
     path = checkpoint(**KINDS[kind], vocab=VOCAB)
     world, section = PLACES[place]
     config = config_of(path, section, choice, **BATCHINGS[batching])
@@ -150,9 +140,7 @@ def test_a_text_is_as_long_as_was_chosen(
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_layers_that_are_computed_again_turn_each_row_the_same(
-    ranks: RankPool, checkpoint: Callable[..., Path], kind: str
-) -> None:
+def test_layers_that_are_computed_again_turn_each_row_the_same(ranks, checkpoint, kind) -> None:
     path = checkpoint(**KINDS[kind], vocab=VOCAB)
     kept, again = (
         ranks.run(1, read_and_learn, config_of(path, section, "row", **BATCHINGS["packed"]))[0]
@@ -164,8 +152,7 @@ def test_layers_that_are_computed_again_turn_each_row_the_same(
 def sample_and_read(config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
     """Continuations, and the log-probabilities that the policy gives to them afterwards."""
     tokenizer = type("Tokenizer", (), {"pad_token_id": 0, "eos_token_id": None})()
-    off = {"init_optimizer": False, "init_reference_model": False}
-    with open_policy(config, tokenizer=tokenizer, **off) as policy:
+    with open_policy(config, tokenizer=tokenizer, **UNUSED) as policy:
         data = rows()
         prompts = BatchedDataDict(
             input_ids=data["input_ids"][:, :7], input_lengths=data["input_lengths"].clamp(max=7)
@@ -176,12 +163,9 @@ def sample_and_read(config: dict[str, Any]) -> tuple[Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"),
-    [(kind, place) for kind in KINDS for place in ("one process", "FSDP2")],
+    ("kind", "place"), [(kind, place) for kind in KINDS for place in ("one process", "FSDP2")]
 )
-def test_what_is_sampled_is_what_training_reads(
-    ranks: RankPool, checkpoint: Callable[..., Path], kind: str, place: str
-) -> None:
+def test_what_is_sampled_is_what_training_reads(ranks, checkpoint, kind: str, place: str) -> None:
     """By the default choice, though texts outgrow the original length while they are sampled."""
     path = checkpoint(**KINDS[kind], vocab=VOCAB)
     world, section = PLACES[place]

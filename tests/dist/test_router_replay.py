@@ -7,6 +7,7 @@ Shapes: B rows, S positions, L layers with experts, E experts, K experts of a to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.policy import MegatronPolicy
+from megatron_policy.workers.worker.actor import MegatronPolicyWorkerImpl
 from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import Layout, layout
+from tests.dist.shortcuts import answer, dynamic, packed
 from tests.exact import Exact, assert_equal, load_hf
 from tests.families import EXPERTS
 from tests.losses import TokenNLL, token_nll
@@ -37,26 +40,18 @@ EP2_TP2 = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    layout: Layout
-    top: dict[str, Any]
-
-
-def tokens(section: str) -> dict[str, Any]:
-    return {section: {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}}
-
-
-CASES = {
-    "PP2xVPP2, recomputed": Case(layout(2, pp=2, vpp=2, **RECOMPUTED), {}),
-    "EP2xTP2+SP": Case(layout(2, tp=2, **EP2_TP2), {}),
-    "CP2 packed": Case(layout(2, context_parallel_size=2), tokens("sequence_packing")),
-    "DP2 dynamic": Case(layout(2), tokens("dynamic_batching")),
+REPLAY = {"router_replay": {"enabled": True}, "logprob_batch_size": MICRO}
+Case = tuple[Layout, dict[str, Any]]
+CASES: dict[str, Case] = {
+    "PP2xVPP2, recomputed": (layout(2, pp=2, vpp=2, **RECOMPUTED), {}),
+    "EP2xTP2+SP": (layout(2, tp=2, **EP2_TP2), {}),
+    "CP2 packed": (layout(2, context_parallel_size=2), packed(32)),
+    "DP2 dynamic": (layout(2), dynamic(32)),
+    "all axes, packed": (
+        layout(8, tp=2, pp=2, context_parallel_size=2, **EP2_TP2, **RECOMPUTED),
+        packed(32),
+    ),
 }
-ALL_AXES = Case(
-    layout(8, tp=2, pp=2, context_parallel_size=2, **EP2_TP2, **RECOMPUTED),
-    tokens("sequence_packing"),
-)
 
 
 class Remembering:
@@ -67,22 +62,13 @@ class Remembering:
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def __call__(
-        self,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        next_token_logprobs: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def __call__(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs) -> Any:
         self.seen.append((data["row"].clone(), next_token_logprobs.detach().clone()))
         return token_nll(next_token_logprobs, data, global_valid_toks), {}
 
     def rows(self) -> dict[int, torch.Tensor]:
-        return {
-            int(number): own
-            for numbers, scores in self.seen
-            for number, own in zip(numbers, scores, strict=True)
-        }
+        pairs = (pair for both in self.seen for pair in zip(*both, strict=True))
+        return {int(number): scores for number, scores in pairs}
 
 
 def forced_loss(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
@@ -156,6 +142,9 @@ def record_and_replay(config: dict[str, Any], data: BatchedDataDict) -> dict[str
         plain = with_experts(first, None)
         scores, taken = policy.logprobs(plain, return_routed_experts=True)
         again, retaken = policy.logprobs(with_experts(first, taken), return_routed_experts=True)
+        refuse_experts(policy, first)
+        worker = object.__new__(MegatronPolicyWorkerImpl)
+        worker.policy = policy
         loss = Remembering()
         # The same tokens as are scored: sums in matrix products depend on how many rows they have.
         everything = {"sample_mask": torch.ones(first.size), "token_mask": inside(first).long()}
@@ -169,10 +158,9 @@ def record_and_replay(config: dict[str, Any], data: BatchedDataDict) -> dict[str
             "replayed bit-equal": torch.equal(scores, again) and torch.equal(taken, retaken),
             "scores": scores,
             "trained": loss.rows(),
-            "refused": refusals(policy, first),
             "given": policy.logprobs(share),
             "reference": policy.reference_logprobs(first),
-            "answer": answer_of_a_worker(policy, plain),
+            "answer": worker.get_logprobs(plain, return_routed_experts=True),
         }
         one = policy.train(first, TokenNLL(), gbs=GLOBAL_BATCH, mbs=MICRO)
         policy.accumulator.begin(TokenNLL(), GLOBAL_BATCH, MICRO)
@@ -181,84 +169,49 @@ def record_and_replay(config: dict[str, Any], data: BatchedDataDict) -> dict[str
         return seen
 
 
-def answer_of_a_worker(policy: MegatronPolicy, data: BatchedDataDict) -> BatchedDataDict:
-    """What the Ray worker of this rank would answer."""
-    from megatron_policy.workers.worker.actor import MegatronPolicyWorkerImpl
-
-    worker = object.__new__(MegatronPolicyWorkerImpl)
-    worker.policy = policy
-    return worker.get_logprobs(data, return_routed_experts=True)
-
-
-def refusals(policy: MegatronPolicy, data: BatchedDataDict) -> list[str]:
-    """What the policy says to data without experts and, where only its last replica has it, to an
-    expert that the model does not have.
-    """
-    said, wrong = [], data["routed_experts"].clone()
-    if policy.coords.dp == policy.topology.dp - 1:
+def refuse_experts(policy: MegatronPolicy, data: BatchedDataDict) -> None:
+    """Refuse data without experts, and an expert that is none if the last replica has it."""
+    wrong, last = data["routed_experts"].clone(), policy.coords.dp == policy.topology.dp - 1
+    if last:
         wrong[1, 0, 2] = 4
-    for each in (with_experts(data, None), with_experts(data, wrong)):
-        try:
-            policy.train(each, TokenNLL(), gbs=GLOBAL_BATCH, mbs=MICRO)
-        except BatchError as error:
-            said.append(str(error))
-    return said
+    outside = "expert 4 in row 1, layer 3, at position 0" if last else "another data-parallel rank"
+    lacking = "router_replay.enabled is true, but the data lack 'routed_experts'"
+    for experts, message in ((None, lacking), (wrong, outside)):
+        with pytest.raises(BatchError, match=message):
+            policy.train(with_experts(data, experts), TokenNLL(), gbs=GLOBAL_BATCH, mbs=MICRO)
 
 
-def check_case(ranks, model: Model, case: Case, name: str) -> None:
-    top = {"router_replay": {"enabled": True}, "logprob_batch_size": MICRO} | case.top
-    config = policy_config(model.path, case.layout.megatron, **top)
+@pytest.mark.parametrize("name", CASES)
+def test_experts_are_recorded_and_replayed_exactly(ranks, model, name: str) -> None:
+    case, top = CASES[name]
+    config = policy_config(model.path, case.megatron, **REPLAY, **top)
     trained: dict[int, torch.Tensor] = {}
-    results = ranks.run(case.layout.world, record_and_replay, config, model.data)
+    results = ranks.run(case.world, record_and_replay, config, model.data)
     for seen in results:
         first = seen["first"]
         expected = model.own_BSLK[first].masked_fill(
             ~inside(model.data)[first][..., None, None], -1
         )
-        assert torch.equal(seen["taken"].long(), expected), name
+        assert torch.equal(seen["taken"].long(), expected)
         assert seen["taken"].dtype is torch.int8
-        assert seen["replayed bit-equal"], name
-        assert torch.equal(seen["answer"]["routed_experts"], seen["taken"]), name
-        assert torch.equal(seen["answer"]["logprobs"], seen["scores"]), name
-        given = seen["given"][:, 1:]
-        assert_equal("logprobs", given, model.logprobs[seen["rows"]], name)
+        assert seen["replayed bit-equal"]
+        assert torch.equal(seen["answer"]["routed_experts"], seen["taken"])
+        assert torch.equal(seen["answer"]["logprobs"], seen["scores"])
+        assert_equal("logprobs", seen["given"][:, 1:], model.logprobs[seen["rows"]])
         torch.testing.assert_close(seen["reference"], seen["scores"], rtol=0, atol=1e-6)
-        model.learned.assert_same_steps(seen["steps"], name)
+        model.learned.assert_same_steps(seen["steps"])
         trained |= seen["trained"]
-        lacking, outside = seen["refused"]
-        assert "router_replay.enabled is true, but the data lack 'routed_experts'" in lacking
-        last = max(each["dp"] for each in results)
-        assert (
-            "expert 4 in row 1, layer 3, at position 0" in outside
-            if seen["dp"] == last
-            else "another data-parallel rank" in outside
-        )
     for seen in results:
         for row, scores in zip(seen["first"].tolist(), seen["scores"], strict=True):
-            real = inside(model.data)[row, 1:]
-            own = trained[row]
-            assert torch.equal(own[real[: len(own)]], scores[1:][real]), (name, row)
+            real, own = inside(model.data)[row, 1:], trained[row]
+            assert torch.equal(own[real[: len(own)]], scores[1:][real]), row
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_experts_are_recorded_and_replayed_exactly(ranks, model: Model, name: str) -> None:
-    check_case(ranks, model, CASES[name], name)
-
-
-@pytest.mark.nightly
-def test_experts_are_recorded_and_replayed_on_all_axes_at_once(ranks, model: Model) -> None:
-    check_case(ranks, model, ALL_AXES, "all axes")
-
-
-def replay_own_and_given(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
-    """Log-probabilities with this rank's own experts, with the same replayed, and with those of the
-    data; and the experts that were taken.
-    """
-    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
-        own = policy.logprobs(with_experts(data, None), return_routed_experts=True)
-        again = policy.logprobs(with_experts(data, own[1]), return_routed_experts=True)
-        given = policy.logprobs(data, return_routed_experts=True)
-        return {"own": own, "again": again, "given": given}
+def replay_own_and_given(data: BatchedDataDict, policy: MegatronPolicy) -> tuple[Any, Any, Any]:
+    """Scores and experts: the rank's own, the same replayed, and those of the data."""
+    own = policy.logprobs(with_experts(data, None), return_routed_experts=True)
+    again = policy.logprobs(with_experts(data, own[1]), return_routed_experts=True)
+    return own, again, policy.logprobs(data, return_routed_experts=True)
 
 
 def hf_experts(path: Path, data: BatchedDataDict) -> torch.Tensor:
@@ -273,31 +226,29 @@ def hf_experts(path: Path, data: BatchedDataDict) -> torch.Tensor:
     return torch.stack(layers, dim=2).sort(-1).values
 
 
-OTHERS = {
-    "deepseek_v3": Case(
-        layout(2, pp=2, num_layers_in_first_pipeline_stage=1), tokens("sequence_packing")
-    ),
-    "gpt_oss": Case(layout(2, context_parallel_size=2), {}),
+OTHERS: dict[str, Case] = {
+    "deepseek_v3": (layout(2, pp=2, num_layers_in_first_pipeline_stage=1), packed(32)),
+    "gpt_oss": (layout(2, context_parallel_size=2), {}),
 }
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_experts_are_those_of_transformers_in_families_with_other_routers_and_attention(
-    ranks, tmp_path: Path, family: str
+    ranks, tmp_path, family: str
 ) -> None:
     """In deepseek_v3 only a dense layer is on the first stage, which thus has no router."""
-    path, case = make_checkpoint(tmp_path, family, **SMALL), OTHERS[family]
+    path = make_checkpoint(tmp_path, family, **SMALL)
+    case, top = OTHERS[family]
     data = oracle.make_batch(4, LENGTH, VOCAB)
     expected = hf_experts(path, data)
     layers, chosen = expected.shape[2:]
     data["routed_experts"] = drawn(
         4, layers, EXPERTS[family].tiny.get("n_routed_experts", 4), chosen
     )
-    top = {"router_replay": {"enabled": True}, "logprob_batch_size": MICRO} | case.top
-    config = policy_config(path, case.layout.megatron, **top)
+    config = policy_config(path, case.megatron, **REPLAY, **top)
     real_BS = inside(data)
-    for seen in ranks.run(case.layout.world, replay_own_and_given, config, data):
-        (scores, own), (again, retaken), (other, taken) = seen["own"], seen["again"], seen["given"]
+    for seen in ranks.run(case.world, answer, config, partial(replay_own_and_given, data)):
+        (scores, own), (again, retaken), (other, taken) = seen
         assert torch.equal(own[real_BS].sort(-1).values.long(), expected[real_BS])
         assert (own[~real_BS] == -1).all() and (taken[~real_BS] == -1).all()
         assert torch.equal(scores, again) and torch.equal(own, retaken)

@@ -6,24 +6,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.engines.megatron import routers
-from megatron_policy.engines.megatron.layers import balancing
 from megatron_policy.errors import LossError
 from megatron_policy.packing.microbatch import inside
 from megatron_policy.policy import MegatronPolicy
 from tests import margins, oracle
 from tests.balanced import COEFFICIENT, RATE, Z_COEFFICIENT, Balanced, side_by_side
-from tests.checkpoints import make_checkpoint
 from tests.dist.cases import (
     GLOBAL_BATCH,
     LOSSES,
@@ -33,6 +30,7 @@ from tests.dist.cases import (
     policy_config,
 )
 from tests.dist.layouts import OVERLAPPED, Layout, layout
+from tests.dist.shortcuts import dynamic, packed
 from tests.dist.test_export import tensors_of
 from tests.exact import ROOM, UNIT
 from tests.losses import TokenNLL, sequence_nll
@@ -51,38 +49,23 @@ LAYOUTS = {
     "PP2xCP2, recomputed": layout(4, pp=2, context_parallel_size=2, **RECOMPUTED),
     "EP2xPP2xVPP2": layout(4, pp=2, vpp=2, **EP2),
 }
-BUDGET = {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}
-BATCHINGS = {
-    "padded": {},
-    "dynamic": {"dynamic_batching": BUDGET},
-    "packed": {"sequence_packing": BUDGET},
-}
+BATCHINGS = {"padded": {}, "dynamic": dynamic(48), "packed": packed(48)}
 METRICS = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
 FAMILIES = {"aux_loss": "qwen3_moe", "seq_aux_loss": "deepseek_v3", "global_aux_loss": "qwen3_moe"}
-EVERYWHERE = {
-    (kind, layout, batching)
-    for kind in METRICS
-    for layout in LAYOUTS
-    for batching in BATCHINGS
-    if kind == "seq_aux_loss" or batching == "padded"
-}
-"""Sequences are the same scopes however a batch is cut, and padded microbatches are known rows."""
-TESTED = {
-    ("seq_aux_loss", "EP2xTP2+SP", "padded"),
-    ("seq_aux_loss", "EP2xTP2+SP", "packed"),
-    ("seq_aux_loss", "PP2xCP2, recomputed", "dynamic"),
-    ("seq_aux_loss", "PP2xCP2, recomputed", "packed"),
-    ("seq_aux_loss", "EP2xPP2xVPP2", "dynamic"),
-    ("seq_aux_loss", "DP2", "packed"),
-    ("aux_loss", "EP2", "padded"),
-    ("aux_loss", "TP2xPP2+SP", "padded"),
-    ("global_aux_loss", "DP2", "padded"),
-    ("global_aux_loss", "PP2xCP2, recomputed", "padded"),
-}
+CELLS = [("aux_loss", "EP2", "padded")]
+"""The first of them, and with it every other: sequences are the same scopes however a batch is cut,
+and padded microbatches are known rows.
+"""
+CELLS += [
+    cell
+    for cell in product(METRICS, LAYOUTS, BATCHINGS)
+    if "seq_aux_loss" in cell or ("padded" in cell and cell not in CELLS)
+]
+DATA = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
 
 
 def sequence_level(model: Any, data: BatchedDataDict) -> torch.Tensor:
@@ -90,42 +73,17 @@ def sequence_level(model: Any, data: BatchedDataDict) -> torch.Tensor:
     return sequence_nll(logprobs, data, data["sample_mask"].sum())
 
 
-@dataclass
-class Oracles:
-    """The checkpoints, and what transformers' models learn from two global batches."""
-
-    folder: Path
-    data: BatchedDataDict = field(
-        default_factory=lambda: oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
+@cache
+def expected(path: Path, kind: str, replicas: int, by_sequence: bool) -> tuple[Any, Balanced]:
+    """What transformers' model learns from two global batches, and how its routers fared."""
+    rows = GLOBAL_BATCH // replicas
+    balanced = Balanced(
+        kind,
+        sequence_level if by_sequence else oracle.token_level,
+        microbatches=side_by_side(replicas, rows, rows // MICROBATCHES),
+        by_sequence=by_sequence,
     )
-    made: dict[tuple[str, int, bool], tuple[oracle.Learned, Balanced]] = field(default_factory=dict)
-
-    def path(self, family: str) -> Path:
-        path = self.folder / family
-        return path if path.exists() else make_checkpoint(path, family, **SMALL)
-
-    def of(
-        self, kind: str, replicas: int = 1, by_sequence: bool = False
-    ) -> tuple[oracle.Learned, Balanced]:
-        replicas = 1 if kind == "seq_aux_loss" else replicas
-        key = (kind, replicas, by_sequence)
-        if key not in self.made:
-            rows = GLOBAL_BATCH // replicas
-            balanced = Balanced(
-                kind,
-                sequence_level if by_sequence else oracle.token_level,
-                microbatches=side_by_side(replicas, rows, rows // MICROBATCHES),
-                by_sequence=by_sequence,
-            )
-            path = self.path(FAMILIES[kind])
-            learned = oracle.Learned.of(path, self.data, GLOBAL_BATCH, balanced)
-            self.made[key] = learned, balanced
-        return self.made[key]
-
-
-@pytest.fixture(scope="module")
-def oracles(tmp_path_factory) -> Oracles:
-    return Oracles(tmp_path_factory.mktemp("routers"))
+    return oracle.Learned.of(path, DATA, GLOBAL_BATCH, balanced), balanced
 
 
 def settings(kind: str, case: Layout) -> dict[str, Any]:
@@ -158,32 +116,23 @@ def in_parts(policy: MegatronPolicy, loss: Any, step: BatchedDataDict) -> dict[s
 
 
 def train(
-    config: dict[str, Any], loss: str, data: BatchedDataDict, in_two: bool, planted: str = ""
+    config: dict[str, Any], loss: str, in_two: bool, planted: tuple[str, Any] | None
 ) -> tuple[list[dict[str, Any]], dict[int, torch.Tensor]]:
-    """Train over every global batch; return the results and the biases afterwards."""
+    """Train over every global batch; return the results and the biases afterwards. `planted` is a
+    place in the package and the mistake that is there meanwhile.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        plant(patch, planted)
+        if planted:
+            patch.setattr(*planted)
         with open_policy(config, init_reference_model=False) as policy:
             micro = GLOBAL_BATCH // policy.topology.dp // MICROBATCHES
             steps = [
                 in_parts(policy, LOSSES[loss](), step)
                 if in_two
                 else policy.train(step, LOSSES[loss](), gbs=GLOBAL_BATCH, mbs=micro)
-                for step in own_steps(policy, data)
+                for step in own_steps(policy, DATA)
             ]
             return steps, biases(policy)
-
-
-def plant(patch: pytest.MonkeyPatch, what: str) -> None:
-    """Plant a mistake."""
-    if what == "padding counts":
-        patch.setattr(balancing, "routed", lambda data: torch.ones_like(data["input_ids"]).bool())
-    elif what == "rows left out count":
-        patch.setattr(balancing, "routed", inside)
-    elif what == "counts of one rank":
-        patch.setattr(routers, "dist", SimpleNamespace(all_reduce=lambda *_, **__: None))
-    else:
-        assert not what
 
 
 def assert_balanced(
@@ -218,72 +167,79 @@ def assert_balanced(
         margins.check("correction bias", apart, 2 * UNIT, context)
 
 
-def compare(ranks, oracles: Oracles, kind: str, name: str, batching: str, **more: Any) -> None:
-    case = LAYOUTS[name]
-    by_sequence, in_two = more.get("by_sequence", False), more.get("in_two", False)
-    replicas = 2 if name in ("DP2", "EP2", "EP2xPP2xVPP2") else 1
-    learned, balanced = oracles.of(kind, replicas, by_sequence)
-    path = more.get("path") or oracles.path(FAMILIES[kind])
-    megatron = settings(kind, case) | more.get("asked", {})
-    config = policy_config(path, megatron, **BATCHINGS[batching])
-    loss = "sequence" if by_sequence else "token"
-    planted = more.get("planted", "")
-    for found in ranks.run(case.world, train, config, loss, oracles.data, in_two, planted):
-        assert_balanced(learned, balanced, kind, found, (kind, name, batching))
+@pytest.fixture
+def compare(ranks, checkpoint) -> Callable[..., None]:
+    """Trains in a layout and compares with the oracle."""
+
+    def run(kind: str, name: str, batching: str, **more: Any) -> None:
+        case = LAYOUTS[name]
+        by_sequence, in_two = more.get("by_sequence", False), more.get("in_two", False)
+        several = name in ("DP2", "EP2", "EP2xPP2xVPP2") and kind != "seq_aux_loss"
+        source = checkpoint(FAMILIES[kind], **SMALL)
+        learned, balanced = expected(source, kind, 2 if several else 1, by_sequence)
+        megatron = settings(kind, case) | more.get("asked", {})
+        config = policy_config(more.get("path", source), megatron, **BATCHINGS[batching])
+        loss = "sequence" if by_sequence else "token"
+        for found in ranks.run(case.world, train, config, loss, in_two, more.get("planted")):
+            assert_balanced(learned, balanced, kind, found, (kind, name, batching))
+
+    return run
 
 
-@pytest.mark.parametrize(("kind", "name", "batching"), sorted(TESTED))
-def test_routers_are_trained_as_in_one_process(
-    ranks, oracles: Oracles, kind: str, name: str, batching: str
-) -> None:
-    compare(ranks, oracles, kind, name, batching)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("kind", "name", "batching"), sorted(EVERYWHERE - TESTED))
-def test_routers_are_trained_as_in_one_process_in_every_cell(
-    ranks, oracles: Oracles, kind: str, name: str, batching: str
-) -> None:
-    compare(ranks, oracles, kind, name, batching)
+@pytest.mark.parametrize("cell", CELLS, ids=", ".join)
+def test_routers_are_trained_as_in_one_process(compare, cell: tuple[str, str, str]) -> None:
+    compare(*cell)
 
 
 @pytest.mark.parametrize("name", ["one process", "DP2"])
-def test_a_step_in_parts_trains_routers_as_a_whole_one(ranks, oracles: Oracles, name: str) -> None:
-    compare(ranks, oracles, "seq_aux_loss", name, "padded", in_two=True)
+def test_a_step_in_parts_trains_routers_as_a_whole_one(compare, name: str) -> None:
+    compare("seq_aux_loss", name, "padded", in_two=True)
 
 
-def test_a_coefficient_that_is_not_given_is_the_models_own(
-    ranks, oracles: Oracles, tmp_path: Path
-) -> None:
-    path = shutil.copytree(oracles.path("qwen3_moe"), tmp_path / "model")
+def test_a_coefficient_that_is_not_given_is_the_models_own(compare, checkpoint, tmp_path) -> None:
+    path = shutil.copytree(checkpoint("qwen3_moe", **SMALL), tmp_path / "model")
     published = json.loads((path / "config.json").read_text())
     published["router_aux_loss_coef"] = COEFFICIENT
     (path / "config.json").write_text(json.dumps(published))
-    compare(
-        ranks, oracles, "aux_loss", "EP2", "padded", path=path, asked={"moe_aux_loss_coeff": None}
-    )
+    compare("aux_loss", "EP2", "padded", path=path, asked={"moe_aux_loss_coeff": None})
 
 
-def test_rows_weigh_in_auxiliary_losses_what_they_weigh_in_the_loss(
-    ranks, oracles: Oracles
-) -> None:
-    compare(ranks, oracles, "seq_aux_loss", "EP2", "dynamic", by_sequence=True)
-    compare(ranks, oracles, "seq_aux_loss", "EP2", "padded", by_sequence=True, in_two=True)
+def test_rows_weigh_in_auxiliary_losses_what_they_weigh_in_the_loss(compare) -> None:
+    compare("seq_aux_loss", "EP2", "dynamic", by_sequence=True)
+    compare("seq_aux_loss", "EP2", "padded", by_sequence=True, in_two=True)
 
 
-@pytest.mark.parametrize("planted", ["padding counts", "rows left out count", "counts of one rank"])
-def test_a_planted_mistake_is_found(ranks, oracles: Oracles, planted: str) -> None:
+def count_padding(data: BatchedDataDict) -> torch.Tensor:
+    return torch.ones_like(data["input_ids"]).bool()
+
+
+class Alone:
+    """In place of `torch.distributed`: the counts of one rank."""
+
+    all_reduce = staticmethod(lambda *_, **__: None)
+
+
+ENGINE = "megatron_policy.engines.megatron"
+PLANTED = {
+    "padding counts": (f"{ENGINE}.layers.balancing.routed", count_padding),
+    "rows left out count": (f"{ENGINE}.layers.balancing.routed", inside),
+    "counts of one rank": (f"{ENGINE}.routers.dist", Alone),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_a_planted_mistake_is_found(compare, planted: tuple[str, Any]) -> None:
     """It is ten times further away than rounding can explain."""
     with margins.apart() as used, pytest.raises(AssertionError):
-        compare(ranks, oracles, "seq_aux_loss", "EP2", "padded", planted=planted)
+        compare("seq_aux_loss", "EP2", "padded", planted=planted)
     assert max(used.values()) > 10, used
 
 
 @pytest.mark.parametrize("name", ["EP2xTP2+SP", "EP2"])
-def test_the_dispatcher_changes_no_result(ranks, oracles: Oracles, name: str) -> None:
+def test_the_dispatcher_changes_no_result(compare, name: str) -> None:
     """Where replicas share experts, all-to-all takes the place of all-gather."""
     asked = {"moe_token_dispatcher_type": "allgather", "moe_permute_fusion": True}
-    compare(ranks, oracles, "seq_aux_loss", name, "packed", asked=asked)
+    compare("seq_aux_loss", name, "packed", asked=asked)
 
 
 class Infinite(TokenNLL):
@@ -294,39 +250,36 @@ class Infinite(TokenNLL):
         return loss + (loss - loss.detach()).abs().sqrt(), metrics
 
 
-def only_look(
-    config: dict[str, Any], data: BatchedDataDict, exported: Path
-) -> dict[str, dict[int, torch.Tensor]]:
+def only_look(config: dict[str, Any], exported: Path) -> dict[str, dict[int, torch.Tensor]]:
     """The biases after each call that must not change them, and after one that does."""
     with open_policy(config, init_reference_model=False) as policy:
         seen = {"loaded": biases(policy)}
-        policy.logprobs(data)
-        result = policy.train(data, TokenNLL(), eval_mode=True, gbs=data.size, mbs=2)
-        assert "moe_metrics" not in result
+        policy.logprobs(DATA)
+        assert "moe_metrics" not in policy.train(DATA, TokenNLL(), eval_mode=True, mbs=2)
         seen["read"] = biases(policy)
         with pytest.raises(LossError):
-            policy.train(data, Infinite(), gbs=data.size, mbs=2)
+            policy.train(DATA, Infinite(), mbs=2)
         seen["refused"] = biases(policy)
-        policy.accumulator.begin(TokenNLL(), gbs=data.size, mbs=2)
-        policy.accumulator.microbatch(data)
+        policy.accumulator.begin(TokenNLL(), mbs=2)
+        policy.accumulator.microbatch(DATA)
         policy.accumulator.abort()
         seen["aborted"] = biases(policy)
-        policy.train(data, TokenNLL(), gbs=data.size, mbs=2)
+        policy.train(DATA, TokenNLL(), mbs=2)
         seen["trained"] = biases(policy)
         policy.export_hf(exported)
         return seen
 
 
 def test_only_a_step_that_is_taken_moves_biases_which_stay_in_fp32(
-    ranks, oracles: Oracles, tmp_path: Path
+    ranks, checkpoint, tmp_path
 ) -> None:
     config = policy_config(
-        oracles.path("deepseek_v3"),
+        checkpoint("deepseek_v3", **SMALL),
         {"moe_router_bias_update_rate": 1e-3, "freeze_moe_router": True},
         precision="bfloat16",
         train_global_batch_size=2 * GLOBAL_BATCH,
     )
-    (seen,) = ranks.run(1, only_look, config, oracles.data, tmp_path / "exported")
+    (seen,) = ranks.run(1, only_look, config, tmp_path / "exported")
     exported = tensors_of(tmp_path / "exported")
     for layer, loaded_E in seen["loaded"].items():
         for name in ("read", "refused", "aborted"):

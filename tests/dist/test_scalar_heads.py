@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from transformers.models.auto import modeling_auto
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.registry import FAMILIES as FAMILIES_OF_THE_PACKAGE
 from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.policy import MegatronPolicy
 from tests import oracle, scalar_oracle
-from tests.dist.cases import GLOBAL_BATCH, open_policy, policy_config
+from tests.dist.cases import GLOBAL_BATCH, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, LAYOUTS, LENGTH, SIZES, VOCAB
+from tests.dist.shortcuts import answer, refusal
 from tests.exact import Exact, InDouble, assert_equal
 from tests.families import SAMPLES
 
@@ -42,7 +45,7 @@ def config_of(path: Path, kind: str, megatron: dict[str, Any], **top: Any) -> di
 
 
 @pytest.fixture(scope="session")
-def heads(checkpoint, tmp_path_factory: pytest.TempPathFactory):
+def heads(checkpoint, tmp_path_factory):
     """`heads(family, kind)`: the path of its checkpoint with a head of that kind, made once."""
     made: dict[tuple[str, str], Path] = {}
 
@@ -66,10 +69,8 @@ def expected_of(path: Path, kind: str, data: BatchedDataDict, compute: Any) -> E
     return Exact.between(rounded, exact)
 
 
-def read(config: dict[str, Any], data: BatchedDataDict) -> dict[str, torch.Tensor]:
-    unused = {"init_optimizer": False, "init_reference_model": False}
-    with open_policy(config, **unused) as policy:
-        return {"values": policy.values(data), "scores": policy.score(data)}
+def read(data: BatchedDataDict, policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    return {"values": policy.values(data), "scores": policy.score(data)}
 
 
 CASES = [
@@ -99,7 +100,7 @@ def test_values_and_scores_are_those_of_transformers(
     scores = Exact(values.value.gather(1, last).squeeze(1), values.rounding)
     if kind == "bradley_terry":
         scores = expected_of(path, kind, data, scalar_oracle.scores)
-    for seen in ranks.run(case.world, read, config, data):
+    for seen in ranks.run(case.world, answer, config, partial(read, data)):
         assert seen["values"].dtype is torch.float32
         assert_equal("values", seen["values"], values)
         assert_equal("scores", seen["scores"], scores)
@@ -133,17 +134,16 @@ def test_families_have_the_classes_that_transformers_has() -> None:
     ),
 )
 def test_every_familys_values_are_those_of_transformers(
-    ranks, checkpoint, tmp_path: Path, family: str, kind: str
+    ranks, checkpoint, tmp_path, family: str, kind: str
 ) -> None:
     path = scalar_oracle.make(kind, checkpoint(family, **SMALL), tmp_path / "model")
     data = oracle.make_batch(4, LENGTH, SMALL["vocab"])
-    (seen,) = ranks.run(1, read, config_of(path, kind, {}), data)
+    (seen,) = ranks.run(1, answer, config_of(path, kind, {}), partial(read, data))
     assert_equal("values", seen["values"], expected_of(path, kind, data, scalar_oracle.values))
 
 
-def fresh(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
-        return {name: tensor.clone() for name, tensor in policy.export() if "score" in name}
+def export_head(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.export() if "score" in name}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -151,46 +151,39 @@ def test_a_language_models_checkpoint_is_given_a_fresh_head(ranks, checkpoints, 
     path = checkpoints[tied]
     seen = []
     for name in ("one process", "TP2+SP", "PP2"):
-        layout = LAYOUTS[name]
-        seen += ranks.run(layout.world, fresh, config_of(path, "regression", layout.megatron))
+        config = config_of(path, "regression", LAYOUTS[name].megatron)
+        seen += ranks.run(LAYOUTS[name].world, answer, config, export_head)
     weight = seen[0]["score.weight"]
     assert weight.shape == (1, SIZES["hidden"]) and not seen[0]["score.bias"].any()
     drawn = torch.randn(1, SIZES["hidden"], generator=torch.Generator().manual_seed(1234))
     assert torch.equal(weight, drawn * 0.1), "initializer_range is 0.1, the seed 1234"
     for each in seen:
         assert torch.equal(each["score.weight"], weight)
-    (other,) = ranks.run(1, fresh, config_of(path, "bradley_terry", {}, seed=5))
+    (other,) = ranks.run(1, answer, config_of(path, "bradley_terry", {}, seed=5), export_head)
     assert set(other) == {"score.weight"} and not torch.equal(other["score.weight"], weight)
 
 
 def test_a_value_head_can_start_from_that_of_a_reward_model(ranks, heads) -> None:
     path = heads("qwen3", "bradley_terry")
-    (own,) = ranks.run(1, fresh, config_of(path, "bradley_terry", {}))
-    (seen,) = ranks.run(1, fresh, config_of(path, "regression", {}))
+    (own,) = ranks.run(1, answer, config_of(path, "bradley_terry", {}), export_head)
+    (seen,) = ranks.run(1, answer, config_of(path, "regression", {}), export_head)
     assert torch.equal(seen["score.weight"], own["score.weight"])
     assert torch.equal(seen["score.bias"], torch.zeros(1))
 
 
-def said(config: dict[str, Any], error: type[Exception], ask: str, data: BatchedDataDict) -> str:
-    with pytest.raises(error) as raised, open_policy(config, init_optimizer=False) as policy:
-        if ask == "topk_logits":
-            policy.topk_logits(data, 2)
-        else:
-            getattr(policy, ask)(data)
-    return str(raised.value)
-
-
 def test_what_does_not_fit_the_head_is_refused(ranks, heads, checkpoint, checkpoints) -> None:
-    ask = partial(ranks.run, 1, said)
-    scalar = config_of(heads("qwen3", "regression"), "regression", {})
-    for method in ("logprobs", "entropy", "generate", "reference_logprobs", "topk_logits"):
-        assert "has no vocabulary" in ask(scalar, ConfigError, method, rows())[0]
-    plain = policy_config(checkpoints[False], {})
+    ask = partial(ranks.run, 1, partial(refusal, init_optimizer=False))
+    path = heads("qwen3", "regression")
+    scalar, plain = config_of(path, "regression", {}), policy_config(checkpoints[False], {})
+    for method in ("logprobs", "entropy", "generate", "reference_logprobs"):
+        assert "has no vocabulary" in ask(scalar, ConfigError, methodcaller(method, rows()))[0]
+    most = methodcaller("topk_logits", rows(), 2)
+    assert "has no vocabulary" in ask(scalar, ConfigError, most)[0]
     for method in ("values", "score"):
-        assert "policy.reward_model_cfg" in ask(plain, ConfigError, method, rows())[0]
-    unasked = policy_config(heads("qwen3", "regression"), {})
-    assert "reward_model_type: regression" in ask(unasked, ConfigError, "values", rows())[0]
-    further = config_of(checkpoint("deepseek_v3", **SMALL), "regression", {"mtp_num_layers": 1})
-    assert "mtp_num_layers to 0" in ask(further, ConversionError, "values", rows())[0]
-    other = config_of(heads("qwen3", "regression"), "bradley_terry", {})
-    assert "reward_model_type to regression" in ask(other, ConversionError, "values", rows())[0]
+        said = ask(plain, ConfigError, methodcaller(method, rows()))[0]
+        assert "policy.reward_model_cfg" in said
+    deepseek = config_of(checkpoint("deepseek_v3", **SMALL), "regression", {"mtp_num_layers": 1})
+    other = config_of(path, "bradley_terry", {})
+    assert "reward_model_type: regression" in ask(policy_config(path, {}), ConfigError)[0]
+    assert "mtp_num_layers to 0" in ask(deepseek, ConversionError)[0]
+    assert "reward_model_type to regression" in ask(other, ConversionError)[0]

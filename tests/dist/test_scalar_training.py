@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests import margins, oracle, scalar_oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, FAMILIES, LAYOUTS
 from tests.dist.resuming import paths, resumed
+from tests.dist.shortcuts import answer, refusal
 from tests.dist.test_docs import python_blocks
 from tests.dist.test_export import tensors_of
 from tests.dist.test_scalar_heads import BATCHINGS, config_of, expected_of, heads, rows
@@ -187,7 +189,7 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "batching", "name", "family"), CASES)
 def test_losses_of_a_scalar_head_train_like_transformers_by_torchs_optimizer(
-    ranks, heads, measured: Collected, layout: str, batching: str, name: str, family: str
+    ranks, heads, measured, layout: str, batching: str, name: str, family: str
 ) -> None:
     with margins.recorded() as record:
         assert_trained(ranks, heads, layout, batching, name, family, None)
@@ -205,9 +207,7 @@ def assert_trained(
     for seen in ranks.run(case.world, train, config, name, batching, root):
         hf.assert_same_steps(seen["steps"], layout)
         assert {"score.weight", "model.norm.weight"} <= seen["weights"].keys()
-        for weight, tensor in seen["weights"].items():
-            if weight in hf.exact.weights:  # transformers stacks experts
-                hf.assert_same_weight(tensor, hf.exact.weights[weight], weight)
+        hf.assert_same_weights(seen["weights"])
         assert_equal("values after training", seen["values"], expected)
     return path
 
@@ -217,7 +217,7 @@ def assert_trained(
     ("layout", "name"), [("TP2+SP", "values"), ("PP2", "scores"), ("PP2", "values")]
 )
 def test_training_goes_on_from_a_checkpoint_and_transformers_loads_the_export(
-    ranks, heads, tmp_path: Path, layout: str, name: str
+    ranks, heads, tmp_path, layout: str, name: str
 ) -> None:
     path = assert_trained(ranks, heads, layout, "padded", name, FAMILIES[True], tmp_path)
     kind, exported = TRAINED[name][0], tmp_path / "exported"
@@ -229,61 +229,42 @@ def test_training_goes_on_from_a_checkpoint_and_transformers_loads_the_export(
     assert_equal("values of the export", values, after)
 
 
-def resume(config: dict[str, Any], root: Path) -> str:
-    with pytest.raises(CheckpointError) as raised, resumed(config, root):
-        pass
-    return str(raised.value)
-
-
-def test_a_checkpoint_of_another_head_is_refused(ranks, heads, checkpoints, tmp_path: Path) -> None:
-    path = heads(FAMILIES[True], "regression")
-    config = config_of(path, "regression", {})
+def test_a_checkpoint_of_another_head_is_refused(ranks, heads, checkpoints, tmp_path) -> None:
+    path, saved = checkpoints[True], paths(tmp_path / "saved")
+    config = config_of(heads(FAMILIES[True], "regression"), "regression", {})
     ranks.run(1, train, config, "values", "padded", tmp_path)
-    others = (
-        policy_config(checkpoints[True], {}),
-        config_of(checkpoints[True], "bradley_terry", {}),
-    )
-    for other in others:
-        (said,) = ranks.run(1, resume, other, tmp_path / "saved")
+    for other in (policy_config(path, {}), config_of(path, "bradley_terry", {})):
+        (said,) = ranks.run(1, partial(refusal, **saved), other, CheckpointError)
         assert "reward_model_cfg differ" in said
 
 
-def export(config: dict[str, Any], root: Path) -> torch.Tensor:
-    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
-        policy.export_hf(root)
-        return policy.values(data())
+def export(root: Path, policy: MegatronPolicy) -> torch.Tensor:
+    policy.export_hf(root)
+    return policy.values(data())
 
 
 @pytest.mark.parametrize("kind", ["regression", "bradley_terry"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_language_model_with_a_fresh_head_is_exported_as_transformers_classifier(
-    ranks, checkpoints, tmp_path: Path, tied: bool, kind: str
+    ranks, checkpoints, tmp_path, tied: bool, kind: str
 ) -> None:
-    source, target = checkpoints[tied], tmp_path / "exported"
+    target, again = tmp_path / "exported", tmp_path / "again"
     padded = {"hf_config_overrides": {"pad_token_id": 0}}
-    config = config_of(source, kind, LAYOUTS["PP2"].megatron, **padded)
-    values, _ = ranks.run(2, export, config, target)
+    config = config_of(checkpoints[tied], kind, LAYOUTS["PP2"].megatron, **padded)
+    values, _ = ranks.run(2, answer, config, partial(export, target))
     written = json.loads((target / "config.json").read_text())
     model = scalar_oracle.CLASSES[kind].from_pretrained(target)
     assert written["architectures"] == [type(model).__name__]
     assert (model.config.num_labels, model.config.pad_token_id) == (1, 0)
     assert "lm_head.weight" not in tensors_of(target)
     exact = expected_of(target, kind, data(), scalar_oracle.values)
-    assert_equal("values of a fresh head", values, exact)
-    (again,) = ranks.run(1, export, config_of(target, kind, {}), tmp_path / "again")
-    assert_equal("values of a fresh head", again, exact)
-    assert (tmp_path / "again" / "config.json").read_bytes() == (
-        target / "config.json"
-    ).read_bytes()
+    reloaded = ranks.run(1, answer, config_of(target, kind, {}), partial(export, again))
+    for each in (values, *reloaded):
+        assert_equal("values of a fresh head", each, exact)
+    assert (again / "config.json").read_bytes() == (target / "config.json").read_bytes()
 
 
-PAIRS = {
-    "one process": 2,
-    "TP2+SP": 4,
-    "PP2xVPP2": 2,
-    "DP2": 2,
-    "TP2xCP2+SP": 2,
-}
+PAIRS = {"one process": 2, "TP2+SP": 4, "PP2xVPP2": 2, "DP2": 2, "TP2xCP2+SP": 2}
 """Layouts with the rows of a microbatch that they have here."""
 
 
@@ -303,14 +284,8 @@ def preference_level(model: Any, batch: BatchedDataDict) -> torch.Tensor:
     return losses_P.sum() / (batch["sample_mask"].sum() / 2)
 
 
-PAIRED = [
-    *((layout, "padded") for layout in PAIRS),
-    *(
-        (layout, batching)
-        for layout in ("PP2xVPP2", "TP2+SP")
-        for batching in ("dynamic", "packed")
-    ),
-]
+PAIRED = [(layout, "padded") for layout in PAIRS]
+PAIRED += itertools.product(("PP2xVPP2", "TP2+SP"), ("dynamic", "packed"))
 
 
 @pytest.mark.parametrize(("layout", "batching"), PAIRED)
@@ -323,20 +298,16 @@ def test_the_documented_reward_model_is_trained_like_that_of_transformers(
     hf = oracle.Learned.of(path, data(), GLOBAL_BATCH, preference_level, load=load)
     for seen in ranks.run(case.world, preferences, config, batching, PAIRS[layout]):
         hf.assert_same_steps(seen["steps"], layout)
-        for weight, tensor in seen["weights"].items():
-            hf.assert_same_weight(tensor, hf.exact.weights[weight], weight)
-
-
-def said(config: dict[str, Any], loss: Any) -> str:
-    with pytest.raises(LossError) as raised, open_policy(config) as policy:
-        policy.train(data(), loss, mbs=1)
-    return str(raised.value)
+        hf.assert_same_weights(seen["weights"])
 
 
 def test_a_loss_that_does_not_fit_the_head_is_refused(ranks, heads, checkpoints) -> None:
     scalar = config_of(heads("qwen3", "regression"), "regression", {})
-    for loss in (LOSSES["token"](), LOSSES["sequence"]()):
-        assert "has a scalar head" in ranks.run(1, said, scalar, loss)[0]
     plain = policy_config(checkpoints[False], {})
-    for loss in (ClippedValues(), ScoreErrors()):
-        assert "policy.reward_model_cfg" in ranks.run(1, said, plain, loss)[0]
+    for config, losses, reason in (
+        (scalar, (LOSSES["token"](), LOSSES["sequence"]()), "has a scalar head"),
+        (plain, (ClippedValues(), ScoreErrors()), "policy.reward_model_cfg"),
+    ):
+        for loss in losses:
+            call = methodcaller("train", data(), loss, mbs=1)
+            assert reason in ranks.run(1, refusal, config, LossError, call)[0]

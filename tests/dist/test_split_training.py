@@ -1,4 +1,5 @@
-"""A step whose data come in parts is the step that `train` takes on all of them at once.
+"""A step whose data come in parts is the step that `train` takes on all of them at once; so is one
+whose layers add weight gradients to the buffers themselves, as those of Transformer Engine do.
 
 Its gradients are divided by the number of tokens after they have been added up, not before. By a
 power of two that is exact, so where microbatches are the same and in the same order, every bit is.
@@ -7,13 +8,16 @@ power of two that is exact, so where microbatches are the same and in the same o
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError, ConfigError, LossError
@@ -34,43 +38,29 @@ from tests.dist.layouts import (
     layout,
     of_transformers,
 )
+from tests.dist.shortcuts import answer, answer_trainable, dynamic, packed
 from tests.exact import furthest
 from tests.losses import Result, SequenceNLL, TokenNLL, loss_mask, token_nll
 from tests.margins import check
 
 EIGHT_TOKENS = 8
-PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
-DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
 BF16_GRADIENTS = OVERLAPPED | {
     "distributed_data_parallel_config": OVERLAPPED["distributed_data_parallel_config"]
     | {"grad_reduce_in_fp32": False}
 }
 
 
-class HostNormalizer(enum.Enum):
-    """A host's own enumeration: only its values are alike."""
-
-    SEQUENCES = "sequences"
-    NONE = "none"
+Normalizer = enum.Enum("Normalizer", {"SEQUENCES": "sequences", "NONE": "none"})
+"""A host's own enumeration: only its values are alike."""
 
 
 class Measured:
     """Its metrics are divided by tokens, by sequences, by nothing, and not to be added up."""
 
-    loss_type = LossType.TOKEN_LEVEL
-    input_type = LossInputType.LOGPROB
-    metric_normalizations: ClassVar = {
-        "rows": HostNormalizer.SEQUENCES,
-        "valid": HostNormalizer.NONE,
-    }
+    loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGPROB
+    metric_normalizations: ClassVar = {"rows": Normalizer.SEQUENCES, "valid": Normalizer.NONE}
 
-    def __call__(
-        self,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        next_token_logprobs: torch.Tensor,
-    ) -> Result:
+    def __call__(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs) -> Any:
         loss = token_nll(next_token_logprobs, data, global_valid_toks)
         return loss, {
             "loss": loss.item(),
@@ -81,11 +71,11 @@ class Measured:
 
 
 class CountingTokens(TokenNLL):
-    metric_normalizations: ClassVar = {"valid": HostNormalizer.NONE}
+    metric_normalizations: ClassVar = {"valid": Normalizer.NONE}
 
 
 class CountingSequences(SequenceNLL):
-    metric_normalizations: ClassVar = {"valid": HostNormalizer.NONE}
+    metric_normalizations: ClassVar = {"valid": Normalizer.NONE}
 
 
 class Failing(TokenNLL):
@@ -110,27 +100,27 @@ class Case:
     top: dict[str, Any] = field(default_factory=dict)
 
 
+PACKED, DYNAMIC, BF16 = packed(), dynamic(), {"precision": "bfloat16"}
+FSDP1, FSDP2 = FSDP1_LAYOUTS, FSDP2_LAYOUTS
 CASES = {
     "one process": Case(1, {}, CountingTokens),
     "TP2+SP": Case(2, LAYOUTS["TP2+SP"].megatron),
     "PP2, tied": Case(2, LAYOUTS["PP2"].megatron),
     "DP2, both overlaps": Case(2, layout(2, **OVERLAPPED).megatron, CountingSequences),
-    "DP2, both overlaps, bf16": Case(2, BF16_GRADIENTS, top={"precision": "bfloat16"}),
+    "DP2, both overlaps, bf16": Case(2, BF16_GRADIENTS, top=BF16),
     "PP2xVPP2": Case(2, LAYOUTS["PP2xVPP2"].megatron | OVERLAPPED),
     "DP2, packed": Case(2, {}, top=PACKED),
     "DP2, dynamic": Case(2, OVERLAPPED, top=DYNAMIC),
     "DP2, experts": Case(2, OVERLAPPED, family="deepseek_v3"),
-    "FSDP2 x 2": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron),
+    "FSDP2 x 2": Case(2, FSDP2["FSDP2 x 2"].megatron),
     "FSDP2, 2 copies, dynamic": Case(2, {"dtensor_cfg": {"dp_replicate_size": 2}}, top=DYNAMIC),
-    "FSDP2 CP2, packed": Case(2, FSDP2_LAYOUTS["FSDP2 CP2"].megatron, top=PACKED),
+    "FSDP2 CP2, packed": Case(2, FSDP2["FSDP2 CP2"].megatron, top=PACKED),
     "FSDP2 TP2+SP, packed": Case(
         2, FSDP2_TENSOR_LAYOUTS["FSDP2 TP2+SP x 2"].megatron, top=PACKED, family="qwen3"
     ),
-    "FSDP2 x 2, bf16": Case(2, FSDP2_LAYOUTS["FSDP2 x 2"].megatron, top={"precision": "bfloat16"}),
-    "FSDP1 x 2, packed": Case(2, FSDP1_LAYOUTS["FSDP1 x 2"].megatron, top=PACKED),
-    "FSDP1 2 copies, bf16": Case(
-        2, FSDP1_LAYOUTS["FSDP1 2 copies"].megatron, top={"precision": "bfloat16"}
-    ),
+    "FSDP2 x 2, bf16": Case(2, FSDP2["FSDP2 x 2"].megatron, top=BF16),
+    "FSDP1 x 2, packed": Case(2, FSDP1["FSDP1 x 2"].megatron, top=PACKED),
+    "FSDP1 2 copies, bf16": Case(2, FSDP1["FSDP1 2 copies"].megatron, top=BF16),
 }
 WARMING_UP = {"scheduler": {"lr_warmup_iters": 8, "lr_warmup_init": 0.0}}
 WARMING_UP_FSDP2 = {
@@ -150,18 +140,12 @@ def even_batch(seed: int) -> BatchedDataDict:
     return data
 
 
-def masked_batch() -> BatchedDataDict:
-    data = even_batch(9)
-    data["sample_mask"] = torch.zeros(GLOBAL_BATCH)
-    return data
-
-
 BATCHES = {
     "at once": even_batch(1),
     "in many parts": even_batch(2),
     "after a failure": even_batch(3),
     "unevenly": oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB, seed=4),
-    "nothing valid": masked_batch(),
+    "nothing valid": even_batch(9) | {"sample_mask": torch.zeros(GLOBAL_BATCH)},
     "train once more": oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB, seed=5),
 }
 EXACT = ("at once", "in many parts", "after a failure")
@@ -211,43 +195,36 @@ def fail(policy: MegatronPolicy, share: BatchedDataDict) -> None:
     policy.accumulator.microbatch(share.slice(0, 1))
     with pytest.raises(LossError, match="raised ArithmeticError: the second microbatch"):
         policy.accumulator.microbatch(share.slice(1, 2))
-    for go_on in (
-        lambda: policy.accumulator.microbatch(share.slice(1, 2)),
-        policy.accumulator.finish,
-    ):
-        with pytest.raises(ConfigError, match=r"LossError: call abort_train_step\(\)"):
-            go_on()
+    for go_on in (lambda: policy.accumulator.microbatch(share), policy.accumulator.finish):
+        refuse(go_on, r"LossError: call abort_train_step\(\)")
     policy.accumulator.abort()
     policy.accumulator.abort()
 
 
 class Rounding(NamedTuple):
-    """What another order of sums over tokens can change: losses, norms and metrics relative,
-    weights absolute.
-    """
+    """What another order of sums can change: weights absolute, all else relative."""
 
     relative: float
     weights: float
 
 
-FP32 = Rounding(1e-5, 2e-6)
+IN_FP32 = Rounding(1e-5, 2e-6)
 # In bf16 an ulp is 2**-7 of a number, and 2**-7 itself for weights between 1 and 2.
-BF16 = Rounding(2.5 * 2**-7, 2.5 * 2**-7)
+IN_BF16 = Rounding(2.5 * 2**-7, 2.5 * 2**-7)
 
 
-def walk(config: dict[str, Any], loss: Callable[[], Any], step: Callable[..., Any]) -> Any:
+def walk_both_ways(config: dict[str, Any], loss: Callable[[], Any]) -> Any:
     """Each step's result and the weights after it, by the name of its batch; and steps counted."""
-    with open_policy(config, init_reference_model=False) as policy:
-        seen = {}
-        for name in BATCHES:
-            result = step(policy, loss(), name)
-            weights = {key: p.detach().clone() for key, p in policy.named_parameters()}
-            seen[name] = (result, weights)
-        return seen, policy.steps
-
-
-def both_ways(config: dict[str, Any], loss: Callable[[], Any]) -> Any:
-    return walk(config, loss, in_one_go), walk(config, loss, in_parts)
+    ways = []
+    for step in (in_one_go, in_parts):
+        with open_policy(config, init_reference_model=False) as policy:
+            seen = {}
+            for name in BATCHES:
+                result = step(policy, loss(), name)
+                weights = {key: p.detach().clone() for key, p in policy.named_parameters()}
+                seen[name] = (result, weights)
+            ways.append((seen, policy.steps))
+    return ways
 
 
 def config_of(case: Case, path: Path) -> dict[str, Any]:
@@ -256,35 +233,31 @@ def config_of(case: Case, path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_in_parts_is_the_step_that_train_takes(
-    ranks, checkpoint: Callable[..., Path], name: str
-) -> None:
+def test_a_step_in_parts_is_the_step_that_train_takes(ranks, checkpoint, name: str) -> None:
     case = CASES[name]
     config = config_of(case, checkpoint(case.family, tied="tied" in name, **SIZES))
     half = "precision" in case.top
     by_rows = half or not case.top  # else parts make other microbatches than the whole
-    seen = ranks.run(case.world, both_ways, config, case.loss)
+    seen = ranks.run(case.world, walk_both_ways, config, case.loss)
     for (whole, steps), (parts, counted) in seen:
         assert steps == counted == len(BATCHES) - 1  # none is taken with nothing valid
         for batch in BATCHES:
             exact = batch == "at once" or (batch in EXACT and by_rows)
             (one, weights), (other, others) = whole[batch], parts[batch]
-            rounding = Rounding(0, 0) if exact else BF16 if half else FP32
+            rounding = Rounding(0, 0) if exact else IN_BF16 if half else IN_FP32
             assert_same_step(one, other, rounding.relative)
+            what = "bf16 weights" if half else "weights"
             for key, weight in weights.items():
-                assert_near(
-                    "bf16 weights" if half else "weights",
-                    furthest(others[key], weight),
-                    rounding.weights,
-                )
+                assert_near(what, furthest(others[key], weight), rounding.weights)
     for batch in BATCHES:
         of_whole, of_parts = (merged([rank[way][0][batch][0] for rank in seen]) for way in (0, 1))
         assert of_parts.keys() == of_whole.keys()
         for name, value in of_whole.items():
-            rel = (BF16 if half else FP32).relative
+            rel = (IN_BF16 if half else IN_FP32).relative
             assert_near("metrics", abs(of_parts[name] - value), rel * max(abs(value), 1e-12))
-    assert any(norm > 0 for norm in [r[0]["at once"][0]["grad_norm"].item() for r, _ in seen])
-    assert all(r[0]["nothing valid"][0]["grad_norm"].item() == 0 for _, r in seen)
+    for (whole, _), (parts, _) in seen:
+        assert whole["at once"][0]["grad_norm"] > 0
+        assert parts["nothing valid"][0]["grad_norm"] == 0
 
 
 def assert_same_step(one: dict[str, Any], other: dict[str, Any], rel: float) -> None:
@@ -387,25 +360,103 @@ def refuse(call: Callable[[], Any], match: str, kind: type[Exception] = ConfigEr
         call()
 
 
-def without_optimizer(config: dict[str, Any]) -> None:
-    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
-        refuse(lambda: policy.accumulator.begin(TokenNLL()), "init_optimizer=False")
-        policy.accumulator.abort()
+def take_one_step(policy: MegatronPolicy) -> dict[str, Any]:
+    return in_one_go(policy, TokenNLL(), "at once")
 
 
-def first_step(config: dict[str, Any]) -> dict[str, Any]:
-    with open_policy(config, init_reference_model=False) as policy:
-        return in_one_go(policy, TokenNLL(), "at once")
+def begin_without_an_optimizer(policy: MegatronPolicy) -> None:
+    refuse(lambda: policy.accumulator.begin(TokenNLL()), "init_optimizer=False")
+    policy.accumulator.abort()
 
 
 @pytest.mark.parametrize("name", ["DP2, both overlaps", "FSDP2 x 2"])
 def test_mistakes_around_a_step_are_refused_and_cost_nothing_of_it(
-    ranks, checkpoint: Callable[..., Path], tmp_path: Path, name: str
+    ranks, checkpoint, tmp_path, name: str
 ) -> None:
     case = CASES[name]
     config = config_of(case, checkpoint(case.family, **SIZES))
-    expected = ranks.run(case.world, first_step, config)
+    expected = ranks.run(case.world, answer_trainable, config, take_one_step)
     for one, other in zip(expected, ranks.run(case.world, mistakes, config, tmp_path), strict=True):
         assert_same_step(one, other, rel=0.0)
-    ranks.run(case.world, without_optimizer, config)
+    ranks.run(case.world, answer, config, begin_without_an_optimizer)
     assert not any(tmp_path.iterdir())
+
+
+LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
+
+
+class FusedProduct(torch.autograd.Function):
+    """Transformer Engine's contract: the gradient is added to `main_grad`, the parameter is marked,
+    and what autograd gets has no meaning.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        parameter: Any = ctx.weight
+        parameter.main_grad.add_(grad.flatten(0, -2).t() @ x.flatten(0, -2))
+        parameter.grad_added_to_main_grad = True
+        return grad @ weight, torch.full_like(weight, torch.nan)
+
+
+@contextmanager
+def fusing_layers() -> Iterator[list[Any]]:
+    """Within this context linear layers are made that can do so, and are listed."""
+    made: list[Any] = []
+    plainly = layers.linear_with_grad_accumulation_and_async_allreduce
+
+    def product(input: torch.Tensor, weight: torch.Tensor, bias: Any, **others: Any) -> Any:
+        (own,) = (each for each in made if each.weight is weight)
+        if not (own.fuse_wgrad_accumulation and hasattr(weight, "main_grad")):
+            return plainly(input=input, weight=weight, bias=bias, **others)
+        found = FusedProduct.apply(input, weight)  # type: ignore[no-untyped-call]
+        return found if bias is None else found + bias
+
+    def making(kind: Any) -> Any:
+        init = kind.__init__
+
+        def fusing(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            self.fuse_wgrad_accumulation = False
+            made.append(self)
+
+        return mock.patch.object(kind, "__init__", fusing)
+
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    with mock.patch.object(layers, name, product), making(LINEARS[0]), making(LINEARS[1]):
+        yield made
+
+
+def steps(config: dict[str, Any], fused: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Gradient norms of a step at once and of one in three parts, and the weights after them."""
+    data = oracle.make_batch(8, LENGTH, VOCAB, seed=2)
+    with (
+        fusing_layers() if fused else nullcontext([]) as made,
+        open_policy(config, init_reference_model=False) as policy,
+    ):
+        assert fused == bool(made) and all(each.fuse_wgrad_accumulation for each in made)
+        norms = [float(policy.train(data, SequenceNLL())["grad_norm"])]
+        policy.accumulator.begin(SequenceNLL())
+        for start, end in ((0, 2), (2, 3), (3, 8)):
+            policy.accumulator.microbatch(data.slice(start, end))
+        norms.append(float(policy.accumulator.finish()["grad_norm"]))
+        chunk = policy._engine.trainable.chunks[0]
+        return norms, {name: p.detach().clone() for name, p in chunk.named_parameters()}
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_they_are_the_same_at_once_and_in_parts(ranks, checkpoint, recomputed: bool) -> None:
+    """The same sums in the same order: to the bit."""
+    path = checkpoint("qwen2", **SIZES)
+    config = policy_config(path, {"activation_checkpointing": recomputed})
+    ((norms, weights),) = ranks.run(1, steps, config, True)
+    ((norms_by_autograd, weights_by_autograd),) = ranks.run(1, steps, config, False)
+    assert norms == norms_by_autograd
+    for name, weight in weights.items():
+        assert torch.equal(weight, weights_by_autograd[name]), name

@@ -79,7 +79,7 @@ def unread(config: dict[str, Any], bare: Path) -> None:
 
 @pytest.mark.parametrize("section", [{}, {"dtensor_cfg": {}}], ids=["Megatron-Core", "FSDP2"])
 def test_what_nobody_filled_is_named_after_a_start_without_weights(
-    ranks, checkpoint, tmp_path: Path, section: dict[str, Any]
+    ranks, checkpoint, tmp_path, section: dict[str, Any]
 ) -> None:
     sizes = {"layers": 2, "heads": 4, "groups": 2, "hidden": 32, "ffn": 48, "vocab": 251}
     path = checkpoint("deepseek_v3", dtype="bfloat16", **sizes)

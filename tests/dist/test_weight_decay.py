@@ -1,9 +1,11 @@
 """Weight decay: which weights of every family have it, decided by the Hugging Face module that owns
-them.
+them. And parameters in groups: frozen, or with a learning rate and a weight decay of their own, as
+torch's AdamW trains transformers' model with the same groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ from tests.pure.test_table import switches
 
 VOCAB = 131
 STRONG = 0.3
-STEPS = 3
+DATA = oracle.make_batch(3 * GLOBAL_BATCH, LENGTH, VOCAB)
+"""Of three steps."""
 DECAYED = {
     "optimizer": {"weight_decay": STRONG},
     "scheduler": {"start_weight_decay": STRONG, "end_weight_decay": STRONG},
@@ -52,13 +55,7 @@ class Nothing:
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
 
-    def __call__(
-        self,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        next_token_logprobs: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
+    def __call__(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs) -> Any:
         return next_token_logprobs.sum() * 0.0, {}
 
 
@@ -82,7 +79,7 @@ def decays(model: PreTrainedModel, name: str) -> bool:
 
 @pytest.mark.parametrize("family", SAMPLES)
 def test_a_step_without_gradient_shrinks_just_the_matrices_of_every_family(
-    ranks, checkpoint, tmp_path: Path, family: str
+    ranks, checkpoint, tmp_path, family: str
 ) -> None:
     path = checkpoint(family, **SMALL, **switches(family))
     ranks.run(1, step_without_gradient, policy_config(path, DECAYED), tmp_path / "stepped")
@@ -95,14 +92,33 @@ def test_a_step_without_gradient_shrinks_just_the_matrices_of_every_family(
         torch.testing.assert_close(after[name], tensor * factor, rtol=1e-6, atol=0)
 
 
-def train(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
-    """Weights by their Hugging Face names, and what the policy makes of the data with them."""
+def train(config: dict[str, Any], root: Path | None = None) -> dict[str, Any]:
+    """What three steps come to; with `root` the last goes on from a checkpoint of the others."""
     with open_policy(config, init_reference_model=False) as policy:
-        for batch in own_steps(policy, data):
-            policy.train(batch, LOSSES["token"](), mbs=1)
-        read = policy.logprobs(BatchedDataDict({"input_ids": data["input_ids"]}))
-        weights = {name: tensor.detach().clone() for name, tensor in policy.export()}
-        return {"weights": weights, "logprobs": read}
+        batches = own_steps(policy, DATA)
+        kept = batches[-1:] if root else []
+        now = batches[: len(batches) - len(kept)]
+        steps = [policy.train(batch, LOSSES["token"](), mbs=1) for batch in now]
+        if root is None:
+            return seen_of(policy, steps)
+        policy.save_checkpoint(**paths(root))
+    with resumed(config, root, init_reference_model=False) as policy:
+        steps += [policy.train(batch, LOSSES["token"](), mbs=1) for batch in kept]
+        return seen_of(policy, steps)
+
+
+def seen_of(policy: MegatronPolicy, steps: list[Any]) -> dict[str, Any]:
+    weights = {name: tensor.detach().clone() for name, tensor in policy.export()}
+    read = policy.logprobs(BatchedDataDict({"input_ids": DATA["input_ids"]}))
+    return {"steps": steps, "weights": weights, "logprobs": read}
+
+
+def assert_trained(hf: oracle.Learned, results: list[dict[str, Any]]) -> None:
+    read = hf.read(partial(oracle.hf_logprobs, tokens=DATA["input_ids"]))
+    for seen in results:
+        hf.assert_same_steps(seen["steps"])
+        hf.assert_same_weights(seen["weights"])
+        assert_equal("logprobs after training", seen["logprobs"][:, 1:], read)
 
 
 LEARNING = [("cohere", name) for name in TRAINED]
@@ -114,14 +130,11 @@ def test_norms_of_each_head_and_activations_learn_like_transformers_under_strong
     ranks, checkpoint, family: str, name: str
 ) -> None:
     path = checkpoint(family, **SMALL, **switches(family))
-    data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
-    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, weight_decay=STRONG)
-    expected = hf.read(partial(oracle.hf_logprobs, tokens=data["input_ids"]))
+    hf = oracle.Learned.of(path, DATA, GLOBAL_BATCH, oracle.token_level, weight_decay=STRONG)
     world, megatron = TRAINED[name]
-    for seen in ranks.run(world, train, policy_config(path, DECAYED | megatron), data):
-        for weight, tensor in hf.exact.weights.items():
-            hf.assert_same_weight(seen["weights"][weight], tensor, weight)
-        assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)
+    results = ranks.run(world, train, policy_config(path, DECAYED | megatron))
+    assert results[0]["weights"].keys() >= hf.exact.weights.keys()
+    assert_trained(hf, results)
 
 
 def optimizer_state(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
@@ -141,7 +154,7 @@ def optimizer_state(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 def save_in_groups_of_megatron_core(config: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
     own = replaced(optimizer, "_overrides", lambda _: lambda *given: None)
     with own, open_policy(config, init_reference_model=False) as policy:
-        for batch in own_steps(policy, oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)):
+        for batch in own_steps(policy, DATA)[:2]:
             policy.train(batch, LOSSES["token"](), mbs=1)
         policy.save_checkpoint(**paths(root))
         return optimizer_state(policy)
@@ -150,14 +163,13 @@ def save_in_groups_of_megatron_core(config: dict[str, Any], root: Path) -> dict[
 def load(config: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
     with resumed(config, root, init_reference_model=False) as policy:
         seen = optimizer_state(policy)
-        data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
-        policy.train(own_steps(policy, data)[0], LOSSES["token"](), mbs=1)
+        policy.train(own_steps(policy, DATA)[0], LOSSES["token"](), mbs=1)
         return seen | {"steps": torch.tensor(policy.steps)}
 
 
 @pytest.mark.parametrize("name", ["one process", "TP2", "DP2 distributed optimizer"])
 def test_a_checkpoint_of_an_optimizer_in_other_groups_is_loaded_parameter_by_parameter(
-    ranks, checkpoint, tmp_path: Path, name: str
+    ranks, checkpoint, tmp_path, name: str
 ) -> None:
     world, megatron = TRAINED[name]
     config = policy_config(checkpoint("cohere", **SMALL, use_qk_norm=True), megatron)
@@ -167,3 +179,58 @@ def test_a_checkpoint_of_an_optimizer_in_other_groups_is_loaded_parameter_by_par
         assert not torch.equal(before.pop("groups"), after.pop("groups"))
         assert before.keys() == after.keys()
         assert [key for key in before if not torch.equal(before[key], after[key])] == []
+
+
+HIGH = 5 * oracle.LR
+GROUPS = [
+    {"names": ["model.embed_tokens.*", "model.layers.[01].*"], "freeze": True},
+    {"roles": ["norm"], "weight_decay": STRONG},
+    {"names": ["model.layers.2.*"], "roles": ["linear", "expert"], "lr": HIGH},
+]
+OF_GROUPS = {"optimizer": {"param_groups": GROUPS}}
+SHARDED_GROUPS = {"optimizer": OF_GROUPS["optimizer"] | {"use_distributed_optimizer": True}}
+RECOMPUTED = {"activation_checkpointing": True, "recompute_granularity": "full"}
+RECOMPUTED |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+GROUPED: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, OF_GROUPS),
+    "one process, recomputed": (1, OF_GROUPS | RECOMPUTED),
+    "TP2+SP": (2, LAYOUTS["TP2+SP"].megatron | OF_GROUPS),
+    # The first stage trains nothing.
+    "PP2": (2, LAYOUTS["PP2"].megatron | OF_GROUPS),
+    "PP2, recomputed": (2, LAYOUTS["PP2"].megatron | OF_GROUPS | RECOMPUTED),
+    "PP2 distributed optimizer": (2, LAYOUTS["PP2"].megatron | SHARDED_GROUPS),
+    "DP2 distributed optimizer": (2, layout(2).megatron | SHARDED_GROUPS),
+}
+
+
+def own(name: str) -> Mapping[str, float] | None:
+    """The same groups, as the oracle has them."""
+    if name.startswith(("model.embed_tokens.", "model.layers.0.", "model.layers.1.")):
+        return None
+    if "norm" in name:
+        return {"weight_decay": STRONG}
+    linear = name.startswith("model.layers.2.") and not name.endswith(".bias")
+    return {"lr": HIGH} if linear and ".mlp.gate." not in name else {}
+
+
+CASES = [(family, name, False) for family in ("qwen3", "qwen3_moe") for name in GROUPED]
+RESUMED = ("qwen2", "TP2+SP", True), ("qwen2", "PP2 distributed optimizer", True)
+DAILY = (CASES[0], RESUMED[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "in_two_runs"),
+    [pytest.param(*c, marks=[pytest.mark.daily] * (c in DAILY)) for c in (*CASES, *RESUMED)],
+)
+def test_groups_are_trained_like_transformers_by_torchs_optimizer(
+    ranks, checkpoint, tmp_path, family: str, name: str, in_two_runs: bool
+) -> None:
+    path = checkpoint(family, **SMALL | {"layers": 4})
+    hf = oracle.Learned.of(path, DATA, GLOBAL_BATCH, oracle.token_level, own=own)
+    world, megatron = GROUPED[name]
+    root, before = tmp_path if in_two_runs else None, tensors_of(path)
+    results = ranks.run(world, train, policy_config(path, megatron), root)
+    assert_trained(hf, results)
+    for seen in results:
+        for weight, tensor in seen["weights"].items():
+            assert own(weight) is not None or torch.equal(tensor, before[weight]), weight

@@ -62,10 +62,7 @@ LOSSES = ("token", "sequence", "policy gradient")
 ROWS, STEPS = 16, 2
 FEW = {"DP4": 3, "PP2xVPP2": 1, "PP2xVPP2xCP2xDP2": 3}
 """Rows of a global batch that are fewer than the microbatches that must run."""
-FEW_OF_EXPERTS = (
-    ("EP4", "dynamic", "qwen3_moe", 3),
-    ("EP2xPP2xVPP2", "packed", "deepseek_v3", 3),
-)
+FEW_OF_EXPERTS = (("EP4", "dynamic", "qwen3_moe", 3), ("EP2xPP2xVPP2", "packed", "deepseek_v3", 3))
 """The same of experts: a rank without a row of its own still computes for the tokens of others."""
 WITH_LOGITS = ("PP2xCP2", "CP2xDP2, distributed optimizer, overlaps", "TP2xCP2+SP")
 """Layouts of the loss that is given all logits, with each way to make microbatches."""
@@ -146,9 +143,7 @@ class Cell:
 
     @property
     def batching_in_words(self) -> str:
-        """How microbatches are made, of how many rows where these are few, and at which temperature
-        where it is not 1.
-        """
+        """How microbatches are made, of how many rows if few, and any temperature but 1."""
         packer = f" ({self.algorithm})" if self.batching == "packed" else ""
         few = "" if self.rows == ROWS else f", {self.rows} row{'s' * (self.rows > 1)}"
         warm = "" if self.temperature == 1 else f", temperature {self.temperature}"
@@ -182,9 +177,7 @@ class Cell:
 
     @property
     def train_tokens(self) -> int:
-        """Of a microbatch: few enough that a replica has several, enough for the longest row under
-        every layout.
-        """
+        """Of a microbatch: so few that a replica has several, enough for the longest row."""
         if self.replicas <= 4:
             return 24
         # Each has a row or two: no more than the longest row, which dynamic microbatches round up.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.interfaces import LossInputType, LossType
@@ -35,13 +34,7 @@ class TokenNLLOfLogprobs:
     input_type = LossInputType.LOGPROB
     reads_masked_positions = True
 
-    def __call__(
-        self,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        next_token_logprobs: torch.Tensor,
-    ) -> Result:
+    def __call__(self, data, global_valid_seqs, global_valid_toks, next_token_logprobs) -> Any:
         return token_result(Scores(next_token_logprobs), data, global_valid_seqs, global_valid_toks)
 
 
@@ -52,14 +45,14 @@ class SequenceNLLOfLogits:
 
     def __call__(
         self,
-        next_token_logits: torch.Tensor,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        vocab_parallel_rank: int | None = None,
-        vocab_parallel_group: dist.ProcessGroup | None = None,
-        context_parallel_group: dist.ProcessGroup | None = None,
-    ) -> Result:
+        next_token_logits,
+        data,
+        global_valid_seqs,
+        global_valid_toks,
+        vocab_parallel_rank=None,
+        vocab_parallel_group=None,
+        context_parallel_group=None,
+    ) -> Any:
         assert vocab_parallel_rank is not None and vocab_parallel_group is not None
         logprobs = vocab_parallel_logprobs(
             next_token_logits[:, :-1],
@@ -81,13 +74,8 @@ class ClippedPolicyGradient:
     needs_entropy = True
 
     def __call__(
-        self,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        next_token_logprobs: torch.Tensor,
-        next_token_entropy: torch.Tensor,
-    ) -> Result:
+        self, data, global_valid_seqs, global_valid_toks, next_token_logprobs, next_token_entropy
+    ) -> Any:
         scores = Scores(next_token_logprobs, next_token_entropy)
         return policy_gradient_result(scores, data, global_valid_seqs, global_valid_toks)
 
@@ -98,13 +86,7 @@ class EntropyOfLogits:
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGIT
 
-    def __call__(
-        self,
-        data: BatchedDataDict,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        logits: torch.Tensor,
-    ) -> Result:
+    def __call__(self, data, global_valid_seqs, global_valid_toks, logits) -> Any:
         all_logprobs = logits[:, :-1].log_softmax(-1)
         chosen = data["input_ids"][:, 1:].unsqueeze(-1)
         scores = Scores(

@@ -32,144 +32,117 @@ from tests.invariance.measure import run_cell
 
 @dataclass(frozen=True)
 class Mutation:
-    """What is broken, in which cell, which quantities must tell, and which must not."""
+    """What is broken (of what in the package, under which name, and what is made of it), in which
+    cell, which quantities must tell, and which must not.
+    """
 
     cell: Cell
-    apply: Callable[[pytest.MonkeyPatch], None]
+    fault: tuple[Any, str, Callable[[Any], Any]]
     breaks: tuple[str, ...]
     keeps: tuple[str, ...] = ()
 
 
 def run_broken(name: str, config: Mapping[str, Any], data: BatchedDataDict) -> dict[str, Any]:
     """`run_cell` of a mutation's cell on a rank whose package is broken meanwhile."""
+    mutation = MUTATIONS[name]
+    place, attribute, make = mutation.fault
     with pytest.MonkeyPatch.context() as patch:
-        MUTATIONS[name].apply(patch)
-        return run_cell(MUTATIONS[name].cell, config, data)
+        patch.setattr(place, attribute, make(getattr(place, attribute)))
+        return run_cell(mutation.cell, config, data)
 
 
-def _one_piece(patch: pytest.MonkeyPatch) -> None:
-    def whole(self: TokenLayout, rank: int) -> tuple[CausalRectangle, ...]:
-        return (CausalRectangle(0, self.full_length, 0, self.full_length),)
-
-    patch.setattr(TokenLayout, "pieces", whole)
+def _always(result: Any) -> Callable[[Any], Any]:
+    return lambda original: lambda *args, **kwargs: result
 
 
-def _neighbours(patch: pytest.MonkeyPatch) -> None:
-    layout = tokens._layout
+def _one_piece(pieces: Any) -> Any:
+    return lambda layout, rank: (CausalRectangle(0, layout.full_length, 0, layout.full_length),)
 
+
+def _neighbours(layout: Any) -> Any:
     def contiguous(*args: Any) -> TokenLayout:
         made = layout(*args)
         return replace(made, positions_CT=torch.arange(made.full_length).view_as(made.positions_CT))
 
-    patch.setattr(tokens, "_layout", contiguous)
+    return contiguous
 
 
-def _own_gradient(patch: pytest.MonkeyPatch) -> None:
+def _own_gradient(backward: Any) -> Any:
     def own(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         by_rank = torch.empty_like(grad)
         by_rank[ctx.saved_tensors[0]] = grad
         return by_rank.chunk(ctx.group.size())[ctx.group.rank()].clone(), None, None
 
-    patch.setattr(context_parallel._Gather, "backward", staticmethod(own))
+    return staticmethod(own)
 
 
-def _mask_of_all_but_the_first(patch: pytest.MonkeyPatch) -> None:
-    counted = losses.counted
-
+def _mask_of_all_but_the_first(counted: Any) -> Any:
     def fewer(data: BatchedDataDict) -> torch.Tensor:
         mask_BS = counted(data)
         mask_BS[:1] = False
         return mask_BS
 
-    patch.setattr(losses, "counted", fewer)
+    return fewer
 
 
-def _counts_of_one_replica(patch: pytest.MonkeyPatch) -> None:
-    counted = step.count_valid
-
+def _counts_of_one_replica(counted: Any) -> Any:
     def own(batch: BatchedDataDict, group: Any) -> Any:
-        alone = torch.distributed.new_group(
-            [torch.distributed.get_rank()], use_local_synchronization=True
-        )
-        return counted(batch, alone)
+        rank = torch.distributed.get_rank()
+        return counted(batch, torch.distributed.new_group([rank], use_local_synchronization=True))
 
-    patch.setattr(step, "count_valid", own)
+    return own
 
 
-def _repetitions_for_fillers(patch: pytest.MonkeyPatch) -> None:
-    for_training = batching.Batcher.for_training
-
+def _repetitions_for_fillers(for_training: Any) -> Any:
     def repeated(batch: batching.GlobalBatch) -> batching.GlobalBatch:
         real = [microbatch for microbatch in batch.microbatches if not microbatch.filler]
         again = [real[-1]] * (len(batch.microbatches) - len(real))
         return replace(batch, microbatches=[*real, *again])
 
-    def cut(self: batching.Batcher, *args: Any) -> list[batching.GlobalBatch]:
-        return [repeated(batch) for batch in for_training(self, *args)]
-
-    patch.setattr(batching.Batcher, "for_training", cut)
+    return lambda *args: [repeated(batch) for batch in for_training(*args)]
 
 
-def _gradient_of_fillers(patch: pytest.MonkeyPatch) -> None:
-    nothing = Output.nothing
-
-    def something(self: Output) -> torch.Tensor:
-        return nothing(self) + 0.1 * self.hidden_TRD[..., 0].sum()
-
-    patch.setattr(Output, "nothing", something)
+def _gradient_of_fillers(nothing: Any) -> Any:
+    return lambda output: nothing(output) + 0.1 * output.hidden_TRD[..., 0].sum()
 
 
-def _results_in_the_order_of_the_plan(patch: pytest.MonkeyPatch) -> None:
-    for_scoring = batching.Batcher.for_scoring
-
-    def in_order(
-        self: batching.Batcher, data: BatchedDataDict, at_once: int
-    ) -> batching.ScoringBatches:
-        read = for_scoring(self, data, at_once)
+def _results_in_the_order_of_the_plan(for_scoring: Any) -> Any:
+    def in_order(batcher: Any, data: BatchedDataDict, at_once: int) -> batching.ScoringBatches:
+        read = for_scoring(batcher, data, at_once)
         order = iter(range(data.size))
         return replace(read, rows=[list(islice(order, len(rows))) for rows in read.rows])
 
-    patch.setattr(batching.Batcher, "for_scoring", in_order)
+    return in_order
 
 
-def _entropy_without_gradient(patch: pytest.MonkeyPatch) -> None:
-    scores = Output.next_token_scores
-
-    def detached(self: Output, *args: Any, **kwargs: Any) -> Any:
-        logprobs, entropy = scores(self, *args, **kwargs)
+def _entropy_without_gradient(scores: Any) -> Any:
+    def detached(*args: Any, **kwargs: Any) -> Any:
+        logprobs, entropy = scores(*args, **kwargs)
         return logprobs, None if entropy is None else entropy.detach()
 
-    patch.setattr(Output, "next_token_scores", detached)
+    return detached
 
 
-def _no_gradient_of_an_expert(patch: pytest.MonkeyPatch) -> None:
-    separated = trainable.separate_experts
-
+def _no_gradient_of_an_expert(separated: Any) -> Any:
     def dropped(held: Held, place: Placement) -> None:
         separated(held, place)
         for entry, parameter in held:
             if (entry.layer, entry.expert) == (2, 1):
                 parameter.register_hook(torch.zeros_like)
 
-    patch.setattr(trainable, "separate_experts", dropped)
+    return dropped
 
 
-def _experts_not_apart(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(trainable, "separate_experts", lambda held, place: None)
-
-
-def _experts_among_all_else(patch: pytest.MonkeyPatch) -> None:
+def _experts_among_all_else(separated: Any) -> Any:
     def together(held: Held, place: Placement) -> None:
         for entry, parameter in held:
             if of_expert(entry.row.megatron):
                 parameter.allreduce = True  # type: ignore[attr-defined]
 
-    patch.setattr(trainable, "separate_experts", together)
+    return together
 
 
-def _experts_swapped(patch: pytest.MonkeyPatch) -> None:
-    load = assemble.load_parameters
-
+def _experts_swapped(load: Any) -> Any:
     def swapped(held: Held, *args: Any) -> None:
         load(held, *args)
         named = {entry.megatron: parameter for entry, parameter in held}
@@ -180,45 +153,39 @@ def _experts_swapped(patch: pytest.MonkeyPatch) -> None:
                 other.copy_(parameter.data)
                 parameter.data.copy_(kept)
 
-    patch.setattr(assemble, "load_parameters", swapped)
+    return swapped
 
 
-def _copies_of_experts(patch: pytest.MonkeyPatch, copy: Callable[[Placement], Copy]) -> None:
-    of_all_else = Placement.copy_of
-
-    def copy_of(self: Placement, row: Any) -> Copy:
-        return copy(self) if of_expert(row.megatron) else of_all_else(self, row)
-
-    patch.setattr(Placement, "copy_of", copy_of)
+def _copies_of_experts(copy: Callable[[Placement], Copy]) -> Callable[[Any], Any]:
+    return lambda of_all_else: (
+        lambda place, row: copy(place) if of_expert(row.megatron) else of_all_else(place, row)
+    )
 
 
-def _every_copy_of_an_expert_counts(patch: pytest.MonkeyPatch) -> None:
-    _copies_of_experts(patch, lambda place: Copy(0, place.topology.edp))
-
-
-def _experts_of_the_first_replica_count(patch: pytest.MonkeyPatch) -> None:
-    _copies_of_experts(patch, lambda place: Copy(place.coords.dp, place.topology.dp))
-
-
-def _rows_of_fsdp2_are_single_sequences(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hugging_face, "sequences_in", lambda layout, cp: None)
-
-
-def _fsdp2_averages_gradients(patch: pytest.MonkeyPatch) -> None:
-    divided = FSDPModule.set_gradient_divide_factor
-    patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda module, _: divided(module, 2.0))
-
-
-def _parts_of_gradients_are_not_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(optimizer, "sum_partial", lambda trained, group: None)
-
-
-def _every_copy_counts_in_the_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Cut, "is_first", lambda cut, rank: True)
-
-
-def _fsdp1_reduces_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Fsdp1, "adding_gradients", lambda sharding, wanted: nullcontext())
+ONE_PIECE = (TokenLayout, "pieces", _one_piece)
+NEIGHBOURS = (tokens, "_layout", _neighbours)
+OWN_GRADIENT = (context_parallel._Gather, "backward", _own_gradient)
+LEFT_OUT = (losses, "counted", _mask_of_all_but_the_first)
+OWN_COUNTS = (step, "count_valid", _counts_of_one_replica)
+REPEATED = (batching.Batcher, "for_training", _repetitions_for_fillers)
+FILLERS_LEARN = (Output, "nothing", _gradient_of_fillers)
+ORDER_OF_PLAN = (batching.Batcher, "for_scoring", _results_in_the_order_of_the_plan)
+NO_ENTROPY_GRADIENT = (Output, "next_token_scores", _entropy_without_gradient)
+DROPPED = (trainable, "separate_experts", _no_gradient_of_an_expert)
+NOT_APART = (trainable, "separate_experts", _always(None))
+AMONG_ALL_ELSE = (trainable, "separate_experts", _experts_among_all_else)
+SWAPPED = (assemble, "load_parameters", _experts_swapped)
+EVERY_COPY = _copies_of_experts(lambda place: Copy(0, place.topology.edp))
+FIRST_REPLICA = _copies_of_experts(lambda place: Copy(place.coords.dp, place.topology.dp))
+SINGLE_SEQUENCES = (hugging_face, "sequences_in", _always(None))
+NOT_SUMMED = (optimizer, "sum_partial", _always(None))
+EVERY_CUT = (Cut, "is_first", _always(True))
+REDUCED_AGAIN = (Fsdp1, "adding_gradients", lambda old: lambda sharding, wanted: nullcontext())
+AVERAGED = (
+    FSDPModule,
+    "set_gradient_divide_factor",
+    lambda divide: lambda module, _: divide(module, 2.0),
+)
 
 
 READ = ("logprobs before", "logprobs after", "reference", "entropy", "top-k")
@@ -227,122 +194,82 @@ UNTRAINED = ("logprobs before", "reference", "entropy", "top-k")
 LEARNED = ("grad norm", "weights", "logprobs after")
 MUTATIONS = {
     "packed sequences see those before them": Mutation(
-        Cell("one process", "packed", "token", "qwen2"), _one_piece, (*READ, *TRAINED)
+        Cell("one process", "packed", "token", "qwen2"), ONE_PIECE, (*READ, *TRAINED)
     ),
     "a context-parallel rank takes its positions for neighbours": Mutation(
-        Cell("CP2", "padded", "token", "qwen3"), _neighbours, (*READ, *TRAINED)
+        Cell("CP2", "padded", "token", "qwen3"), NEIGHBOURS, (*READ, *TRAINED)
     ),
     "keys of other context-parallel ranks get no gradient": Mutation(
-        Cell("CP2", "packed", "policy gradient", "qwen2"),
-        _own_gradient,
-        LEARNED,
-        UNTRAINED,
+        Cell("CP2", "packed", "policy gradient", "qwen2"), OWN_GRADIENT, LEARNED, UNTRAINED
     ),
     "the first sequence of a microbatch is left out of the loss": Mutation(
         Cell("one process", "packed", "policy gradient", "qwen3"),
-        _mask_of_all_but_the_first,
+        LEFT_OUT,
         ("loss", "grad norm", "weights"),
         UNTRAINED,
     ),
     "replicas divide by their own counts": Mutation(
         Cell("DP2", "dynamic", "sequence", "qwen2"),
-        _counts_of_one_replica,
+        OWN_COUNTS,
         ("loss", "grad norm", "weights"),
         UNTRAINED,
     ),
     "a filler repeats what was computed already": Mutation(
         Cell("PP2xVPP2", "dynamic", "token", "qwen3", 1),
-        _repetitions_for_fillers,
+        REPEATED,
         # Gradients are clipped: twice as large, they make the same weights.
         ("loss", "metrics", "grad norm"),
         UNTRAINED,
     ),
     "a filler leaves a gradient": Mutation(
-        Cell("PP2xVPP2", "packed", "policy gradient", "qwen2", 1),
-        _gradient_of_fillers,
-        LEARNED,
-        UNTRAINED,
+        Cell("PP2xVPP2", "packed", "policy gradient", "qwen2", 1), FILLERS_LEARN, LEARNED, UNTRAINED
     ),
     "results are placed in the order of the plan": Mutation(
-        Cell("one process", "dynamic", "sequence", "qwen2"),
-        _results_in_the_order_of_the_plan,
-        READ,
-        TRAINED,
+        Cell("one process", "dynamic", "sequence", "qwen2"), ORDER_OF_PLAN, READ, TRAINED
     ),
     "the entropy has no gradient": Mutation(
-        Cell("TP2", "packed", "policy gradient", "qwen3"),
-        _entropy_without_gradient,
-        LEARNED,
-        UNTRAINED,
+        Cell("TP2", "packed", "policy gradient", "qwen3"), NO_ENTROPY_GRADIENT, LEARNED, UNTRAINED
     ),
     "an expert's gradient is dropped": Mutation(
-        Cell("EP2", "padded", "sequence", "qwen3_moe"),
-        _no_gradient_of_an_expert,
-        LEARNED,
-        UNTRAINED,
+        Cell("EP2", "padded", "sequence", "qwen3_moe"), DROPPED, LEARNED, UNTRAINED
     ),
     "gradients of experts are not reduced over the ranks that hold the same": Mutation(
-        Cell("TP2+SP, experts whole", "dynamic", "token", "gpt_oss"),
-        _experts_not_apart,
-        LEARNED,
-        UNTRAINED,
+        Cell("TP2+SP, experts whole", "dynamic", "token", "gpt_oss"), NOT_APART, LEARNED, UNTRAINED
     ),
     "gradients of experts are reduced over ranks that hold others": Mutation(
-        Cell("EP2", "padded", "sequence", "qwen3_moe"),
-        _experts_among_all_else,
-        LEARNED,
-        UNTRAINED,
+        Cell("EP2", "padded", "sequence", "qwen3_moe"), AMONG_ALL_ELSE, LEARNED, UNTRAINED
     ),
     "a filler leaves a gradient in experts": Mutation(
-        Cell("EP4", "dynamic", "sequence", "qwen3_moe", 3),
-        _gradient_of_fillers,
-        LEARNED,
-        UNTRAINED,
+        Cell("EP4", "dynamic", "sequence", "qwen3_moe", 3), FILLERS_LEARN, LEARNED, UNTRAINED
     ),
     "two experts are swapped on loading": Mutation(
-        Cell("EP2xTP2+SP", "padded", "sequence", "mixtral"),
-        _experts_swapped,
-        (*READ, *TRAINED),
+        Cell("EP2xTP2+SP", "padded", "sequence", "mixtral"), SWAPPED, (*READ, *TRAINED)
     ),
     "the norm counts every copy of an expert": Mutation(
         Cell("TP2+SP, experts whole", "dynamic", "token", "gpt_oss"),
-        _every_copy_of_an_expert_counts,
+        (Placement, "copy_of", EVERY_COPY),
         LEARNED,
         UNTRAINED,
     ),
     "the norm counts experts of one replica only": Mutation(
         Cell("EP2", "padded", "sequence", "qwen3_moe"),
-        _experts_of_the_first_replica_count,
+        (Placement, "copy_of", FIRST_REPLICA),
         LEARNED,
         UNTRAINED,
     ),
     "attention under FSDP2 is not told of packed sequences": Mutation(
-        Cell("FSDP2 x 2", "packed", "token", "qwen2"),
-        _rows_of_fsdp2_are_single_sequences,
-        (*READ, *TRAINED),
+        Cell("FSDP2 x 2", "packed", "token", "qwen2"), SINGLE_SEQUENCES, (*READ, *TRAINED)
     ),
     "FSDP2 averages gradients over ranks": Mutation(
-        Cell("FSDP2 x 2", "dynamic", "sequence", "qwen2"),
-        _fsdp2_averages_gradients,
-        ("grad norm",),
-        UNTRAINED,
+        Cell("FSDP2 x 2", "dynamic", "sequence", "qwen2"), AVERAGED, ("grad norm",), UNTRAINED
     ),
     "norms of heads under FSDP2 learn from one tensor-parallel rank's heads": Mutation(
-        Cell("FSDP2 TP2 x 2", "packed", "sequence", "qwen3"),
-        _parts_of_gradients_are_not_summed,
-        LEARNED,
-        UNTRAINED,
+        Cell("FSDP2 TP2 x 2", "packed", "sequence", "qwen3"), NOT_SUMMED, LEARNED, UNTRAINED
     ),
     "the norm under FSDP2 counts every copy of a weight": Mutation(
-        Cell("FSDP2 TP2 x 2", "packed", "sequence", "qwen3"),
-        _every_copy_counts_in_the_norm,
-        ("grad norm",),
-        UNTRAINED,
+        Cell("FSDP2 TP2 x 2", "packed", "sequence", "qwen3"), EVERY_CUT, ("grad norm",), UNTRAINED
     ),
     "FSDP1 reduces gradients again with those of the next microbatch": Mutation(
-        Cell("FSDP1 2 copies", "padded", "token", "qwen2"),
-        _fsdp1_reduces_again,
-        ("grad norm",),
-        UNTRAINED,
+        Cell("FSDP1 2 copies", "padded", "token", "qwen2"), REDUCED_AGAIN, ("grad norm",), UNTRAINED
     ),
 }

@@ -111,9 +111,7 @@ def _alone(model: PreTrainedModel, tokens_S: torch.Tensor, length: int) -> torch
 def _next_tokens(
     logits_LV: torch.Tensor, tokens_L: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities of the tokens from the second on, and the entropies of what they are drawn
-    from, `[L - 1]`.
-    """
+    """Log-probabilities and entropies of the tokens from the second on, `[L - 1]`."""
     scores_LV = (logits_LV[:-1] / temperature).log_softmax(-1)
     logprobs_L = scores_LV.gather(-1, tokens_L[1:, None]).squeeze(-1)
     return logprobs_L, -(scores_LV.exp() * scores_LV).sum(-1)
@@ -160,9 +158,7 @@ def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def truth(cell: cases.Cell, path: Path, dtype: torch.dtype = torch.float64) -> Truth:
-    """What a cell must reproduce; computed once for all cells of one model, loss, temperature and
-    norm to clip to.
-    """
+    """What a cell must reproduce; computed once for all cells of which it is the same."""
     return _truth(path, cell.loss, cell.rows, cell.temperature, cell.clip, dtype)
 
 

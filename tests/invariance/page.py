@@ -6,50 +6,16 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from megatron_policy.packing.bins import ALGORITHMS, BALANCED
-from tests.dist.layouts import (
-    EXPERT_LAYOUTS,
-    FAMILIES,
-    FSDP1_LAYOUTS,
-    FSDP2_LAYOUTS,
-    FSDP2_TENSOR_LAYOUTS,
-    LENGTH,
-    SIZES,
-    VOCAB,
-)
+from tests.dist.layouts import SIZES
 from tests.exact import ROOM
+from tests.invariance import cases
 from tests.invariance.array import ARRAY
-from tests.invariance.cases import (
-    BATCHINGS,
-    CANDIDATES,
-    CELLS,
-    CLOSEST,
-    EMPTY,
-    EXPERT_LOSSES,
-    FEW_OF_EXPERTS,
-    FSDP1_CELLS,
-    FSDP2_LOSSES,
-    FURTHER_FSDP1_CELLS,
-    FURTHER_FSDP2_CELLS,
-    FURTHER_TENSOR_PARALLEL_CELLS,
-    LAYOUTS,
-    LEFT_OUT,
-    LENGTHS,
-    LOSSES,
-    ROWS,
-    STEPS,
-    TEMPERATURE,
-    TEMPERED,
-    TENSOR_PARALLEL_CELLS,
-    TILE,
-    WITH_LOGITS,
-    Cell,
-)
+from tests.invariance.cases import CELLS, LENGTHS, ROWS, Cell
 from tests.invariance.compare import QUANTITIES
 from tests.invariance.further import FURTHER, Collected, FurtherCell, Table
 
@@ -176,48 +142,19 @@ def render(measured: Measured, further: Mapping[str, str]) -> str:
         table="\n".join(f"| {row} |" for row in table),
         **further,
         versions="\n".join(["| package | version |", "|---|---|", *packages]),
-        layouts=len(LAYOUTS),
-        batchings=len(BATCHINGS),
-        losses=len(LOSSES),
-        families=len(FAMILIES),
-        product=len(LAYOUTS) * len(BATCHINGS) * len(LOSSES) * len(FAMILIES),
-        latin=len(LAYOUTS) * len(BATCHINGS),
-        small=sum(cell.rows != ROWS for cell in CELLS) - len(FEW_OF_EXPERTS),
-        expert_count=len(EXPERT_LOSSES),
-        expert_layouts=len(EXPERT_LAYOUTS),
-        expert_latin=len(EXPERT_LAYOUTS) * len(BATCHINGS),
-        expert_small=len(FEW_OF_EXPERTS),
-        per_layout=len(BATCHINGS),
-        closest=f"{CLOSEST:g}",
-        fsdp_layouts=len(FSDP2_LAYOUTS),
-        fsdp_families=len(FSDP2_LOSSES),
-        fsdp_latin=sum(cell.layout in FSDP2_LAYOUTS for cell in CELLS),
-        tensor_layouts=len(FSDP2_TENSOR_LAYOUTS),
-        tensor_run=len(TENSOR_PARALLEL_CELLS),
-        tensor_further=len(FURTHER_TENSOR_PARALLEL_CELLS),
-        fsdp_further=len(FURTHER_FSDP2_CELLS),
+        cases=cases,
+        sizes=SIZES,
+        count={name: len(value) for name, value in vars(cases).items() if isinstance(value, Sized)},
+        product=len(cases.LAYOUTS) * len(cases.BATCHINGS) * len(cases.LOSSES) * len(cases.FAMILIES),
+        latin=len(cases.LAYOUTS) * len(cases.BATCHINGS),
+        small=sum(cell.rows != ROWS for cell in CELLS) - len(cases.FEW_OF_EXPERTS),
+        expert_latin=len(cases.EXPERT_LAYOUTS) * len(cases.BATCHINGS),
+        fsdp_latin=sum(cell.layout in cases.FSDP2_LAYOUTS for cell in CELLS),
         array=len(ARRAY),
         array_layouts=len({cell.layout for cell in ARRAY}),
-        fsdp1_layouts=len(FSDP1_LAYOUTS),
-        fsdp1_run=len(FSDP1_CELLS),
-        fsdp1_further=len(FURTHER_FSDP1_CELLS),
-        logits=len(WITH_LOGITS),
-        algorithms=len(ALGORITHMS),
-        default=BALANCED,
-        temperature=TEMPERATURE,
-        tempered=len(TEMPERED),
-        room=f"{ROOM:g}",
-        rows=ROWS,
-        steps=STEPS,
+        room=ROOM,
         lengths=", ".join(map(str, LENGTHS[:ROWS])) + " and " + ", ".join(map(str, LENGTHS[ROWS:])),
         ones=LENGTHS.count(1),
-        empty=len(EMPTY),
-        left_out=len(LEFT_OUT),
-        length=LENGTH,
-        vocab=VOCAB,
-        tile=TILE,
-        candidates=CANDIDATES,
-        **{name: SIZES[name] for name in ("layers", "heads", "groups", "hidden")},
     )
     return "\n\n".join(map(_wrapped, text.split("\n\n")))
 
