@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from tests import scalar_oracle
-from tests.exact import load_hf
+from tests import oracle, scalar_oracle
+from tests.exact import Exact, InDouble, load_hf
 
 RANK, ALPHA = 4, 6.0
 _ADAPTER, _IN_FULL = ".default", ".modules_to_save"
@@ -83,6 +83,14 @@ class Loads:
         if self._shared:
             share_a(model)
         return model
+
+
+def logprobs(base: Path, adapters: Path, tokens: torch.Tensor) -> Exact:
+    """What PEFT makes of the tokens with the adapters of a directory."""
+    load = Loads(adapters)
+    rounded, double = oracle.hf_logprobs(load(base), tokens), load(base, torch.float64)
+    with InDouble():
+        return Exact.between(rounded.detach(), oracle.hf_logprobs(double, tokens).detach())
 
 
 def saved_name(name: str) -> str:

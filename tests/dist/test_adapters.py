@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,17 @@ from tests.invariance.further import PACKED as PACKED_ROWS
 STEPS = 2
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SOME = ["q_proj", "v_proj", "up_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+FULL = {
+    "activation_checkpointing": True,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}
+MLP_OF_LAST = [f"{layer}.mlp.{each}" for layer in (2, 3) for each in ALL[4:]]
+LAST = [f"model.layers.{layer}.mlp.*" for layer in (2, 3)]
+"""Modules of the second of two stages: the first trains nothing."""
 
 
 def adapted(path: Path, megatron: dict[str, Any], adapters: Path | None, **peft: Any) -> Any:
@@ -44,6 +56,85 @@ def adapted(path: Path, megatron: dict[str, Any], adapters: Path | None, **peft:
     if adapters is not None:
         section["start_from"] = str(adapters)
     return policy_config(path, {**megatron, "peft": section})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Adapters of one kind, by the modules that the policy adapts; how PEFT makes and loads the
+    same, or plain torch where PEFT has no such modules.
+    """
+
+    family: str
+    modules: list[str]
+    make: Callable[[Path, Path], Path]
+    load: Callable[[Path], Any] = peft_models.Loads
+    own: Callable[[str], Any] = peft_models.is_adapter
+    saved: Callable[[str], str] = peft_models.saved_name
+
+
+def of_peft(family: str, modules: list[str], theirs: list[str] | None = None, **how: Any) -> Kind:
+    return Kind(
+        family, modules, partial(peft_models.make_adapters, modules=theirs or modules, **how)
+    )
+
+
+def of_stacks(*stacks: str) -> Kind:
+    """PEFT adapts the parameters themselves (`target_parameters`)."""
+    modules = ["q_proj", "o_proj"]
+    parameters = [f"experts.{each}" for each in stacks]
+    return of_peft("gpt_oss", [*modules, *stacks], modules, stacks=parameters)
+
+
+KINDS = {
+    OF_MODULES: of_peft("qwen2", ALL),
+    "of some modules": of_peft("qwen2", SOME),
+    FUSED: replace(
+        of_peft("qwen2", [], ALL, shared=True), load=partial(peft_models.Loads, shared=True)
+    ),
+    "of one stage": of_peft("qwen2", LAST, MLP_OF_LAST),
+    OF_EXPERTS: Kind(
+        "qwen3_moe",
+        ["model.layers.*.mlp.experts.*"],
+        peft_models.make_expert_adapters,
+        peft_models.LoadsExperts,
+        peft_models.is_expert_adapter,
+        peft_models.saved_expert_name,
+    ),
+    LATENT_ATTENTION: of_peft("deepseek_v3", LATENT),
+    OF_STACKS: of_stacks("gate_up_proj", "down_proj"),
+    "of outputs' stacks": of_stacks("down_proj"),
+    "of inputs' stacks": of_stacks("gate_up_proj"),
+}
+OVERLAPS = "DP2 distributed optimizer, both overlaps"
+DAILY = [(kind, "one process") for kind in (OF_MODULES, OF_EXPERTS, LATENT_ATTENTION, OF_STACKS)]
+CASES: list[tuple[str, str, str, dict[str, Any]]] = [
+    *((OF_MODULES, name, PADDED, {}) for name in LAYOUTS),
+    *((FUSED, name, PADDED, {}) for name in LAYOUTS),
+    *(
+        ("of some modules", name, PADDED, {})
+        for name in ("one process", "TP2+SP", "PP2xVPP2", "TP2xPP2xDP2+SP", "TP2xCP2+SP")
+    ),
+    ("of one stage", "PP2", PADDED, FULL),
+    ("of one stage", "PP2", PADDED, {}),
+    ("of one stage", "PP2", PADDED, OVERLAPPED),
+    *((OF_MODULES, name, PADDED, FULL) for name in ("one process", "PP2")),
+    *((OF_MODULES, name, PACKED_ROWS, {}) for name in ("TP2xCP2+SP", OVERLAPS)),
+    (OF_EXPERTS, "one process", PADDED, {}),
+    *(
+        (OF_EXPERTS, name, PADDED, {})
+        for name in EXPERT_LAYOUTS
+        if "CP2" not in name or "EP2xCP2" in name
+    ),
+    (OF_EXPERTS, "EP2", PACKED_ROWS, {}),
+    *((LATENT_ATTENTION, name, PADDED, {}) for name in ("one process", "TP2+SP", "EP2xTP2+SP")),
+    *(
+        (OF_STACKS, name, PADDED, {})
+        for name in ("one process", "EP2", "EP2xTP2+SP", "EP2xCP2", "TP2+SP, experts whole")
+    ),
+    (OF_STACKS, "EP4xDP2, distributed optimizer, overlaps", PADDED, {}),
+    ("of outputs' stacks", "EP2xPP2", PADDED, {}),
+    ("of inputs' stacks", "EP4", PADDED, {}),
+]
 
 
 def train(config: dict[str, Any], data: BatchedDataDict, mbs: int | None = 1) -> dict[str, Any]:
@@ -61,7 +152,7 @@ def train(config: dict[str, Any], data: BatchedDataDict, mbs: int | None = 1) ->
             "reference": policy.reference_logprobs(read),
             "logprobs": policy.logprobs(read),
             "adapters": {n: t.clone() for n, t in policy.export(adapters=True)},
-            "weights": {n: t.clone() for n, t in policy.export()},
+            "names": {name for name, _ in policy.export()},
         }
 
 
@@ -74,180 +165,44 @@ def measured() -> Iterator[Collected]:
         page.write_further(collected)
 
 
-KINDS = {
-    "each module's": (ALL, {"target_modules": ALL}, False),
-    "some modules'": (SOME, {"target_modules": SOME}, False),
-    "fused": (ALL, {}, True),
-}
-
-
-CASES = [
-    (name, kind)
-    for kind in KINDS
-    for name in LAYOUTS
-    if (name, kind) != ("TP4 over 2 groups", "some modules'")
-]
-
-
-@pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "layout", "batching", "megatron"),
+    [pytest.param(*case, marks=[pytest.mark.daily] * (case[:2] in DAILY)) for case in CASES],
+)
 def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
-    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str, kind: str
+    ranks,
+    checkpoint,
+    measured: Collected,
+    tmp_path: Path,
+    kind: str,
+    layout: str,
+    batching: str,
+    megatron: dict[str, Any],
 ) -> None:
-    path = checkpoint("qwen2", tied=False, **SIZES)
-    modules, chosen, shared = KINDS[kind]
-    start = peft_models.make_adapters(path, tmp_path / "start", modules, shared=shared)
-    load = peft_models.Loads(start, shared=shared)
+    of, case, packed = KINDS[kind], (LAYOUTS | EXPERT_LAYOUTS)[layout], batching == PACKED_ROWS
+    path = checkpoint(of.family, tied=False, **SIZES)
+    start = of.make(path, tmp_path / "start")
     data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
-    own = peft_models.is_adapter
-    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
-    expected = hf.read(partial(oracle.hf_logprobs, tokens=data["input_ids"]))
-    of_base = Exact.of(path, partial(oracle.hf_logprobs, tokens=data["input_ids"]))
-    case = LAYOUTS[name]
-    before = tensors_of(path)
-    config = adapted(path, case.megatron, start, **chosen)
-    results = ranks.run(case.world, train, config, data)
+    hf = oracle.Learned.of(
+        path, data, GLOBAL_BATCH, oracle.token_level, own=of.own, load=of.load(start)
+    )
+    trained = {of.saved(n): w for n, w in hf.exact.weights.items() if of.own(n) is not None}
+    read = partial(oracle.hf_logprobs, tokens=data["input_ids"])
+    expected, of_base = hf.read(read), Exact.of(path, read)
+    config = adapted(path, case.megatron | megatron, start, target_modules=of.modules)
+    results = ranks.run(
+        case.world, train, config | PACKED if packed else config, data, None if packed else 1
+    )
     with margins.recorded() as record:
         for seen in results:
-            assert_trained(seen, hf, own, peft_models.saved_name)
-            assert seen["weights"].keys() == before.keys()
-            assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)
-            assert_equal("logprobs of the base", seen["base"][:, 1:], of_base)
-    of = {"each module's": OF_MODULES, "fused": FUSED}.get(kind, kind)
-    measured.add(FurtherCell(name, PADDED, of, "qwen2"), record)
-
-
-def assert_trained(
-    seen: dict[str, Any],
-    hf: oracle.Learned,
-    own: Callable[[str], object],
-    saved: Callable[[str], str],
-) -> None:
-    hf.assert_same_steps(seen["steps"])
-    assert torch.equal(seen["base"], seen["reference"])
-    trained = {saved(n): w for n, w in hf.exact.weights.items() if own(n) is not None}
-    assert trained and trained.keys() <= seen["adapters"].keys()
-    for weight, exact in trained.items():
-        hf.assert_same_weight(seen["adapters"][weight], exact, weight)
-
-
-FULL = {
-    "activation_checkpointing": True,
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
-PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}
-MLP_OF_LAST = [f"{layer}.mlp.{each}" for layer in (2, 3) for each in ALL[4:]]
-LAST = [f"model.layers.{layer}.mlp.*" for layer in (2, 3)]
-"""Modules of the second of two stages: the first trains nothing."""
-MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
-    "recomputed": ("one process", FULL, {}, ALL),
-    "recomputed, PP2": ("PP2", FULL, {}, ALL),
-    "packed, TP2xCP2+SP": ("TP2xCP2+SP", {}, PACKED, ALL),
-    "packed, DP2": ("DP2 distributed optimizer, both overlaps", {}, PACKED, ALL),
-    "one stage, PP2": ("PP2", {}, {}, LAST),
-    "one stage, distributed": ("PP2", OVERLAPPED, {}, LAST),
-    "one stage, recomputed": ("PP2", FULL, {}, LAST),
-}
-
-
-@pytest.mark.parametrize("name", MORE)
-def test_recomputed_packed_and_partly_adapted_models_are_trained_alike(
-    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str
-) -> None:
-    layout, megatron, top, modules = MORE[name]
-    path = checkpoint("qwen2", tied=False, **SIZES)
-    pattern = MLP_OF_LAST if modules is LAST else modules
-    start = peft_models.make_adapters(path, tmp_path / "start", pattern)
-    data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
-    own, load = peft_models.is_adapter, peft_models.Loads(start)
-    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
-    case = LAYOUTS[layout]
-    config = adapted(path, {**case.megatron, **megatron}, start, target_modules=modules) | top
-    results = ranks.run(case.world, train, config, data, 1 if not top else None)
-    with margins.recorded() as record:
-        for seen in results:
-            assert_trained(seen, hf, own, peft_models.saved_name)
-    if top and modules is ALL:
-        measured.add(FurtherCell(layout, PACKED_ROWS, OF_MODULES, "qwen2"), record)
-
-
-EXPERTS = [name for name in EXPERT_LAYOUTS if "CP2" not in name or "EP2xCP2" in name]
-
-
-@pytest.mark.parametrize("name", ["one process", *EXPERTS, "EP2, packed"])
-def test_adapters_of_experts_are_trained_like_plain_torchs(
-    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str
-) -> None:
-    path = checkpoint("qwen3_moe", tied=False, **SIZES)
-    start = peft_models.make_expert_adapters(path, tmp_path / "start")
-    data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
-    own, load = peft_models.is_expert_adapter, peft_models.LoadsExperts(start)
-    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
-    layout, batching = name.removesuffix(", packed"), PADDED
-    case = (LAYOUTS | EXPERT_LAYOUTS)[layout]
-    config = adapted(path, case.megatron, start, target_modules=["model.layers.*.mlp.experts.*"])
-    if layout != name:
-        config, batching = config | PACKED, PACKED_ROWS
-    results = ranks.run(case.world, train, config, data, 1 if batching == PADDED else None)
-    with margins.recorded() as record:
-        for seen in results:
-            assert_trained(seen, hf, own, peft_models.saved_expert_name)
-    measured.add(FurtherCell(layout, batching, OF_EXPERTS, "qwen3_moe"), record)
-
-
-LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-
-
-@pytest.mark.parametrize("name", ["one process", "TP2+SP", "EP2xTP2+SP"])
-def test_adapters_of_latent_attention_are_trained_like_pefts(
-    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str
-) -> None:
-    path = checkpoint("deepseek_v3", tied=False, **SIZES)
-    start = peft_models.make_adapters(path, tmp_path / "start", LATENT)
-    data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
-    own, load = peft_models.is_adapter, peft_models.Loads(start)
-    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
-    case = (LAYOUTS | EXPERT_LAYOUTS)[name]
-    config = adapted(path, case.megatron, start, target_modules=LATENT)
-    results = ranks.run(case.world, train, config, data)
-    with margins.recorded() as record:
-        for seen in results:
-            assert_trained(seen, hf, own, peft_models.saved_name)
-    measured.add(FurtherCell(name, PADDED, LATENT_ATTENTION, "deepseek_v3"), record)
-
-
-STACKS = ["gate_up_proj", "down_proj"]
-STACKED = [
-    ("one process", STACKS),
-    ("EP2", STACKS),
-    ("EP2xTP2+SP", STACKS),
-    ("EP2xPP2", ["down_proj"]),
-    ("EP2xCP2", STACKS),
-    ("EP4xDP2, distributed optimizer, overlaps", STACKS),
-    ("EP4", ["gate_up_proj"]),
-    ("TP2+SP, experts whole", STACKS),
-]
-
-
-@pytest.mark.parametrize(("name", "stacks"), STACKED)
-def test_adapters_of_stacked_experts_are_trained_like_pefts(
-    ranks, checkpoint, measured: Collected, tmp_path: Path, name: str, stacks: list[str]
-) -> None:
-    """PEFT adapts the parameters themselves (`target_parameters`)."""
-    path, modules = checkpoint("gpt_oss", tied=False, **SIZES), ["q_proj", "o_proj"]
-    parameters = [f"experts.{each}" for each in stacks]
-    start = peft_models.make_adapters(path, tmp_path / "start", modules, stacks=parameters)
-    data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
-    own, load = peft_models.is_adapter, peft_models.Loads(start)
-    hf = oracle.Learned.of(path, data, GLOBAL_BATCH, oracle.token_level, own=own, load=load)
-    expected = hf.read(partial(oracle.hf_logprobs, tokens=data["input_ids"]))
-    case = (LAYOUTS | EXPERT_LAYOUTS)[name]
-    config = adapted(path, case.megatron, start, target_modules=[*modules, *stacks])
-    results = ranks.run(case.world, train, config, data)
-    with margins.recorded() as record:
-        for seen in results:
-            assert_trained(seen, hf, own, peft_models.saved_name)
-            assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)
-    if stacks is STACKS:
-        measured.add(FurtherCell(name, PADDED, OF_STACKS, "gpt_oss"), record)
+            hf.assert_same_steps(seen["steps"])
+            assert torch.equal(seen["base"], seen["reference"])
+            assert trained and trained.keys() <= seen["adapters"].keys()
+            for weight, exact in trained.items():
+                hf.assert_same_weight(seen["adapters"][weight], exact, weight)
+            assert seen["names"] == tensors_of(path).keys()
+            if not packed:  # where padding is not read
+                assert_equal("logprobs after training", seen["logprobs"][:, 1:], expected)
+                assert_equal("logprobs of the base", seen["base"][:, 1:], of_base)
+    if not megatron:
+        measured.add(FurtherCell(layout, batching, kind, of.family), record)

@@ -65,15 +65,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "FSDP2 2x2 copies, bf16": ("FSDP2 2x2 copies", {}, BF16),
     "FSDP1 x 2, gradients, bf16": ("FSDP1 x 2, gradients", {}, BF16),
 }
-ROUTES: dict[str, tuple[MemoryState, ...]] = {
-    "none": (),
-    "as a colocated engine asks": (REFIT, IDLE, LOGPROB, TRAIN),
-    "backwards": (LOGPROB, IDLE, REFIT, IDLE, TRAIN),
-    "everything from everywhere": (
-        *(TRAIN, LOGPROB, TRAIN, REFIT, TRAIN, IDLE, TRAIN),
-        *(LOGPROB, REFIT, LOGPROB, IDLE, REFIT, TRAIN),
-    ),
-}
+EVERYWHERE: tuple[MemoryState, ...] = (
+    *(TRAIN, LOGPROB, TRAIN, REFIT, TRAIN, IDLE, TRAIN, LOGPROB),
+    *(REFIT, LOGPROB, IDLE, LOGPROB, IDLE, REFIT, IDLE, TRAIN),
+)
+"""From every state to every other one."""
 
 
 @pytest.fixture
@@ -147,17 +143,49 @@ def on_device(tensors: list[torch.Tensor]) -> dict[int, int]:
     return {key: size for key, size in sizes.items() if size >= SMALL}
 
 
-def travelled(config: dict[str, Any], routes: tuple[str, ...]) -> dict[str, Any]:
-    """A step for each route through the states, which it follows, and what came of them."""
+def assert_sizes(policy: MegatronPolicy) -> None:
+    """Storages are empty or full as each state says."""
+    memory = policy.memory
+    policy._engine.trainable.zero_gradients()
+    groups = {
+        Kind.PARAMETERS: parameters(policy),
+        Kind.GRADIENTS: gradients(policy),
+        Kind.OPTIMIZER: optimizer_tensors(policy),
+    }
+    if not policy.config.megatron_cfg.enabled:
+        assert groups.pop(Kind.GRADIENTS) == [], "it has no buffers of gradients"
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in groups[Kind.PARAMETERS]}
+    groups[Kind.OPTIMIZER] = [
+        t for t in groups[Kind.OPTIMIZER] if t.untyped_storage().data_ptr() not in theirs
+    ]
+    full = {kind: on_device(tensors) for kind, tensors in groups.items()}
+    assert all(full.values())
+    ceilings = memory.ceilings()
+    for state in (REFIT, IDLE, LOGPROB, TRAIN, IDLE, TRAIN):
+        memory.enter(state)
+        assert memory.state is state
+        for kind, tensors in groups.items():
+            here = full[kind] if kind in state.holds else {}
+            assert on_device(tensors) == here, (state, kind)
+            assert bool(memory.resident_bytes()[kind]) == (kind in state.holds)
+        assert sum(memory.resident_bytes().values()) == ceilings[state.name]
+        assert memory.ceilings() == ceilings
+    assert not any(bool(each.any()) for each in gradients(policy))
+    assert ceilings["idle"] == 0 < ceilings["logprob"] == ceilings["refit"] < ceilings["train"]
+
+
+def travelled(config: dict[str, Any], route: tuple[MemoryState, ...]) -> dict[str, Any]:
+    """Two steps, each after that route through the states, and what came of them."""
     with open_policy(config) as policy:
         memory_of(policy)
         seen: dict[str, Any] = {"losses": [], "logprobs": []}
-        for name in routes:
-            for state in ROUTES[name]:
+        for _ in range(2):
+            for state in route:
                 policy.memory.enter(state)
             seen["losses"].append(step(policy))
             seen["logprobs"].append(read(policy))
         seen["tensors"] = everything(policy)
+        assert_sizes(policy)
         return seen
 
 
@@ -165,78 +193,24 @@ def assert_bit_equal(moved: dict[str, Any], still: dict[str, Any]) -> None:
     for a, b in zip(moved["losses"], still["losses"], strict=True):
         assert torch.equal(a["loss"], b["loss"])
         assert torch.equal(a["grad_norm"], b["grad_norm"])
-    pairs = [*zip(moved["logprobs"], still["logprobs"], strict=True)]
-    pairs += zip(moved["tensors"], still["tensors"], strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    for kind in ("logprobs", "tensors"):
+        assert same(moved[kind], still[kind]), kind
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_after_every_route_through_the_states_is_bit_equal_to_staying(
+def test_states_hold_what_they_say_and_training_after_every_route_is_bit_equal_to_staying(
     ranks, config_of, name: str
 ) -> None:
     world, config = config_of(name)
-    # Before the first step there are no moments yet.
-    routes = ("everything from everywhere", "as a colocated engine asks", "backwards")
-    routes += ("everything from everywhere",)
-    stayed = ranks.run(world, travelled, config, ("none",) * len(routes))
+    stayed = ranks.run(world, travelled, config, ())
     losses = [each["loss"].item() for each in stayed[0]["losses"]]
     assert len(set(losses)) == len(losses), "the steps change nothing: there is nothing to lose"
-    for moved, still in zip(ranks.run(world, travelled, config, routes), stayed, strict=True):
+    for moved, still in zip(ranks.run(world, travelled, config, EVERYWHERE), stayed, strict=True):
         assert_bit_equal(moved, still)
-
-
-def sizes_in_states(config: dict[str, Any]) -> None:
-    """Asserts, on a rank, that storages are empty or full as each state says."""
-    with open_policy(config) as policy:
-        memory = memory_of(policy)
-        step(policy)
-        read(policy)
-        policy._engine.trainable.zero_gradients()
-        groups = {
-            Kind.PARAMETERS: parameters(policy),
-            Kind.GRADIENTS: gradients(policy),
-            Kind.OPTIMIZER: optimizer_tensors(policy),
-        }
-        if not policy.config.megatron_cfg.enabled:
-            assert groups.pop(Kind.GRADIENTS) == [], "it has no buffers of gradients"
-        theirs = {tensor.untyped_storage().data_ptr() for tensor in groups[Kind.PARAMETERS]}
-        groups[Kind.OPTIMIZER] = [
-            t for t in groups[Kind.OPTIMIZER] if t.untyped_storage().data_ptr() not in theirs
-        ]
-        full = {kind: on_device(tensors) for kind, tensors in groups.items()}
-        assert all(full.values())
-        ceilings = memory.ceilings()
-        for state in (REFIT, IDLE, LOGPROB, TRAIN, IDLE, TRAIN):
-            policy.memory.enter(state)
-            assert memory.state is state
-            for kind, tensors in groups.items():
-                here = full[kind] if kind in state.holds else {}
-                assert on_device(tensors) == here, (state, kind)
-                assert bool(memory.resident_bytes()[kind]) == (kind in state.holds)
-            assert sum(memory.resident_bytes().values()) == ceilings[state.name]
-            assert memory.ceilings() == ceilings
-        assert not any(bool(each.any()) for each in gradients(policy))
-        assert ceilings["idle"] == 0 < ceilings["logprob"] == ceilings["refit"] < ceilings["train"]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_storages_are_empty_in_the_states_that_do_not_hold_them(
-    ranks, config_of, name: str
-) -> None:
-    world, config = config_of(name)
-    ranks.run(world, sizes_in_states, config)
-
-
-class Counted:
-    """Blocks of host memory as they were made."""
-
-    def __init__(self) -> None:
-        self.addresses: list[int] = []
-
-    def __call__(self, nbytes: int) -> torch.Tensor:
-        block = torch.empty(nbytes, dtype=torch.uint8)
-        self.addresses.append(block.data_ptr())
-        return block
 
 
 def addresses(policy: MegatronPolicy) -> list[int]:
@@ -245,33 +219,30 @@ def addresses(policy: MegatronPolicy) -> list[int]:
     return [tensor.untyped_storage().data_ptr() for tensor in held]
 
 
-def again_and_again(config: dict[str, Any]) -> None:
+def repeat_every_transition(config: dict[str, Any]) -> None:
+    blocks: list[torch.Tensor] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        blocks.append(torch.empty(nbytes, dtype=torch.uint8))
+        return blocks[-1]
+
     with open_policy(config) as policy:
-        blocks = Counted()
-        memory = memory_of(policy, pool=lambda: PinnedMemoryPool(blocks, 1 << 16))
+        memory = memory_of(policy, pool=lambda: PinnedMemoryPool(allocate, 1 << 16))
         step(policy)
         policy.memory.enter(IDLE)
-        made, kept = list(blocks.addresses), memory.host_bytes
+        made, kept = len(blocks), memory.host_bytes
         mains = [p for o in optimizers(policy) for group in o.param_groups for p in group["params"]]
         assert all(main.grad is None for main in mains), "gradients beside the buffers stay"
-        assert len(made) > 2 and kept == len(made) << 16
+        assert made > 2 and kept == made << 16
         for _ in range(5):
             for state in (IDLE, LOGPROB, LOGPROB, REFIT, REFIT, TRAIN, TRAIN, IDLE):
                 policy.memory.enter(state)
                 before = addresses(policy)
                 policy.memory.enter(state)
                 assert addresses(policy) == before
-        assert blocks.addresses == made and memory.host_bytes == kept
+        assert len(blocks) == made and memory.host_bytes == kept
         policy.memory.enter(TRAIN)
         step(policy)
-
-
-@pytest.mark.parametrize("name", ["one process", "distributed fp32 main parameters"])
-def test_a_repeated_transition_does_nothing_and_five_cycles_make_no_new_host_memory(
-    ranks, config_of, name: str
-) -> None:
-    world, config = config_of(name)
-    ranks.run(world, again_and_again, config)
 
 
 class Limited:
@@ -342,7 +313,7 @@ def one_without_room(config: dict[str, Any]) -> str:
         resize.left = None
         policy.memory.enter(TRAIN)
         assert memory.state is TRAIN
-        assert all(torch.equal(a, b) for a, b in zip(everything(policy), before, strict=True))
+        assert same(everything(policy), before)
         step(policy)
         return str(error.value)
 
@@ -353,7 +324,53 @@ def test_a_rank_without_room_stops_all_and_the_repeat_brings_all_there(ranks, co
         assert "interrupted on the way to train" in said
 
 
-def no_host_memory(config: dict[str, Any]) -> None:
+def move_kinds_by_themselves(config: dict[str, Any]) -> None:
+    with open_policy(config) as policy:
+        memory = memory_of(policy)
+        step(policy)
+        read(policy)
+        expected = [each.clone() for each in gradients(policy)]
+        assert any(bool(each.any()) for each in expected)
+
+        policy.memory.onload(Kind.PARAMETERS)
+        assert memory.state is TRAIN
+        policy.memory.offload("parameters")
+        assert memory.state == MemoryState("partial", frozenset({Kind.GRADIENTS, Kind.OPTIMIZER}))
+        with pytest.raises(ConfigError, match=r"partial.*gradients, optimizer.*lp_inference"):
+            read(policy)
+        policy.memory.onload(Kind.PARAMETERS)
+        assert same(gradients(policy), expected)
+
+        policy.memory.offload(["optimizer", "gradients"])
+        assert memory.state is LOGPROB
+        policy.memory.offload("parameters")
+        assert memory.state is IDLE
+        policy.memory.onload(Kind.PARAMETERS)
+        assert memory.state is LOGPROB
+        policy.memory.onload(("optimizer", "gradients"))
+        assert memory.state is TRAIN and memory.state.holds == ALL
+        with pytest.raises(ConfigError, match="weights cannot be moved"):
+            policy.memory.onload("weights")
+        step(policy)
+
+
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [
+        pytest.param(repeat_every_transition, "one process", marks=pytest.mark.daily),
+        (repeat_every_transition, "distributed fp32 main parameters"),
+        pytest.param(move_kinds_by_themselves, "one process", marks=pytest.mark.daily),
+        (move_kinds_by_themselves, "distributed optimizer, overlapped"),
+    ],
+)
+def test_a_repeat_does_nothing_and_kinds_that_move_by_themselves_keep_their_content(
+    ranks, config_of, act: Callable[..., None], name: str
+) -> None:
+    world, config = config_of(name)
+    ranks.run(world, act, config)
+
+
+def go_out_without_host_memory(config: dict[str, Any]) -> None:
     with open_policy(config) as policy:
         step(policy)
         before, blocks = everything(policy), [True]
@@ -370,59 +387,17 @@ def no_host_memory(config: dict[str, Any]) -> None:
         assert memory.state.holds == {Kind.PARAMETERS}
         read(policy)
         policy.memory.enter(TRAIN)
-        assert all(torch.equal(a, b) for a, b in zip(everything(policy), before, strict=True))
+        assert same(everything(policy), before)
         with pytest.raises(TransitionError, match="no host memory"):
             policy.memory.enter(IDLE)
         blocks += [True] * 100
         policy.memory.enter(IDLE)
         assert sum(memory.resident_bytes().values()) == 0
         policy.memory.enter(TRAIN)
-        assert all(torch.equal(a, b) for a, b in zip(everything(policy), before, strict=True))
+        assert same(everything(policy), before)
 
 
-def test_a_way_out_without_host_memory_leaves_the_rest_where_it_was(ranks, config_of) -> None:
-    ranks.run(1, no_host_memory, config_of("one process")[1])
-
-
-def partly(config: dict[str, Any]) -> None:
-    with open_policy(config) as policy:
-        memory = memory_of(policy)
-        step(policy)
-        read(policy)
-        expected = [each.clone() for each in gradients(policy)]
-        assert any(bool(each.any()) for each in expected)
-
-        policy.memory.onload(Kind.PARAMETERS)
-        assert memory.state is TRAIN
-        policy.memory.offload("parameters")
-        assert memory.state == MemoryState("partial", frozenset({Kind.GRADIENTS, Kind.OPTIMIZER}))
-        with pytest.raises(ConfigError, match=r"partial.*gradients, optimizer.*lp_inference"):
-            read(policy)
-        policy.memory.onload(Kind.PARAMETERS)
-        assert all(torch.equal(a, b) for a, b in zip(gradients(policy), expected, strict=True))
-
-        policy.memory.offload(["optimizer", "gradients"])
-        assert memory.state is LOGPROB
-        policy.memory.offload("parameters")
-        assert memory.state is IDLE
-        policy.memory.onload(Kind.PARAMETERS)
-        assert memory.state is LOGPROB
-        policy.memory.onload(("optimizer", "gradients"))
-        assert memory.state is TRAIN and memory.state.holds == ALL
-        with pytest.raises(ConfigError, match="weights cannot be moved"):
-            policy.memory.onload("weights")
-        step(policy)
-
-
-@pytest.mark.parametrize("name", ["one process", "distributed optimizer, overlapped"])
-def test_kinds_move_by_themselves_and_kept_train_buffers_keep_their_content(
-    ranks, config_of, name: str
-) -> None:
-    world, config = config_of(name)
-    ranks.run(world, partly, config)
-
-
-def held(config: dict[str, Any]) -> None:
+def stay_while_the_reference_is_active(config: dict[str, Any]) -> None:
     with open_policy(config) as policy:
         memory = memory_of(policy)
         own = everything(policy)
@@ -440,14 +415,10 @@ def held(config: dict[str, Any]) -> None:
         with policy.reference():
             read(policy)
         policy.memory.enter(TRAIN)
-        assert all(torch.equal(a, b) for a, b in zip(everything(policy), own, strict=True))
+        assert same(everything(policy), own)
 
 
-def test_nothing_moves_while_the_reference_is_active(ranks, config_of) -> None:
-    ranks.run(1, held, config_of("one process")[1])
-
-
-def on_the_cpu(config: dict[str, Any]) -> None:
+def free_gradients_alone_on_the_cpu(config: dict[str, Any]) -> None:
     with open_policy(config) as policy:
         memory = memory_of(policy, move=None)
         step(policy)
@@ -465,13 +436,7 @@ def on_the_cpu(config: dict[str, Any]) -> None:
         step(policy)
 
 
-def test_on_the_cpu_only_gradients_are_freed_and_the_states_refuse_all_the_same(
-    ranks, config_of
-) -> None:
-    ranks.run(1, on_the_cpu, config_of("one process")[1])
-
-
-def moved_by_name(config: dict[str, Any]) -> None:
+def move_a_chunk_by_the_name_of_a_device(config: dict[str, Any]) -> None:
     with open_policy(config) as policy:
         memory = memory_of(policy)
         (chunk,), (model,) = policy._engine.trainable.chunks, policy._engine.pipeline.models
@@ -488,11 +453,7 @@ def moved_by_name(config: dict[str, Any]) -> None:
         step(policy)
 
 
-def test_a_chunk_moved_by_the_name_of_a_device_takes_its_parameters_along(ranks, config_of) -> None:
-    ranks.run(1, moved_by_name, config_of("one process")[1])
-
-
-def half_read(config: dict[str, Any]) -> None:
+def stay_while_an_iterator_is_half_read(config: dict[str, Any]) -> None:
     with open_policy(config) as policy:
         memory = memory_of(policy)
         weights = memory.during("export()", SEND_WEIGHTS, policy.named_parameters())
@@ -508,11 +469,7 @@ def half_read(config: dict[str, Any]) -> None:
             next(late)
 
 
-def test_nothing_moves_while_an_iterator_is_half_read(ranks, config_of) -> None:
-    ranks.run(1, half_read, config_of("one process")[1])
-
-
-def untrained(config: dict[str, Any]) -> None:
+def move_weights_without_an_optimizer(config: dict[str, Any]) -> None:
     with open_policy(config, init_optimizer=False) as policy:
         memory = memory_of(policy)
         before = read(policy)
@@ -522,5 +479,17 @@ def untrained(config: dict[str, Any]) -> None:
         assert memory.ceilings()["train"] == memory.ceilings()["logprob"] > 0
 
 
-def test_a_policy_without_optimizer_moves_its_weights_too(ranks, config_of) -> None:
-    ranks.run(1, untrained, config_of("one process")[1])
+@pytest.mark.daily
+@pytest.mark.parametrize(
+    "act",
+    [
+        go_out_without_host_memory,
+        stay_while_the_reference_is_active,
+        free_gradients_alone_on_the_cpu,
+        move_a_chunk_by_the_name_of_a_device,
+        stay_while_an_iterator_is_half_read,
+        move_weights_without_an_optimizer,
+    ],
+)
+def test_one_process_does_what_its_states_allow(ranks, config_of, act: Callable[..., None]) -> None:
+    ranks.run(1, act, config_of("one process")[1])
