@@ -18,7 +18,7 @@ Key = TypeVar("Key", str, tuple[str, str])
 # Floor by the name of a top-level module or folder ("" is the package's __init__). Imports go down
 # or stay on their floor, and there is no circle, neither of files nor of folders.
 FLOORS: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (0, ("batch", "dtypes", "errors", "extras", "renamed", "version")),
+    (0, ("batch", "dtypes", "errors", "extras", "version")),
     (1, ("converters", "device", "parallel")),
     (2, ("coordination", "formats", "memory", "packing", "weights")),
     (3, ("attention", "config", "lm_head")),
