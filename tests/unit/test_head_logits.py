@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_policy.engines.megatron.head import PADDING_LOGIT, Head
-from megatron_policy.lm_head.fused import HeadShape
+from megatron_policy.engines.megatron.head import Head
+from megatron_policy.lm_head.fused_tiles import PADDING_LOGIT, HeadShape
 
 S, R, D, V, REAL = 5, 3, 8, 64, 61
 
@@ -53,7 +53,7 @@ def head_of(weight_VD: torch.Tensor, shape: HeadShape) -> Head:
         share_embeddings_and_output_weights=False, output_layer=output_layer
     )
     group: Any = None
-    return Head(model, shape, group, 8)
+    return Head(shape, group, 8, model)
 
 
 def plainly(products_SRV: torch.Tensor, shape: HeadShape) -> torch.Tensor:
