@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megatron_policy.renamed import install as _install_renamed
 from megatron_policy.version import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     )
     from megatron_policy.workers.driver.policy import Policy as Policy
     from megatron_policy.workers.worker.remote import MegatronPolicyWorker as MegatronPolicyWorker
-
-_install_renamed()
 
 # The module from which a name is imported on first use.
 _HOME = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from megatron_policy.device.timing import Recorder, Stopwatch
 from megatron_policy.errors import CheckpointError
 from megatron_policy.interfaces.engine import NotFiniteError, StateTensor
 from megatron_policy.lm_head.output import Output
-from megatron_policy.lm_head.sampling import Continuations, Sampling, sample
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.memory.states import Kind, Storages
 from megatron_policy.packing.microbatch import Microbatch
@@ -385,36 +384,14 @@ class PlainEngine:
     def share_object(self, value: Any) -> Any:
         return value
 
-    @torch.no_grad()
-    def generate(
-        self,
-        prompts_BS: torch.Tensor,
-        lengths_B: torch.Tensor,
-        sampling: Sampling,
-        pad_id: int,
-        max_length: int,
-        generator: torch.Generator,
-    ) -> Continuations:
-        """Row by row, and each text from its beginning for every token."""
-        width = min(int(lengths_B.max()) + sampling.max_new_tokens, max_length)
-        tokens_BT = torch.full((len(prompts_BS), width), pad_id)
-        logprobs_BT = torch.zeros(len(prompts_BS), width)
-        ends = []
-        for row, length in enumerate(lengths_B.tolist()):
-            tokens_BT[row, :length] = prompts_BS[row, :length]
-            for end in range(length, min(length + sampling.max_new_tokens, width)):
-                text = tokens_BT[row : row + 1, :end]
-                hidden = self.model(text, padded_layout(1, end, 1, 1))[-1]
-                token, logprob = sample(self._head().plain.logits(hidden), sampling, generator)
-                tokens_BT[row, end], logprobs_BT[row, end], length = token, logprob, end + 1
-                if int(token) in sampling.stop_ids:
-                    break
-            ends.append(length)
-        ends_B = torch.tensor(ends)
-        width = max(ends)
-        return Continuations(
-            tokens_BT[:, :width], ends_B, ends_B - lengths_B, logprobs_BT[:, :width]
-        )
+    @contextmanager
+    def inference(self) -> Iterator[Callable[[int, int], PlainEngine]]:
+        yield lambda rows, positions: self
+
+    def logits_after(self, tokens_BT: torch.Tensor, position: int) -> torch.Tensor:
+        """Without a cache: each text from its beginning for every token."""
+        layout = padded_layout(len(tokens_BT), position, 1, 1)
+        return self._head().plain.logits(self.model(tokens_BT[:, :position], layout)[-1])
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
         layers = self.model.get_submodule("decoder.layers")

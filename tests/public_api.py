@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import megatron_policy
-from megatron_policy.renamed import RENAMED
 
 FILE = Path(__file__).with_name("public_api.txt")
 MODULES = {
@@ -71,8 +70,6 @@ def lines() -> Iterator[str]:
         yield f"module {name}"
         for member in sorted(wanted or module.__all__):
             yield from _described(member, getattr(module, member))
-    yield "import paths that will be removed in the next release"
-    yield from (f"  megatron_policy.{old} -> {new}" for old, new in sorted(RENAMED.items()))
     yield "entry points"
     found = distribution("megatron-policy").entry_points
     yield from sorted(f"  {each.group}: {each.name} = {each.value}" for each in found)

@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-from megatron_policy.renamed import renamed_name
-
 __all__ = [
     "MemoryInfo",
     "accelerators",
@@ -314,10 +312,3 @@ def synchronize() -> None:
     """Wait until the device has finished what was queued."""
     if is_accelerated():
         torch.cuda.synchronize()
-
-
-_RENAMED = {"prepare_platform": "megatron_policy.engines.megatron.platform:prepare_platform"}
-
-
-def __getattr__(name: str) -> Any:
-    return renamed_name(__name__, name, _RENAMED)

@@ -20,7 +20,6 @@ from megatron_policy.converters.adapters import AdapterSpec
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device.timing import Recorder, Stopwatch
 from megatron_policy.lm_head.output import Output
-from megatron_policy.lm_head.sampling import Continuations, Sampling
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.memory.states import Storages
 from megatron_policy.packing.microbatch import Microbatch
@@ -201,6 +200,16 @@ class Adapters(Protocol):
         """In this context the model computes without its adapters, with the base's scalar head."""
 
 
+class CachedModel(Protocol):
+    """A model that keeps the keys and values of the tokens that it has read."""
+
+    def logits_after(self, tokens_BT: torch.Tensor, position: int) -> torch.Tensor | None:
+        """The logits `[B, V]`, at temperature 1, of the token at `position`, which grows from call
+        to call; None on ranks without the head. Collective over the ranks that share the model, and
+        over replicas if it `joins_replicas`.
+        """
+
+
 class TrainingEngine(Protocol):
     """One rank's part of a model, built and loaded."""
 
@@ -292,17 +301,9 @@ class TrainingEngine(Protocol):
     def share_object(self, value: T | None) -> T:
         """The last stage's picklable value, on every stage; collective."""
 
-    def generate(
-        self,
-        prompts_BS: torch.Tensor,
-        lengths_B: torch.Tensor,
-        sampling: Sampling,
-        pad_id: int,
-        max_length: int,
-        generator: torch.Generator,
-    ) -> Continuations:
-        """Continue right-padded prompts up to at most `max_length` positions; collective. Every
-        rank gets the result, on the CPU; one rank of each replica draws from `generator`.
+    def inference(self) -> AbstractContextManager[Callable[[int, int], CachedModel]]:
+        """A context in which tokens are read one after another. It yields what opens the model with
+        an empty cache for that many rows and positions.
         """
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:

@@ -52,6 +52,27 @@ class HeadShape:
     filters: Filters | None = None
 
 
+PADDING_LOGIT = -1e9
+"""Of a padding entry of the vocabulary: its probability is exactly 0, and 0 * logit stays finite.
+"""
+
+
+def finish_whole(products_V: torch.Tensor, head: HeadShape) -> torch.Tensor:
+    """The logits `[..., V]` of products `h.w`, fp32, with those of padding entries. In place as far
+    as gradients allow: only a softcap needs another matrix.
+    """
+    if head.scale != 1.0:
+        products_V.mul_(head.scale)
+    if head.softcap is not None:
+        products_V = products_V.div_(head.softcap).tanh_() * head.softcap
+    if head.temperature != 1.0:
+        products_V.div_(head.temperature)
+    if head.real < products_V.size(-1):
+        padding_V = torch.arange(products_V.size(-1), device=products_V.device) >= head.real
+        products_V.masked_fill_(padding_V, PADDING_LOGIT)
+    return products_V
+
+
 @dataclass(frozen=True)
 class VocabTile:
     """A rectangle of tokens and entries."""

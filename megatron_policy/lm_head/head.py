@@ -1,14 +1,17 @@
 """The interfaces of a language-model head and of what predicts further tokens, for any training
-engine.
+engine; and what heads have in common whose logits are products with one matrix.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_policy.converters.architecture import ScalarHead
+from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
 from megatron_policy.packing.microbatch import Microbatch
 
 
@@ -61,6 +64,51 @@ class LanguageModelHead(Protocol):
         """fp32 `[S, R, V]` of all positions of this context-parallel rank; padding entries of the
         vocabulary have probability 0.
         """
+
+
+@dataclass(frozen=True)
+class MatrixHead:
+    """See `LanguageModelHead`. At most `chunk` times V logits are held at a time unless logits
+    themselves are asked for.
+    """
+
+    shape: HeadShape
+    group: ProcessGroup
+    """The ranks that share the vocabulary."""
+    chunk: int
+
+    @property
+    def weight(self) -> Tensor:
+        """`[V, D]`."""
+        raise NotImplementedError
+
+    def at(self, temperature: float) -> Self:
+        """See `LanguageModelHead`."""
+        return replace(self, shape=replace(self.shape, temperature=temperature))
+
+    @property
+    def plain(self) -> Self:
+        """See `LanguageModelHead`."""
+        return replace(self, shape=replace(self.shape, temperature=1.0, filters=None))
+
+    @property
+    def unfiltered(self) -> Self:
+        """See `LanguageModelHead`."""
+        if self.shape.filters is None:
+            return self
+        return replace(self, shape=replace(self.shape, filters=None))
+
+    def scores(
+        self, hidden_ND: Tensor, targets: Tensor, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `LanguageModelHead`."""
+        return fused_scores(
+            hidden_ND, self.weight, targets, self.shape, self.group, self.chunk, entropy
+        )
+
+    def topk(self, hidden_ND: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See `LanguageModelHead`."""
+        return fused_topk(hidden_ND, self.weight, k, self.shape, self.group, self.chunk)
 
 
 class MtpLayers(Protocol):

@@ -1,20 +1,34 @@
-"""Text generation by the policy itself, as the configuration says."""
+"""Text generation by the policy itself, as the configuration says, token by token.
+
+For checks and small experiments; use an inference engine for rollouts at scale. All rows advance by
+one position at a time from the end of the shortest prompt; tokens of longer prompts are fed
+unchanged.
+
+Shapes: B rows, S positions of prompts, V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import pad
 
 from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
-from megatron_policy.interfaces.engine import TrainingEngine
+from megatron_policy.interfaces.engine import CachedModel, TrainingEngine
 from megatron_policy.lm_head.filters import Filters
-from megatron_policy.lm_head.sampling import Continuations, Sampling
+from megatron_policy.lm_head.sampling import (
+    Continuations,
+    Progress,
+    Sampling,
+    nothing_generated,
+    sample,
+)
 from megatron_policy.training.checks import checked_prompts
 from megatron_policy.training.sync_microbatches import prepared_together
 
@@ -48,15 +62,71 @@ class TextGenerator:
         """
         sampling = _sampling(self._config, self._tokenizer, greedy)
         pad_id = _pad_id(self._tokenizer)
-        return _joined(
-            [
-                self._engine.generate(
-                    prompts, lengths, sampling, pad_id, self._longest, self._generator
-                )
-                for prompts, lengths in self._parts(data)
-            ],
-            pad_id,
-        )
+        parts = self._parts(data)
+        with torch.no_grad(), self._engine.inference() as new_cache:
+            return _joined(
+                [self._continue(new_cache, *part, sampling, pad_id) for part in parts], pad_id
+            )
+
+    def _continue(
+        self,
+        new_cache: Callable[[int, int], CachedModel],
+        prompts_BS: torch.Tensor,
+        lengths_B: torch.Tensor,
+        sampling: Sampling,
+        pad_id: int,
+    ) -> Continuations:
+        """Continue rows that share a cache. A replica without any runs forward passes of one token,
+        which nobody reads, while others need its experts or its part of the weights.
+        """
+        lengths_B = lengths_B.to(device.current_device())
+        if not lengths_B.numel():
+            self._accompany(new_cache)
+            return nothing_generated(prompts_BS)
+        total = min(int(lengths_B.max()) + sampling.max_new_tokens, self._longest)
+        progress = Progress.start(prompts_BS.to(lengths_B.device), lengths_B, total, pad_id)
+        limit_B = (lengths_B + sampling.max_new_tokens).clamp(max=total)
+        model = new_cache(len(lengths_B), total)
+        while progress.unfinished(limit_B):
+            self._any_unfinished(True)
+            logits_BV = model.logits_after(progress.tokens_BT, progress.position)
+            tokens_B, logprobs_B = self._draw(logits_BV, len(lengths_B), sampling)
+            progress.append(tokens_B, logprobs_B, limit_B, sampling.stop_ids)
+        self._accompany(new_cache)
+        return progress.result(lengths_B)
+
+    def _accompany(self, new_cache: Callable[[int, int], CachedModel]) -> None:
+        token_11 = torch.zeros(1, 1, dtype=torch.long, device=device.current_device())
+        while self._any_unfinished(False):
+            new_cache(1, 1).logits_after(token_11, 1)
+
+    def _any_unfinished(self, own: bool) -> bool:
+        """Whether any of the replicas that compute together is unfinished; collective then."""
+        if not self._engine.joins_replicas:
+            return own
+        found = torch.tensor(int(own), device=device.current_device())
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._engine.groups.dp)
+        return bool(found)
+
+    def _draw(
+        self, logits_BV: torch.Tensor | None, rows: int, sampling: Sampling
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw on one rank, whose random numbers alone matter; its whole replica gets the tokens
+        and log-probabilities, both `[B]`.
+        """
+        # fp64 holds every token id exactly, so one message carries both.
+        drawn_2B = torch.zeros(2, rows, dtype=torch.float64, device=device.current_device())
+        tp, cp = self._engine.groups.tp, self._engine.groups.cp
+        if logits_BV is not None:
+            if tp.rank() == cp.rank() == 0:
+                tokens_B, logprobs_B = sample(logits_BV, sampling, self._generator)
+                drawn_2B = torch.stack([tokens_B.double(), logprobs_B.double()])
+            if cp.size() > 1 and tp.rank() == 0:
+                dist.broadcast(drawn_2B, group=cp, group_src=0)
+            if tp.size() > 1:
+                dist.broadcast(drawn_2B, group=tp, group_src=0)
+        drawn_2B = self._engine.share_tensor(None if logits_BV is None else drawn_2B, drawn_2B)
+        return drawn_2B[0].long(), drawn_2B[1].float()
 
     def _parts(self, data: BatchedDataDict) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Prompts and lengths of the rows that share a cache. Replicas that use each other's

@@ -17,7 +17,6 @@ from megatron_policy.refit.exporter import Exporter, tensors
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
 from megatron_policy.refit.transports.peft import export_adapters
-from megatron_policy.renamed import renamed_argument
 
 
 class HandsOverWeights:
@@ -65,7 +64,6 @@ class HandsOverWeights:
         stream = tensors(self.exporter, self.exporter.plan(dtype=dtype, adapters=adapters))
         return self.memory.during("export()", SEND_WEIGHTS, stream)
 
-    @renamed_argument("sink", "transport")
     def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:
         """Send the weights to an engine, merged with adapters if there are any, or the `adapters`
         alone, by PEFT's names; a transport sends one of them, always the same. Returns what this

@@ -36,7 +36,6 @@ from megatron_policy.policy.handover import HandsOverWeights
 from megatron_policy.policy.monitoring import PolicyMonitoring
 from megatron_policy.policy.scoring import PolicyScoring
 from megatron_policy.policy.session import Session
-from megatron_policy.renamed import warn_renamed
 from megatron_policy.training import step
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.batching import batcher_of
@@ -145,12 +144,6 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNa
     def groups(self) -> Groups:
         """The process groups that this rank belongs to."""
         return self._engine.groups
-
-    @property
-    def split(self) -> GradientAccumulator:
-        """The name of the last release for `accumulator`."""
-        warn_renamed("MegatronPolicy.split", "accumulator")
-        return self.accumulator
 
     def train(
         self,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from megatron_policy.renamed import renamed_name
 
 ALIGNMENT = 512
 """Bytes. Tensors start at multiples of it in packed buffers, as the host's receivers expect."""
@@ -65,10 +63,3 @@ class BufferSlice(NamedTuple):
     def bytes(self, nbytes: int) -> Tensor:
         """Its bytes, flat."""
         return self.buffer.memory[self.offset : self.offset + nbytes]
-
-
-_RENAMED = {"Room": "megatron_policy.refit.buffers:BufferSlice"}
-
-
-def __getattr__(name: str) -> Any:
-    return renamed_name(__name__, name, _RENAMED)

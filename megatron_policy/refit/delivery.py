@@ -9,12 +9,11 @@ import traceback
 from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.digest import Digests, algorithm_for
 from megatron_policy.refit.manifest import Form, RefitManifest, sent_tensors
-from megatron_policy.renamed import renamed_name
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
@@ -150,13 +149,3 @@ class _Attempt:
         if self._delivery.failure is None:
             self._delivery.failure = error
         return True
-
-
-_RENAMED = {
-    "Sink": "megatron_policy.refit.delivery:Transport",
-    "Outlet": "megatron_policy.refit.delivery:TransportSession",
-}
-
-
-def __getattr__(name: str) -> Any:
-    return renamed_name(__name__, name, _RENAMED)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,54 +66,7 @@ class TrainResult(dict[str, Any]):
       the next step,
     - `step`: how many optimizer steps the policy has taken, also before it was resumed,
     - `speed`: how fast the call was and where time was lost, by name (docs/interface.md).
-
-    `global_loss` and `all_mb_metrics`, the names of the last release, still work and warn.
     """
-
-    RENAMED: ClassVar[dict[str, str]] = {
-        "global_loss": "loss",
-        "all_mb_metrics": "microbatch_metrics",
-    }
-
-    def __missing__(self, key: str) -> Any:
-        if key not in self.RENAMED:
-            raise KeyError(key)
-        return self[self._held(key)]
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(self._held(key))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """As `dict.get`."""
-        return super().get(self._held(key), default)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """As `dict.setdefault`."""
-        return super().setdefault(self._held(key), default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        """As `dict.pop`."""
-        return super().pop(self._held(key), *default)
-
-    def __or__(self, other: Any) -> Any:
-        joined = super().__or__(other)
-        return joined if joined is NotImplemented else TrainResult(joined)
-
-    def copy(self) -> TrainResult:
-        """As `dict.copy`."""
-        return TrainResult(self)
-
-    def _held(self, key: Any) -> Any:
-        """The key of this dictionary that a caller means by `key`."""
-        if key not in self.RENAMED or super().__contains__(key):
-            return key
-        warnings.warn(
-            f"{key!r} of a training result is called {self.RENAMED[key]!r} now; the old name will "
-            "be removed in the next release",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        return self.RENAMED[key]
 
 
 def result_of(

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_policy.engines.megatron.head import PADDING_LOGIT, Head
-from megatron_policy.lm_head.fused import HeadShape
+from megatron_policy.engines.megatron.head import Head
+from megatron_policy.lm_head.fused_tiles import PADDING_LOGIT, HeadShape
 
 S, R, D, V, REAL = 5, 3, 8, 64, 61
 
@@ -44,7 +44,7 @@ def head_of(weight_VD: torch.Tensor, shape: HeadShape) -> Head:
         output_layer=lambda hidden_SRD, weight: (hidden_SRD @ weight_VD.t(), None),
     )
     group: Any = None
-    return Head(model, shape, group, 8)
+    return Head(shape, group, 8, model)
 
 
 def plainly(products_SRV: torch.Tensor, shape: HeadShape) -> torch.Tensor:

@@ -12,7 +12,6 @@ from megatron_policy.converters.architecture.rotary import DynamicScaling, LongS
 from megatron_policy.converters.architecture.traits import Mla
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.rows import Columns, Role, Rows, Whole
-from megatron_policy.renamed import renamed_name
 
 from .dense import H, M
 
@@ -104,10 +103,3 @@ def _attention_scale(fields: Fields, head_size: int) -> float | None:
     if kind == "default" or not correction or factor <= 1:
         return None
     return float((0.1 * correction * math.log(factor) + 1.0) ** 2 / math.sqrt(head_size))
-
-
-_RENAMED = {"with_latent_attention": "megatron_policy.converters.families.shared.mla:with_mla"}
-
-
-def __getattr__(name: str) -> Any:
-    return renamed_name(__name__, name, _RENAMED)

@@ -296,7 +296,7 @@ def _head(
         temperature=temperature,
         filters=filters,
     )
-    return FusedHead(linear, architecture.vocab_size, shape, region, chunk)
+    return FusedHead(shape, region.group, chunk, linear, architecture.vocab_size, region)
 
 
 def _refuse_mixing(config: PolicyConfig, module: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,16 +16,15 @@ from megatron_policy.device.process_groups import forget_groups
 from megatron_policy.device.timing import BACKWARD, FORWARD, SCORING, TRAINING, Recorder
 from megatron_policy.engines.hugging_face.attention import attending
 from megatron_policy.engines.hugging_face.decoder import Decoder
-from megatron_policy.engines.hugging_face.generate import generate
+from megatron_policy.engines.hugging_face.generate import CachedDecoder
 from megatron_policy.engines.hugging_face.head import FusedHead, OwnHead
 from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.engines.hugging_face.text_length import TextLength
-from megatron_policy.interfaces.engine import Loss
+from megatron_policy.interfaces.engine import CachedModel, Loss
 from megatron_policy.lm_head.output import Output
-from megatron_policy.lm_head.sampling import Continuations, Sampling
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.memory.states import Kind, Storages
 from megatron_policy.packing.microbatch import Microbatch
@@ -160,29 +159,13 @@ class FsdpEngine:
         """See `TrainingEngine`."""
         return value  # type: ignore[return-value]
 
-    def generate(
-        self,
-        prompts_BS: torch.Tensor,
-        lengths_B: torch.Tensor,
-        sampling: Sampling,
-        pad_id: int,
-        max_length: int,
-        generator: torch.Generator,
-    ) -> Continuations:
-        """See `TrainingEngine`."""
+    @contextmanager
+    def inference(self) -> Iterator[Callable[[int, int], CachedModel]]:
+        """See `TrainingEngine`; ranks that share weights run forward passes together."""
         self.sharding.root.eval()
         try:
-            return generate(
-                self.sharding.root,
-                self.head,
-                self.fsdp,
-                prompts_BS,
-                lengths_B,
-                sampling,
-                pad_id,
-                max_length,
-                generator,
-            )
+            with attending(None), self.head.whole_sequences():
+                yield lambda rows, positions: CachedDecoder.new(self.sharding.root, self.head)
         finally:
             self.sharding.reshard()
 

@@ -17,16 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion
 from megatron_policy.lm_head.filters import Filters, find_bounds
-from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
+from megatron_policy.lm_head.fused_tiles import PADDING_LOGIT, finish_whole
+from megatron_policy.lm_head.head import MatrixHead
 from megatron_policy.lm_head.logprobs import gather_vocab
-
-PADDING_LOGIT = -1e9
-"""Of a padding entry of the vocabulary: its probability is exactly 0, and 0 * logit stays finite.
-"""
 
 
 @dataclass(frozen=True)
-class FusedHead:
+class FusedHead(MatrixHead):
     """See `LanguageModelHead`: this rank computes its slice of the vocabulary, within
     `Decoder.forward`, where FSDP has gathered the weight.
     """
@@ -34,26 +31,8 @@ class FusedHead:
     linear: torch.nn.Module
     vocab: int
     """The entries of all ranks."""
-    shape: HeadShape
     region: TensorRegion
-    chunk: int
     scalar: None = None
-
-    def at(self, temperature: float) -> FusedHead:
-        """See `LanguageModelHead`."""
-        return replace(self, shape=replace(self.shape, temperature=temperature))
-
-    @property
-    def plain(self) -> FusedHead:
-        """See `LanguageModelHead`."""
-        return replace(self, shape=replace(self.shape, temperature=1.0, filters=None))
-
-    @property
-    def unfiltered(self) -> FusedHead:
-        """See `LanguageModelHead`."""
-        if self.shape.filters is None:
-            return self
-        return replace(self, shape=replace(self.shape, filters=None))
 
     @property
     def weight(self) -> torch.Tensor:
@@ -66,36 +45,11 @@ class FusedHead:
         """See `LanguageModelHead`."""
         return hidden_SRD if self.region.size == 1 else self.region.enter(hidden_SRD, tokens=0)
 
-    def scores(
-        self, hidden_ND: torch.Tensor, targets: torch.Tensor, entropy: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `LanguageModelHead`."""
-        return fused_scores(
-            hidden_ND, self.weight, targets, self.shape, self.region.group, self.chunk, entropy
-        )
-
-    def topk(self, hidden_ND: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LanguageModelHead`."""
-        found: tuple[torch.Tensor, torch.Tensor] = fused_topk(
-            hidden_ND, self.weight, k, self.shape, self.region.group, self.chunk
-        )
-        return found
-
     def logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """See `LanguageModelHead`."""
         hidden_SRD = self.whole(hidden_SRD)
-        logits_SRV = F.linear(hidden_SRD.to(self.weight.dtype), self.weight).float()
-        shape = self.shape
-        if shape.scale != 1.0:
-            logits_SRV.mul_(shape.scale)
-        if shape.softcap is not None:
-            logits_SRV = logits_SRV.div_(shape.softcap).tanh_() * shape.softcap
-        if shape.temperature != 1.0:
-            logits_SRV.div_(shape.temperature)
-        if shape.real < logits_SRV.size(-1):
-            padding = torch.arange(logits_SRV.size(-1), device=logits_SRV.device) >= shape.real
-            logits_SRV.masked_fill_(padding, PADDING_LOGIT)
-        return logits_SRV
+        products_SRV = F.linear(hidden_SRD.to(self.weight.dtype), self.weight)
+        return finish_whole(products_SRV.float(), self.shape)
 
     def next_logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """fp32 `[R, vocab]`: those after the last position, at temperature 1."""

@@ -219,4 +219,4 @@ def _head(
         filters=Filters.of_logprobs(config.generation),
     )
     overlapped = config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather
-    return Head(model, shape, groups.tp, config.logprob_chunk_size, overlapped)
+    return Head(shape, groups.tp, config.logprob_chunk_size, model, overlapped)

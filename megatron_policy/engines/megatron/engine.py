@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -15,15 +17,14 @@ from megatron_policy.device.timing import Recorder
 from megatron_policy.engines.megatron import storages
 from megatron_policy.engines.megatron.adapters import MegatronAdapters
 from megatron_policy.engines.megatron.build import held_layers
-from megatron_policy.engines.megatron.generate import generate
+from megatron_policy.engines.megatron.generate import CachedPipeline, inference_mode
 from megatron_policy.engines.megatron.layers.balancing import Balancing
 from megatron_policy.engines.megatron.layers.experts import forget_routing
 from megatron_policy.engines.megatron.pipeline import Pipeline
 from megatron_policy.engines.megatron.process_groups import drop_groups
 from megatron_policy.engines.megatron.trainable import MegatronTrainable
-from megatron_policy.interfaces.engine import Loss
+from megatron_policy.interfaces.engine import CachedModel, Loss
 from megatron_policy.lm_head.output import Output
-from megatron_policy.lm_head.sampling import Continuations, Sampling
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.memory.states import Storages
 from megatron_policy.packing.microbatch import Microbatch
@@ -95,19 +96,11 @@ class MegatronEngine:
         """See `TrainingEngine`."""
         return self.pipeline.share_object(value)
 
-    def generate(
-        self,
-        prompts_BS: torch.Tensor,
-        lengths_B: torch.Tensor,
-        sampling: Sampling,
-        pad_id: int,
-        max_length: int,
-        generator: torch.Generator,
-    ) -> Continuations:
+    @contextmanager
+    def inference(self) -> Iterator[Callable[[int, int], CachedModel]]:
         """See `TrainingEngine`."""
-        return generate(
-            self.pipeline, prompts_BS, lengths_B, sampling, pad_id, max_length, generator
-        )
+        with inference_mode(self.pipeline):
+            yield partial(CachedPipeline, self.pipeline)
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """See `TrainingEngine`."""

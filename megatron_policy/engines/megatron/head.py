@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
@@ -21,11 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.engines.megatron.layers.norm import replicated
-from megatron_policy.lm_head.fused import HeadShape, fused_scores, fused_topk
-
-# Logit of a padding entry of the vocabulary: its probability is exactly 0 and 0 * logit stays
-# finite.
-PADDING_LOGIT = -1e9
+from megatron_policy.lm_head.fused_tiles import finish_whole
+from megatron_policy.lm_head.head import MatrixHead
 
 
 class ScalarLayer(torch.nn.Module):
@@ -44,19 +40,15 @@ class ScalarLayer(torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class Head:
+class Head(MatrixHead):
     """The head of the chunk that ends the pipeline: a language model's or, with only `values`, a
     scalar one.
 
     Logits are at the policy's temperature, and scores of what its filters keep: rollouts are drawn
-    from that distribution, so its log-probabilities are the relevant ones. At most `chunk` times V
-    logits are held at a time unless logits themselves are asked for.
+    from that distribution, so its log-probabilities are the relevant ones.
     """
 
     model: GPTModel
-    shape: HeadShape
-    group: dist.ProcessGroup
-    chunk: int
     overlapped: bool = False
     """Whether an overlapped parameter gather of its weight can still be running."""
     frozen: bool = False
@@ -81,22 +73,6 @@ class Head:
                 values_SR, tensor_parallel_output_grad=False
             )
         return values_SR
-
-    def at(self, temperature: float) -> Head:
-        """The same head at another temperature."""
-        return replace(self, shape=replace(self.shape, temperature=temperature))
-
-    @property
-    def plain(self) -> Head:
-        """The same head at temperature 1, without filters."""
-        return replace(self, shape=replace(self.shape, temperature=1.0, filters=None))
-
-    @property
-    def unfiltered(self) -> Head:
-        """The same head without filters; itself if it has none."""
-        if self.shape.filters is None:
-            return self
-        return replace(self, shape=replace(self.shape, filters=None))
 
     @property
     def detached(self) -> Head:
@@ -125,25 +101,6 @@ class Head:
         copied: torch.Tensor = copy_to_tensor_model_parallel_region(hidden_SRD)
         return copied
 
-    def scores(
-        self, hidden_ND: torch.Tensor, targets: torch.Tensor, entropy: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """fp32: the log-probability of each of `targets`, int64 `[N]` or `[N, K]`, and the entropy
-        `[N]` in nats if asked for, both differentiable; the same on every tensor-parallel rank. A
-        target that the filters drop has minus infinity.
-        """
-        scores: tuple[torch.Tensor, torch.Tensor | None] = fused_scores(
-            hidden_ND, self.weight, targets, self.shape, self.group, self.chunk, entropy
-        )
-        return scores
-
-    def topk(self, hidden_ND: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `k` largest logits, fp32, and their vocabulary entries, int64: `[N, K]`."""
-        found: tuple[torch.Tensor, torch.Tensor] = fused_topk(
-            hidden_ND, self.weight, k, self.shape, self.group, self.chunk
-        )
-        return found
-
     def logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """fp32 `[S, R, V]` of all positions of this context-parallel rank; padding entries of the
         vocabulary have probability 0.
@@ -151,19 +108,7 @@ class Head:
         weight = self.weight if self.model.share_embeddings_and_output_weights else None
         logits_SRV: torch.Tensor
         logits_SRV, _ = self.model.output_layer(hidden_SRD, weight=weight)
-        # In place: one matrix is held, and with a softcap another, which its gradient needs.
-        logits_SRV = logits_SRV.float()
-        shape = self.shape
-        if shape.scale != 1.0:
-            logits_SRV.mul_(shape.scale)
-        if shape.softcap is not None:
-            logits_SRV = logits_SRV.div_(shape.softcap).tanh_() * shape.softcap
-        if shape.temperature != 1.0:
-            logits_SRV.div_(shape.temperature)
-        if shape.real < logits_SRV.size(-1):
-            padding = torch.arange(logits_SRV.size(-1), device=logits_SRV.device) >= shape.real
-            logits_SRV.masked_fill_(padding, PADDING_LOGIT)
-        return logits_SRV
+        return finish_whole(logits_SRV.float(), self.shape)
 
     @torch.no_grad()
     def _finish_gather(self, hidden_SRD: torch.Tensor) -> None:

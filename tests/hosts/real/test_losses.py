@@ -113,7 +113,7 @@ def ours(
         microbatch = padded_microbatch(batch, WIDTH, WIDTH, multiples)
     hidden_TRD = placed(microbatch).requires_grad_()
     model = SimpleNamespace(share_embeddings_and_output_weights=False, output_layer=Layer())
-    head = Head(model, HeadShape(vocab_start=0, real=VOCAB, filters=filters), groups.tp, 8)
+    head = Head(HeadShape(vocab_start=0, real=VOCAB, filters=filters), groups.tp, 8, model)
     output = Output(hidden_TRD, microbatch, head, groups.cp)
     loss, metrics = evaluate_loss(adapted(loss_fn), output, counts_of(data), VOCAB, groups)
     loss.backward()

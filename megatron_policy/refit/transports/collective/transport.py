@@ -22,7 +22,6 @@ from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.collective.chunks import Writer
 from megatron_policy.refit.transports.collective.handshake import SenderHandshake, group_name, heard
 from megatron_policy.refit.transports.collective.stream_layout import Stream, StreamLayout
-from megatron_policy.renamed import warn_renamed
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
@@ -94,13 +93,6 @@ class Collective:
         tensors in their own dtypes or in `dtype`.
         """
         return CollectiveTransport(self, bucket_bytes, dtype)
-
-    def sink(
-        self, bucket_bytes: int | None = None, dtype: torch.dtype | None = None
-    ) -> CollectiveTransport:
-        """The name of the last release for `transport`."""
-        warn_renamed("Collective.sink", "transport")
-        return self.transport(bucket_bytes, dtype)
 
     def close(self) -> None:
         """Leave for good; once rank 0 has left, engines cannot connect any more."""
