@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import resource
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -236,3 +240,35 @@ def replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
         yield
     finally:
         setattr(module, name, original)
+
+
+@contextmanager
+def large_files_forbidden(forbidden: bool) -> Iterator[None]:
+    """Within this context files of this process cannot grow."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
+    unlimited = resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if forbidden else unlimited, unlimited))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@contextmanager
+def writers_held() -> Iterator[threading.Event]:
+    """No file of this process is complete before the event is set, or the body has ended."""
+    allowed = threading.Event()
+
+    def late(fsync: Callable[[int], None]) -> Callable[[int], None]:
+        def call(fd: int) -> None:
+            assert allowed.wait(60), "the training waits for the writer"
+            fsync(fd)
+
+        return call
+
+    with replaced(os, "fsync", late):
+        try:
+            yield allowed
+        finally:
+            allowed.set()

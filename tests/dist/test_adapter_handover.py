@@ -1,4 +1,6 @@
-"""Adapters outside training: merged or alone in other hands, in checkpoints; what is refused."""
+"""Adapters through what a run does with them: handed over, merged or alone, saved and refused;
+dropout, refits and generation between steps.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +10,45 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.checkpoint import manifest, tracker
 from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL
+from megatron_policy.converters.rows.shards import is_split
 from megatron_policy.engines.megatron.adapters import LowRank
-from megatron_policy.engines.megatron.optimizer_shards import optimizer_shards
 from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.memory.states import IDLE, LOGPROB, REFIT, TRAIN
 from tests import oracle, peft_models
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps, policy_config
 from tests.dist.layouts import (
     EXPERT_LAYOUTS,
     LAYOUTS,
     LENGTH,
-    OVERLAPPED,
     SIZES,
-    SP,
     VOCAB,
-    layout,
 )
-from tests.dist.resuming import paths, replaced, resumed
-from tests.dist.test_adapters import ALL, adapted
+from tests.dist.resuming import replaced, weights_of
+from tests.dist.test_adapters import ALL, FULL, adapted
+from tests.dist.test_generate import NEW, PROMPT_LENGTHS, Tokenizer, generation, hf_greedy, prompts
+from tests.dist.test_memory_states import memory_of
 from tests.dist.test_refit_faults import KeepingTransport
-from tests.exact import Exact, InDouble, assert_equal, load_hf
+from tests.exact import Exact, assert_equal
 
 ANEW: dict[str, Any] = {"lora_B_init_method": "normal"}
 """With B of zeros adapters would change nothing."""
-WHERE = ["one process", "TP2+SP", "PP2xVPP2", "TP4 over 2 groups", "TP2xPP2xDP2+SP"]
+CASES = [
+    pytest.param("qwen2", "one process", ALL, marks=pytest.mark.daily),
+    ("qwen2", "TP2+SP", ALL),
+    ("qwen2", "TP2+SP", []),
+    ("qwen2", "PP2xVPP2", ALL),
+    ("qwen2", "TP4 over 2 groups", ALL),
+    ("qwen2", "TP2xPP2xDP2+SP", ALL),
+    pytest.param("olmoe", "EP2xTP2+SP", [], marks=pytest.mark.daily),
+    ("olmoe", "EP2xETP2+TP2", []),
+    ("gpt_oss", "EP2xPP2", []),
+    ("gpt_oss", "EP2xTP2+SP", []),
+]
+"""PEFT itself stacks the adapters of single experts, as transformers stacks the experts."""
 
 
 def batches(steps: int) -> BatchedDataDict:
@@ -44,11 +56,12 @@ def batches(steps: int) -> BatchedDataDict:
 
 
 def hand_over(config: dict[str, Any], data: BatchedDataDict, root: Path) -> dict[str, Any]:
-    """Train, then hand the weights over in every way."""
+    """Train, then hand the weights over in every way, the merged ones after each step."""
     with open_policy(config) as policy:
         fresh = {n: t.clone() for n, t in policy.export(adapters=True)}
         for batch in own_steps(policy, data):
             policy.train(batch, LOSSES["token"](), mbs=1)
+            assert len(list(policy.export()))
         policy.export_peft(root / "peft")
         policy.export_hf(root / "merged")
         transport = KeepingTransport()
@@ -69,21 +82,18 @@ def base_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in policy.named_parameters()}
 
 
-@pytest.mark.parametrize("name", WHERE)
+@pytest.mark.parametrize(("family", "layout", "modules"), CASES)
 def test_peft_and_transformers_compute_what_the_policy_does(
-    ranks, checkpoint, tmp_path: Path, name: str
+    ranks, checkpoint, tmp_path: Path, family: str, layout: str, modules: list[str]
 ) -> None:
-    path, data = checkpoint("qwen2", tied=False, **SIZES), batches(2)
-    config = adapted(path, LAYOUTS[name].megatron, None, target_modules=ALL, **ANEW)
-    (alone,) = ranks.run(1, fresh_adapters, adapted(path, {}, None, target_modules=ALL, **ANEW))
-    world = LAYOUTS[name].world
-    before = ranks.run(world, base_of, policy_config(path, LAYOUTS[name].megatron))
-    seen = ranks.run(world, hand_over, config, data, tmp_path)
+    path, data = checkpoint(family, tied=False, **SIZES), batches(2)
+    case, peft = (LAYOUTS | EXPERT_LAYOUTS)[layout], {"target_modules": modules, **ANEW}
+    (alone,) = ranks.run(1, fresh_adapters, adapted(path, {}, None, **peft))
+    before = ranks.run(case.world, base_of, policy_config(path, case.megatron))
+    config = adapted(path, case.megatron, None, **peft)
+    seen = ranks.run(case.world, hand_over, config, data, tmp_path)
+    exact = peft_models.logprobs(path, tmp_path / "peft", data["input_ids"])
     read = partial(oracle.hf_logprobs, tokens=data["input_ids"])
-    with_adapters = peft_models.Loads(tmp_path / "peft")
-    rounded, double = read(with_adapters(path)), with_adapters(path, torch.float64)
-    with InDouble():
-        exact = Exact.between(rounded.detach(), read(double).detach())
     merged = Exact.of(tmp_path / "merged", read)
     for own, base in zip(seen, before, strict=True):
         assert_equal("logprobs of peft", own["logprobs"][:, 1:], exact)
@@ -91,12 +101,11 @@ def test_peft_and_transformers_compute_what_the_policy_does(
         assert {name for name in own["base"] if ".adapter." not in name} == base.keys()
         for weight, tensor in base.items():
             assert torch.equal(own["base"][weight], tensor), weight
+        assert own["fresh"].keys() == alone.keys()
         for weight, tensor in own["fresh"].items():
             assert torch.equal(tensor, alone[weight]), weight
-        assert own["fresh"].keys() == alone.keys()
-        total = sum(own["sizes"].values())
-        assert own["sizes"] == own["sent"] or not own["sent"]
-        assert own["moved"] == total
+        assert own["sent"] in ({}, own["sizes"])
+        assert own["moved"] == sum(own["sizes"].values())
 
 
 def fresh_adapters(config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -104,36 +113,8 @@ def fresh_adapters(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {n: t.clone() for n, t in policy.export(adapters=True)}
 
 
-def a_hundred_steps(config: dict[str, Any], data: BatchedDataDict) -> list[str]:
-    """Weights of the base that a hundred steps, each with a merged export, have changed."""
-    with open_policy(config) as policy:
-        base = policy._engine.held
-        before = [parameter.detach().clone() for _, parameter in base]
-        first = {name: tensor.clone() for name, tensor in policy.export()}  # B is zero
-        merged = first
-        for number in range(100):
-            batch = own_steps(policy, data)[number % 2]
-            policy.train(batch, LOSSES["token"](), mbs=4)
-            merged = {name: tensor.clone() for name, tensor in policy.export()}
-        changed = {name for name, tensor in merged.items() if not torch.equal(tensor, first[name])}
-        assert changed == {name for name in first if name.endswith("_proj.weight")}
-        pairs = zip(base, before, strict=True)
-        return [entry.megatron for (entry, now), was in pairs if not torch.equal(now, was)]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_bits_of_the_base_outlast_a_hundred_steps_and_merged_exports(
-    ranks, checkpoint, world: int
-) -> None:
-    """On two ranks, tensor-parallel, with the distributed optimizer."""
-    path = checkpoint("qwen2", tied=False, **SIZES)
-    of = layout(2, tp=2, **SP, **OVERLAPPED) if world == 2 else LAYOUTS["one process"]
-    config = adapted(path, of.megatron, None)
-    assert ranks.run(world, a_hundred_steps, config, batches(2)) == [[]] * world
-
-
 def changed_by_a_step(config: dict[str, Any], data: BatchedDataDict) -> list[str]:
+    """Of what the base holds."""
     with open_policy(config) as policy:
         before = [parameter.detach().clone() for _, parameter in policy._engine.held]
         policy.train(own_steps(policy, data)[0], LOSSES["token"](), mbs=4)
@@ -142,125 +123,17 @@ def changed_by_a_step(config: dict[str, Any], data: BatchedDataDict) -> list[str
 
 
 def test_correction_biases_of_the_base_stay(ranks, checkpoint) -> None:
-    path, rate = (
-        checkpoint("deepseek_v3", tied=False, **SIZES),
-        {"moe_router_bias_update_rate": 0.5},
-    )
-    plain = policy_config(path, rate)
-    moved = ranks.run(1, changed_by_a_step, plain, batches(1))[0]
+    path = checkpoint("deepseek_v3", tied=False, **SIZES)
+    rate = {"moe_router_bias_update_rate": 0.5}
+    (moved,) = ranks.run(1, changed_by_a_step, policy_config(path, rate), batches(1))
     assert any(name.endswith("expert_bias") for name in moved)
     assert ranks.run(1, changed_by_a_step, adapted(path, rate, None), batches(1)) == [[]]
 
 
-def export_and_read(config: dict[str, Any], tokens: torch.Tensor, path: Path) -> torch.Tensor:
-    with open_policy(config, init_optimizer=False) as policy:
-        policy.export_peft(path)
-        return policy.logprobs(BatchedDataDict({"input_ids": tokens}))
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("olmoe", "EP2xTP2+SP"),
-        ("olmoe", "EP2xETP2+TP2"),
-        ("gpt_oss", "EP2xPP2"),
-        ("gpt_oss", "EP2xTP2+SP"),
-    ],
-)
-def test_peft_computes_what_the_policy_does_with_adapters_of_experts(
-    ranks, checkpoint, tmp_path: Path, family: str, name: str
-) -> None:
-    """PEFT itself stacks the adapters of single experts, as transformers stacks the experts."""
-    path, tokens = checkpoint(family, tied=False, **SIZES), batches(1)["input_ids"]
-    case, target = EXPERT_LAYOUTS[name], tmp_path / "peft"
-    config = adapted(path, case.megatron, None, **ANEW)
-    seen = ranks.run(case.world, export_and_read, config, tokens, target)
-    load = peft_models.Loads(target)
-    rounded, double = oracle.hf_logprobs(load(path), tokens), load(path, torch.float64)
-    with InDouble():
-        exact = Exact.between(rounded.detach(), oracle.hf_logprobs(double, tokens).detach())
-    for logprobs in seen:
-        assert_equal("logprobs of peft", logprobs[:, 1:], exact)
-
-
-def test_a_fused_layers_shared_a_is_handed_over_for_each_module(
-    ranks, checkpoint, tmp_path: Path
-) -> None:
-    path, data = checkpoint("qwen2", tied=False, **SIZES), batches(1)
-    ranks.run(2, hand_over, adapted(path, LAYOUTS["TP2+SP"].megatron, None, **ANEW), data, tmp_path)
-    found = peft_models.load_file(tmp_path / "peft" / ADAPTER_MODEL)
-    layer = "base_model.model.model.layers.1.self_attn"
-    same = [found[f"{layer}.{each}_proj.lora_A.weight"] for each in "qkv"]
-    assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
-    # PEFT's own reader takes it, and so does a policy that goes on with it.
-    assert isinstance(PeftModel.from_pretrained(load_hf(path), str(tmp_path / "peft")), PeftModel)
-    (again,) = ranks.run(1, fresh_adapters, adapted(path, {}, tmp_path / "peft"))
-    assert all(torch.equal(again[name], tensor) for name, tensor in found.items())
-
-
-def save_after_two(config: dict[str, Any], data: BatchedDataDict, root: Path) -> None:
-    with open_policy(config, init_reference_model=False) as policy:
-        for batch in own_steps(policy, data)[:2]:
-            policy.train(batch, LOSSES["token"](), mbs=1)
-        policy.save_checkpoint(**paths(root))
-
-
-def third_step(config: dict[str, Any], data: BatchedDataDict, root: Path) -> dict[str, Any]:
-    with resumed(config, root, init_reference_model=False) as policy:
-        return last_of(policy, own_steps(policy, data)[2:])
-
-
-def three_steps(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
-    with open_policy(config, init_reference_model=False) as policy:
-        return last_of(policy, own_steps(policy, data))
-
-
-def last_of(policy: Any, steps: list[BatchedDataDict]) -> dict[str, Any]:
-    for batch in steps:
-        result = policy.train(batch, LOSSES["token"](), mbs=1)
-    adapters = {n: t.clone() for n, t in policy.export(adapters=True)}
-    return {"loss": result["loss"], "adapters": adapters}
-
-
-RESUMED = [
-    ("TP2+SP", "PP2 uneven", "qwen2"),
-    ("one process", "TP2", "qwen2"),
-    ("PP2xVPP2", "one process", "qwen2"),
-    ("EP2", "one process", "qwen3_moe"),
-    ("EP2xTP2+SP", "EP2xPP2", "qwen3_moe"),
-    ("TP2+SP, experts whole", "EP2xETP2+TP2", "qwen3_moe"),
-    ("EP2xTP2+SP", "PP2", "gpt_oss"),
-    ("EP4", "EP2xTP2+SP", "gpt_oss"),
-]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("name", "other", "family"), RESUMED)
-def test_a_checkpoint_of_adapters_goes_on_in_any_layout(
-    ranks, checkpoint, tmp_path: Path, name: str, other: str, family: str
-) -> None:
-    path, data = checkpoint(family, tied=False, **SIZES), batches(3)
-    cases, modules = LAYOUTS | EXPERT_LAYOUTS, [] if family == "gpt_oss" else ALL
-    here, there = (
-        adapted(path, cases[n].megatron, None, target_modules=modules, **ANEW)
-        for n in (name, other)
-    )
-    uninterrupted = ranks.run(cases[name].world, three_steps, here, data)[0]
-    ranks.run(cases[name].world, save_after_two, here, data, tmp_path)
-    for folder in paths(tmp_path).values():
-        keys = manifest.read(tracker.find(folder)).tensors.keys()
-        assert keys and all(".adapter." in key for key in keys)
-    for seen in ranks.run(cases[other].world, third_step, there, data, tmp_path):
-        torch.testing.assert_close(seen["loss"], uninterrupted["loss"], rtol=1e-5, atol=1e-6)
-        for weight, tensor in uninterrupted["adapters"].items():
-            torch.testing.assert_close(seen["adapters"][weight], tensor, rtol=1e-4, atol=1e-5)
-
-
 def refusals(
     config: dict[str, Any], plain: dict[str, Any], other: dict[str, Any], root: Path
-) -> dict[str, str]:
+) -> list[str]:
     """What a policy says of checkpoints and adapters that are not its own."""
-    said = {}
     with open_policy(config) as policy:
         policy.save_checkpoint(root / "adapters")
         policy.export_peft(root / "peft")
@@ -268,23 +141,20 @@ def refusals(
         policy.save_checkpoint(root / "model")
         with pytest.raises(ConfigError) as error:
             policy.export_peft(root / "none")
-        said["none"] = str(error.value)
-        said["adapters in a whole policy"] = refused(policy, root / "adapters")
-    with open_policy(config) as policy:
-        said["a whole model"] = refused(policy, root / "model")
-    with open_policy(other) as policy:
-        said["another base"] = refused(policy, root / "adapters")
     parts = {"target_modules": ["q_proj", "k_proj"]}
     with open_policy(altered(config, **parts)) as policy:
         policy.save_checkpoint(root / "parts")
-    for name, peft in {
-        "another scale": {"alpha": 1.0, **parts},
-        "other modules": {"target_modules": ["q_proj", "v_proj"]},
-        "another rank": {"dim": 2, **parts},
-    }.items():
-        with open_policy(altered(config, **peft)) as policy:
-            said[name] = refused(policy, root / "parts")
-    return said
+    return [str(error.value)] + [
+        refused(each, root / place)
+        for each, place in (
+            (plain, "adapters"),
+            (config, "model"),
+            (other, "adapters"),
+            (altered(config, alpha=1.0, **parts), "parts"),
+            (altered(config, dim=2, **parts), "parts"),
+            (altered(config, target_modules=["q_proj", "v_proj"]), "parts"),
+        )
+    ]
 
 
 def altered(config: dict[str, Any], **peft: Any) -> dict[str, Any]:
@@ -292,8 +162,8 @@ def altered(config: dict[str, Any], **peft: Any) -> dict[str, Any]:
     return {**config, "megatron_cfg": {**megatron, "peft": {**megatron["peft"], **peft}}}
 
 
-def refused(policy: Any, path: Path) -> str:
-    with pytest.raises(CheckpointError) as error:
+def refused(config: dict[str, Any], path: Path) -> str:
+    with open_policy(config) as policy, pytest.raises(CheckpointError) as error:
         policy.load_checkpoint(path, fresh_optimizer=True)
     return str(error.value)
 
@@ -303,17 +173,27 @@ def test_checkpoints_of_another_kind_or_base_are_refused(ranks, checkpoint, tmp_
     path = checkpoint("qwen2", tied=False, **SIZES)
     other = checkpoint("qwen2", tied=False, seed=3, **SIZES)
     configs = adapted(path, {}, None), policy_config(path, {}), adapted(other, {}, None)
-    (said,) = ranks.run(1, refusals, *configs, tmp_path)
-    assert "no adapters to hand over: set policy.megatron_cfg.peft" in said["none"]
-    assert "has adapters alone" in said["adapters in a whole policy"]
-    assert "has a whole model, but this policy trains adapters" in said["a whole model"]
-    assert "has adapters of other weights" in said["another base"]
-    assert "another scale: set policy.megatron_cfg.peft.alpha" in said["another scale"]
-    assert "another rank: set policy.megatron_cfg.peft.dim" in said["another rank"]
-    assert "other modules: set policy.megatron_cfg.peft.target_modules" in said["other modules"]
+    (heard,) = ranks.run(1, refusals, *configs, tmp_path)
+    expected = (
+        "no adapters to hand over: set policy.megatron_cfg.peft",
+        "has adapters alone",
+        "has a whole model, but this policy trains adapters",
+        "has adapters of other weights",
+        "another scale: set policy.megatron_cfg.peft.alpha",
+        "another rank: set policy.megatron_cfg.peft.dim",
+        "other modules: set policy.megatron_cfg.peft.target_modules",
+    )
+    for words, said in zip(expected, heard, strict=True):
+        assert words in said
     with pytest.raises(AssertionError, match=r"trained on .* which has other weights or config"):
         ranks.run(1, fresh_adapters, adapted(other, {}, tmp_path / "peft"))
     apart = peft_models.make_adapters(path, tmp_path / "apart", ALL)
+    ranks.run(1, fresh_adapters, adapted(path, {}, apart, target_modules=ALL))
+    with pytest.raises(AssertionError, match=r"were trained on .*base_model_name_or_path of adapt"):
+        ranks.run(1, fresh_adapters, adapted(other, {}, apart, target_modules=ALL))
+    overrides = {"hf_config_overrides": {"rms_norm_eps": 0.01}}
+    with pytest.raises(AssertionError, match=r"trained with hf_config_overrides {}, not"):
+        ranks.run(1, fresh_adapters, adapted(path, {}, tmp_path / "peft") | overrides)
     with pytest.raises(AssertionError, match="name the modules in target_modules instead"):
         ranks.run(1, fresh_adapters, adapted(path, {}, apart))
     with pytest.raises(AssertionError, match="have 4: set it to that"):
@@ -338,31 +218,6 @@ def test_adapters_that_are_not_finite_are_refused_by_name(
         ranks.run(1, fresh_adapters, config)
 
 
-def states(config: dict[str, Any], data: BatchedDataDict, loss: Any = None) -> dict[str, int]:
-    """Bytes of gradients and of what the optimizer keeps, and elements of the adapters."""
-    with open_policy(config, init_reference_model=False) as policy:
-        policy.train(own_steps(policy, data)[0], loss or LOSSES["token"](), mbs=1)
-        trainable = policy._engine.trainable
-        shards = list(optimizer_shards(trainable.optimizer))
-        buffers = [
-            b for chunk in trainable.chunks for b in chunk.buffers + chunk.expert_parallel_buffers
-        ]
-        return {
-            "gradients": sum(b.grad_data.nbytes for b in buffers),
-            "moments": sum(s.state[name].nbytes for s in shards for name in s.moments),
-            "adapters": sum(p.numel() for _, p in policy._engine.adapters.held),
-        }
-
-
-@pytest.mark.parametrize("name", ["one process", "TP2+SP", "PP2", "EP2"])
-def test_only_adapters_have_gradients_and_moments(ranks, checkpoint, name: str) -> None:
-    path = checkpoint("qwen3_moe", tied=False, **SIZES)
-    case = (LAYOUTS | EXPERT_LAYOUTS)[name]
-    for seen in ranks.run(case.world, states, adapted(path, case.megatron, None), batches(1)):
-        assert seen["gradients"] == 4 * seen["adapters"] > 0
-        assert seen["moments"] == 2 * 4 * seen["adapters"]
-
-
 def with_a_wrong_shard(config: dict[str, Any], data: BatchedDataDict) -> torch.Tensor:
     def scaled(spread: Any) -> Any:
         def call(self: LowRank, b: torch.Tensor) -> torch.Tensor:
@@ -378,12 +233,154 @@ def with_a_wrong_shard(config: dict[str, Any], data: BatchedDataDict) -> torch.T
 def test_one_shard_that_is_scaled_is_found(ranks, checkpoint, tmp_path: Path) -> None:
     path, data = checkpoint("qwen2", tied=False, **SIZES), batches(1)
     start = peft_models.make_adapters(path, tmp_path / "start", ALL)
-    load = peft_models.Loads(start)
-    double = load(path, torch.float64)
-    with InDouble():
-        right = oracle.hf_logprobs(double, data["input_ids"]).detach()
-    exact = Exact.between(oracle.hf_logprobs(load(path), data["input_ids"]).detach(), right)
+    exact = peft_models.logprobs(path, start, data["input_ids"])
     config = adapted(path, LAYOUTS["TP2+SP"].megatron, start, target_modules=ALL)
     for seen in ranks.run(2, with_a_wrong_shard, config, data):
         with pytest.raises(AssertionError):
             assert_equal("logprobs", seen[:, 1:], exact)
+
+
+DROPPED: dict[str, Any] = {"dropout": 0.3, **ANEW}
+
+
+def trained(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
+    """What this rank sees of steps without pause, and of its adapters afterwards."""
+    with open_policy(config, init_reference_model=False) as policy:
+        first = own_steps(policy, data)[0]
+        evaluated = policy.train(first, LOSSES["token"](), mbs=1, eval_mode=True)
+        steps = [policy.train(b, LOSSES["token"](), mbs=1) for b in own_steps(policy, data)]
+        arch, place = policy._engine.table.architecture, policy._engine.place
+        held = policy._engine.adapters.held
+        shards = {e.megatron: place.shard_of(e.row) for e, _ in held}
+        whole = {e.megatron for e, _ in held if not is_split(e.row, arch, shards[e.megatron].size)}
+        return {
+            "evaluated": evaluated["loss"],
+            "losses": [step["loss"] for step in steps],
+            "norms": [torch.as_tensor(step["grad_norm"]) for step in steps],
+            "adapters": {e.megatron: p.detach().clone() for e, p in held},
+            "whole": whole,
+        }
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("position", ["pre", "post"])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("TP2", "qwen2"),
+        ("TP2+SP", "qwen2"),
+        ("TP2xCP2+SP", "qwen2"),
+        ("EP2xTP2+SP", "qwen3_moe"),
+        ("EP2xETP2+TP2", "qwen3_moe"),
+    ],
+)
+def test_dropout_follows_from_the_seed_and_leaves_ranks_with_the_same_adapters(
+    ranks, checkpoint, name: str, family: str, position: str
+) -> None:
+    """Ranks that hold the same adapter have drawn alike, or the gradients were not the sum."""
+    path, case = checkpoint(family, tied=False, **SIZES), (LAYOUTS | EXPERT_LAYOUTS)[name]
+    data = batches(3)
+
+    def run(**peft: Any) -> list[dict[str, Any]]:
+        own = {"dropout_position": position, **DROPPED, **peft}
+        return list(ranks.run(case.world, trained, adapted(path, case.megatron, None, **own), data))
+
+    seen, again, without = run(), run(), run(dropout=0.0)
+    for one, other, plain in zip(seen, again, without, strict=True):
+        assert same(one["losses"], other["losses"]) and same(one["norms"], other["norms"])
+        assert same(one["adapters"].values(), other["adapters"].values())
+        assert torch.equal(one["evaluated"], plain["evaluated"]), (
+            "there is no dropout in evaluation"
+        )
+        assert not same(one["losses"], plain["losses"])
+    for one in seen[1:]:
+        for weight in one["whole"] & seen[0]["whole"]:
+            assert torch.equal(one["adapters"][weight], seen[0]["adapters"][weight]), weight
+
+
+def test_dropout_is_of_adapters_alone(ranks, checkpoint) -> None:
+    """With B of zeros adapters add nothing, regardless of what is dropped."""
+    path, data = checkpoint("qwen2", tied=False, **SIZES), batches(1)
+    (dropped,) = ranks.run(1, trained, adapted(path, {}, None, dropout=0.5), data)
+    (plain,) = ranks.run(1, trained, adapted(path, {}, None), data)
+    assert same(dropped["losses"], plain["losses"])
+    assert not same(dropped["norms"], plain["norms"])
+
+
+@pytest.mark.parametrize("name", ["one process", "PP2", "TP2+SP"])
+def test_what_is_recomputed_is_dropped_again(ranks, checkpoint, name: str) -> None:
+    path, case, data = checkpoint("qwen2", tied=False, **SIZES), LAYOUTS[name], batches(1)
+    plain, recomputed = (
+        ranks.run(case.world, trained, adapted(path, case.megatron | more, None, **DROPPED), data)
+        for more in ({}, FULL)
+    )
+    for one, other in zip(plain, recomputed, strict=True):
+        assert same(one["losses"], other["losses"])
+        torch.testing.assert_close(one["norms"], other["norms"], rtol=1e-6, atol=0.0)
+
+
+def run_of_a_life(
+    config: dict[str, Any], data: BatchedDataDict, busy: bool, root: Path
+) -> dict[str, Any]:
+    """Three steps; if `busy` with refits, exports, generation and all memory states between."""
+    with open_policy(config, tokenizer=Tokenizer()) as policy:
+        memory_of(policy, settle=policy._session.settle)
+        seen: dict[str, Any] = {"losses": []}
+        for number, batch in enumerate(own_steps(policy, data)):
+            seen["losses"].append(policy.train(batch, LOSSES["token"](), mbs=1)["loss"])
+            if busy:
+                seen |= between(policy, root / str(number))
+        return seen | {"weights": weights_of(policy)}
+
+
+def between(policy: Any, root: Path) -> dict[str, Any]:
+    policy.memory.enter(REFIT)
+    transports = KeepingTransport(), KeepingTransport()
+    for adapters, transport in enumerate(transports):
+        policy.refit(transport, adapters=bool(adapters))
+    policy.memory.enter(IDLE)
+    policy.memory.enter(LOGPROB)
+    policy.reference_logprobs(prompts())
+    exported = {name: tensor.clone() for name, tensor in policy.export()}
+    policy.export_hf(root)
+    done = policy.generate(prompts(), greedy=True)
+    policy.memory.enter(TRAIN)
+    return {"exported": exported, "sent": [t.session.found for t in transports], "done": done}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("one process", "qwen2"),
+        ("TP2+SP", "qwen2"),
+        ("PP2xVPP2", "qwen3"),
+        ("DP2 distributed optimizer, both overlaps", "qwen2"),
+        ("TP2xPP2xDP2+SP", "qwen2"),
+        ("EP2xTP2+SP", "qwen3_moe"),
+    ],
+)
+def test_training_is_the_same_with_refits_exports_and_generation_between_steps(
+    ranks, checkpoint, tmp_path: Path, name: str, family: str
+) -> None:
+    path, case = checkpoint(family, tied=False, **SIZES), (LAYOUTS | EXPERT_LAYOUTS)[name]
+    data = batches(3)
+    config = adapted(path, case.megatron, None, **DROPPED) | generation()
+    quiet = ranks.run(case.world, run_of_a_life, config, data, False, tmp_path)
+    busy = ranks.run(case.world, run_of_a_life, config, data, True, tmp_path)
+    for one, other in zip(busy, quiet, strict=True):
+        assert same(one["losses"], other["losses"])
+        assert one["weights"].keys() == other["weights"].keys()
+        for weight, tensor in one["weights"].items():
+            assert torch.equal(tensor, other["weights"][weight]), weight
+        for row, length in enumerate(PROMPT_LENGTHS):
+            done = one["done"].tokens_BT[row, : length + NEW].tolist()
+            assert done == hf_greedy(tmp_path / "2", row)
+    whole, alone = ({n: t for one in busy for n, t in one["sent"][kind].items()} for kind in (0, 1))
+    assert whole and alone
+    for weight, tensor in whole.items():
+        assert torch.equal(tensor, busy[0]["exported"][weight]), weight

@@ -47,34 +47,30 @@ CHANGING = {"write", "pwrite", "pwritev", "writev", "ftruncate", "posix_fallocat
 COMMITTING = {"fsync", "fdatasync", "rename", "replace", "unlink", "rmdir", "put"}
 
 
-class Steps:
-    """Counts what this process does to the disk: calls into the system, by whichever thread."""
+@contextlib.contextmanager
+def watched(act_at: int, act: Callable[[], None]) -> Iterator[list[str]]:
+    """What the body does to the disk: calls into the system, by whichever thread that it starts.
+    `act` is called before step `act_at`, counted from 1.
+    """
+    names: list[str] = []
+    lock = threading.Lock()
 
-    def __init__(self, act_at: int = 0, act: Callable[[], None] = lambda: None) -> None:
-        """`act` is called before step `act_at`, counted from 1."""
-        self.names: list[str] = []
-        self._act_at, self._act = act_at, act
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Count in the body, and in threads that it starts."""
-        threading.setprofile(self._see)
-        sys.setprofile(self._see)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)
-
-    def _see(self, frame: FrameType, event: str, argument: Any) -> None:
+    def see(frame: FrameType, event: str, argument: Any) -> None:
         name = _step(frame, event, argument)
         if name:
-            with self._lock:
-                self.names.append(name)
-                due = len(self.names) == self._act_at
+            with lock:
+                names.append(name)
+                due = len(names) == act_at
             if due:
-                self._act()
+                act()
+
+    threading.setprofile(see)
+    sys.setprofile(see)
+    try:
+        yield names
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
 
 
 def _step(frame: FrameType, event: str, argument: Any) -> str:
@@ -134,41 +130,39 @@ def save_under_fire(config: dict[str, Any], root: Path, moment: Moment, pids: li
         is_victim = policy.rank == moment.victim
         if is_victim and moment.after_s:
             threading.Timer(moment.after_s, strike).start()
-        steps = Steps(moment.step if is_victim else 0, strike)
         heard, started = "", time.monotonic()
-        with steps.watched():
+        with watched(moment.step if is_victim else 0, strike) as steps:
             try:
                 policy.save_checkpoint(**paths(root))
                 policy.finalize_async_save()
             except CheckpointError as error:
                 heard = str(error) or "an error without a message"
-        return heard, time.monotonic() - started, steps.names
+        return heard, time.monotonic() - started, steps
 
 
 class Stage:
     """Plays saves in processes that are started for them."""
 
-    def __init__(self, path: Path, megatron: dict[str, Any], first: Path, folder: Path) -> None:
-        """`megatron` is a layout of `WORLD` ranks; `first` is a run with its first checkpoint, of
-        which every save gets a copy.
+    def __init__(self, ranks: RankPool, path: Path, megatron: dict[str, Any], folder: Path) -> None:
+        """`megatron` is a layout of `WORLD` ranks. `ranks` save a first checkpoint, of which every
+        save gets a copy.
         """
-        self._path, self._megatron = path, megatron
-        self._first, self._folder = first, folder
+        self._path, self._megatron, self._folder = path, megatron, folder
         self._starting = threading.Lock()  # it sets the environment for a moment
+        ranks.run(WORLD, save_first, self.config(False), folder / "first")
 
     def config(self, background: bool) -> dict[str, Any]:
         checkpoint = {"checkpoint": {"async_save": background}}
         return config_of(self._path, self._megatron, checkpoint, checkpoint_timeout_s=TIMEOUT_S)
 
     def play_all(self, moments: dict[str, Moment]) -> Outcomes:
-        """`play` of each, a few at a time."""
+        """All saves, a few at a time."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = pool.map(self.play, moments, moments.values())
+            found = pool.map(self._play, moments, moments.values())
             return dict(zip(moments, found, strict=True))
 
-    def play(self, name: str, moment: Moment) -> tuple[Path, list[Heard | None]]:
-        """The run afterwards, and what each rank has heard; None of one that was killed."""
-        root = shutil.copytree(self._first, self._folder / name)
+    def _play(self, name: str, moment: Moment) -> tuple[Path, list[Heard | None]]:
+        root = shutil.copytree(self._folder / "first", self._folder / name)
         with self._starting:
             ranks = [OtherProcess() for _ in range(WORLD)]
         try:
@@ -213,23 +207,22 @@ def save_first(config: dict[str, Any], root: Path) -> None:
         policy.save_checkpoint(**paths(root))
 
 
-def inspect_all(config: dict[str, Any], roots: list[Path]) -> list[tuple[int, list[str]]]:
-    """The step that each run goes on from and what differs from what was trained until then; then
-    it saves, and leaves nothing else behind.
+def inspect_all(config: dict[str, Any], roots: list[Path]) -> list[int]:
+    """The step that each run goes on from, as it was trained until then; then it saves, and leaves
+    nothing else behind.
     """
-    found = []
+    steps = []
     with open_policy(config, init_reference_model=False) as policy:
         expected = {}
         for number in range(2):
             train(policy, [number])
             expected[number + 1] = prints(weights_of(policy) | optimizer_of(policy))
         for root in roots:
-            report = policy.load_checkpoint(**paths(root))
-            found_now = prints(weights_of(policy) | optimizer_of(policy))
-            differ = differing(expected[report.step], found_now)
+            steps.append(policy.load_checkpoint(**paths(root)).step)
+            found = prints(weights_of(policy) | optimizer_of(policy))
+            assert differing(expected[steps[-1]], found) == [], root
             policy.save_checkpoint(**paths(root))
-            found.append((report.step, differ))
-    return found
+    return steps
 
 
 CALM = {
@@ -280,13 +273,13 @@ def assert_whole(ranks: RankPool, stage: Stage, outcomes: Outcomes) -> dict[str,
     nothing else is left behind; returns the steps.
     """
     roots = [root for root, _ in outcomes.values()]
-    for found in ranks.run(WORLD, inspect_all, stage.config(False), roots):
-        for (name, (_, heard)), (step, differ) in zip(outcomes.items(), found, strict=True):
+    for steps in ranks.run(WORLD, inspect_all, stage.config(False), roots):
+        for (name, (_, heard)), step in zip(outcomes.items(), steps, strict=True):
             done = "again" in name or any(each is not None and not each[0] for each in heard)
-            assert differ == [] and step in ((2,) if done else (1, 2)), (name, step, heard)
+            assert step in ((2,) if done else (1, 2)), (name, step, heard)
     for root in roots:
         assert [name for at in paths(root).values() for name in leftovers(at)] == [], root
-    return {name: step for name, (step, _) in zip(outcomes, found, strict=True)}
+    return dict(zip(outcomes, steps, strict=True))
 
 
 def assert_struck(outcomes: Outcomes, moments: dict[str, Moment]) -> None:
@@ -302,8 +295,7 @@ def test_a_rank_killed_at_any_moment_of_a_save_costs_that_save_at_most(
     ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = checkpoint("qwen2", tied=True, layers=2, hidden=32, ffn=64, vocab=VOCAB)
-    stage = Stage(path, REPLICAS, tmp_path / "first", tmp_path)
-    ranks.run(WORLD, save_first, stage.config(False), tmp_path / "first")
+    stage = Stage(ranks, path, REPLICAS, tmp_path)
     outcomes = stage.play_all(CALM)
     chosen = moments(assert_calm(outcomes))
     outcomes |= stage.play_all(chosen)
@@ -318,8 +310,7 @@ def test_ranks_go_on_from_the_last_whole_checkpoint_after_a_kill(
 ) -> None:
     family, megatron = AFTER_A_KILL[what]
     path = checkpoint(family, layers=2, hidden=32, ffn=32, vocab=VOCAB)
-    stage = Stage(path, megatron, tmp_path / "first", tmp_path)
-    ranks.run(WORLD, save_first, stage.config(False), tmp_path / "first")
+    stage = Stage(ranks, path, megatron, tmp_path)
     outcomes = stage.play_all({"sync": Moment(False)})
     (calm,) = assert_calm(outcomes).values()
     (_, _, first), (_, _, second) = calm

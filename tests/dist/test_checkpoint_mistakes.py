@@ -33,10 +33,12 @@ from tests.dist.resuming import (
     everything_of,
     iteration,
     leftovers,
+    optimizer_of,
     paths,
     prints,
     replaced,
     train,
+    weights_of,
 )
 from tests.dist.test_launch import ROOT
 from tests.ranks import RankPool
@@ -63,31 +65,25 @@ def heard(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-def fail_alone(config: dict[str, Any], root: Path) -> dict[str, Any]:
-    """What this rank hears of calls that only one of them cannot carry out, or makes so."""
+def fail_alone(config: dict[str, Any], root: Path) -> None:
+    """Calls that only one rank cannot carry out, or makes so, fail on this one."""
     with open_policy(config, tokenizer=TOKENIZER, init_reference_model=False) as policy:
         train(policy, range(1))
-        first = policy.rank == 0
+        first, save = policy.rank == 0, partial(policy.save_checkpoint, **paths(root))
         (root / "file").write_text("no directory")
-        said = {
-            "tokenizer": heard(
-                lambda: policy.save_checkpoint(**paths(root), tokenizer_path=root / "file" / "x")
-            ),
-            "host data": heard(
-                lambda: policy.save_checkpoint(**paths(root), host_data={"a": {1}} if first else {})
-            ),
-            "export": heard(
-                lambda: policy.save_checkpoint(**paths(root), hf_export=root / "weights" / "x")
-            ),
-            "paths": heard(
-                lambda: policy.save_checkpoint(**paths(root / "other" if first else root))
-            ),
-        }
-        saved = [path.name for path in root.iterdir() if path.is_dir()]
+        said = heard(lambda: save(tokenizer_path=root / "file" / "x"))
+        assert "Not a directory" in said
+        said = heard(lambda: save(host_data={"a": {1}} if first else {}))
+        assert "host_data['a'] is a set" in said
+        said = heard(lambda: save(hf_export=root / "weights" / "x"))
+        assert "choose a separate directory" in said
+        elsewhere = paths(root / "other" if first else root)
+        assert "call it alike on all ranks" in heard(lambda: policy.save_checkpoint(**elsewhere))
+        assert [path for path in root.iterdir() if path.is_dir()] == []
         train(policy, [1])
-        policy.save_checkpoint(**paths(root))
-        said["load"] = heard(lambda: policy.load_checkpoint(root / "weights"))
-        return said | {"saved": saved, "step": policy.load_checkpoint(**paths(root)).step}
+        save()
+        assert "fresh_optimizer" in heard(lambda: policy.load_checkpoint(root / "weights"))
+        assert policy.load_checkpoint(**paths(root)).step == 2
 
 
 @pytest.mark.parametrize(
@@ -98,14 +94,7 @@ def fail_alone(config: dict[str, Any], root: Path) -> dict[str, Any]:
 def test_a_call_that_one_rank_cannot_make_fails_on_all_and_the_next_works(
     ranks: RankPool, model: Path, tmp_path: Path, megatron: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    config = config_of(model, megatron, more)
-    for seen in ranks.run(2, fail_alone, config, tmp_path):
-        assert "Not a directory" in seen["tokenizer"]
-        assert "host_data['a'] is a set" in seen["host data"]
-        assert "choose a separate directory" in seen["export"]
-        assert "call it alike on all ranks" in seen["paths"]
-        assert "fresh_optimizer" in seen["load"]
-        assert (seen["saved"], seen["step"]) == ([], 2)
+    ranks.run(2, fail_alone, config_of(model, megatron, more), tmp_path)
     assert leftovers(tmp_path / "weights") == leftovers(tmp_path / "optimizer") == []
 
 
@@ -147,10 +136,20 @@ def save_for_sgd_and_adam(config: dict[str, Any], other: dict[str, Any], root: P
     with open_policy(other, tokenizer=TOKENIZER) as policy:
         refused = heard(lambda: policy.load_checkpoint(**paths(root)))
         report = policy.load_checkpoint(**paths(root), fresh_optimizer=True)
+        held = optimizer_of(policy)
+        assert all(int(held.pop(name)) <= 0 for name in list(held) if name.endswith(".step"))
+        assert all(name.count(".") == 2 for name in held), "no moments, only main parameters"
+        if policy.config.megatron_cfg.enabled:
+            mains, weights = (
+                prints({name: each.bfloat16().view(-1) for name, each in found.items()})
+                for found in (held, weights_of(policy))
+            )
+            assert {*mains.values()} == {*weights.values()}
         train(policy, [1])
         return [refused, report.not_restored["optimizer"], *report.restored]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("engine", ["FSDP2", "Megatron-Core"])
 def test_another_optimizer_is_refused_and_started_anew_where_that_is_allowed(
     ranks: RankPool, checkpoint: Callable[..., Path], tmp_path: Path, engine: str
@@ -178,29 +177,28 @@ def test_another_optimizer_is_refused_and_started_anew_where_that_is_allowed(
     assert not (tmp_path / "damaged").exists()
 
 
-def seen_by_one(config: dict[str, Any], root: Path) -> tuple[str, list[str]]:
-    """What this rank hears if rank 1 alone finds no state of the optimizer, and what changed."""
+def load_what_one_does_not_find(config: dict[str, Any], root: Path) -> None:
+    """Nothing changes if rank 1 alone finds no state of the optimizer."""
 
     def hidden(companion: Callable[..., Path]) -> Callable[..., Path]:
-        return lambda weights, path: companion(weights, Path("/nowhere"))
+        return lambda weights, path: companion(weights, Path("/nowhere") if policy.rank else path)
 
     with open_policy(config, tokenizer=TOKENIZER) as policy:
         train(policy, range(1))
         policy.save_checkpoint(**paths(root))
         train(policy, [1])
         before = prints(everything_of(policy))
-        with replaced(tracker, "companion", hidden if policy.rank else lambda companion: companion):
+        with replaced(tracker, "companion", hidden):
             said = heard(lambda: policy.load_checkpoint(**paths(root), fresh_optimizer=True))
-        return said, differing(before, prints(everything_of(policy)))
+        assert "all ranks have to see the same directories" in said
+        assert differing(before, prints(everything_of(policy))) == []
 
 
 @ENGINES
 def test_an_optimizer_that_one_rank_does_not_find_starts_anew_on_none(
     ranks: RankPool, model: Path, tmp_path: Path, megatron: dict[str, Any]
 ) -> None:
-    for said, changed in ranks.run(2, seen_by_one, config_of(model, megatron), tmp_path):
-        assert "all ranks have to see the same directories" in said
-        assert changed == []
+    ranks.run(2, load_what_one_does_not_find, config_of(model, megatron), tmp_path)
 
 
 def live_bytes() -> int:
@@ -235,6 +233,13 @@ def test_state_that_was_started_anew_does_not_stay_in_memory(
     assert others == [first, first]
 
 
+def save_twice(config: dict[str, Any], root: Path) -> None:
+    with open_policy(config, tokenizer=TOKENIZER, init_reference_model=False) as policy:
+        train(policy, range(2))
+        policy.save_checkpoint(**paths(root))
+        policy.save_checkpoint(root / "elsewhere", root / "later")
+
+
 def test_state_that_a_killed_save_put_aside_comes_back_before_anything_is_removed(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
@@ -251,44 +256,38 @@ def test_state_that_a_killed_save_put_aside_comes_back_before_anything_is_remove
     assert manifest.read(aside).id != found.id
 
 
-def save_twice(config: dict[str, Any], root: Path) -> None:
-    with open_policy(config, tokenizer=TOKENIZER, init_reference_model=False) as policy:
-        train(policy, range(2))
-        policy.save_checkpoint(**paths(root))
-        policy.save_checkpoint(root / "elsewhere", root / "later")
-
-
-def export_without_the_model(config: dict[str, Any], model: Path, root: Path) -> tuple[str, int]:
-    """What this rank hears of a save with an export when the model's directory has gone, and the
-    step of the save that follows.
-    """
+def export_without_the_model(config: dict[str, Any], model: Path, root: Path) -> None:
+    """A save with an export says that the model's directory has gone; one without succeeds."""
     with open_policy(config, init_reference_model=False) as policy:
         torch.distributed.barrier()
         if policy.rank == 0:
             shutil.move(model, model.with_name("moved"))
         torch.distributed.barrier()
         save = partial(policy.save_checkpoint, **paths(root))
-        said = heard(lambda: save(hf_export=root / "hf"))
+        assert f"model {str(model)!r} is not a directory" in heard(
+            lambda: save(hf_export=root / "hf")
+        )
         assert not root.exists(), "nothing is written before it is known that all can be"
         torch.distributed.barrier()
         save()
-        return said, policy.load_checkpoint(**paths(root)).step
+        assert policy.load_checkpoint(**paths(root)).step == 0
 
 
 def test_a_model_that_has_gone_fails_a_save_with_an_export_before_anything_is_written(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
     own = shutil.copytree(model, tmp_path / "model")
-    config = config_of(own, TP2)
-    for said, step in ranks.run(2, export_without_the_model, config, own, tmp_path / "run"):
-        assert f"model {str(own)!r} is not a directory" in said and step == 0
+    ranks.run(2, export_without_the_model, config_of(own, TP2), own, tmp_path / "run")
 
 
-def refused_at_once(config: dict[str, Any]) -> str:
-    """What this rank hears when the policy is made."""
-    with pytest.raises(ConversionError) as error, open_policy(config):
+def refused_at_once(config: dict[str, Any]) -> None:
+    with (
+        pytest.raises(
+            ConversionError, match=r"notes\.txt is a link to.*MEGATRON_POLICY_LINKS_INTO"
+        ),
+        open_policy(config),
+    ):
         pass
-    return str(error.value)
 
 
 def test_a_link_that_leads_out_of_the_model_is_refused_by_every_rank(
@@ -297,8 +296,7 @@ def test_a_link_that_leads_out_of_the_model_is_refused_by_every_rank(
     own = shutil.copytree(model, tmp_path / "model")
     (tmp_path / "secret").write_text("of somebody")
     (own / "notes.txt").symlink_to(tmp_path / "secret")
-    for said in ranks.run(2, refused_at_once, config_of(own, TP2)):
-        assert "notes.txt is a link to" in said and "MEGATRON_POLICY_LINKS_INTO" in said
+    ranks.run(2, refused_at_once, config_of(own, TP2))
 
 
 def worker_of(policy: MegatronPolicy) -> WorkerCheckpoint:
@@ -308,42 +306,37 @@ def worker_of(policy: MegatronPolicy) -> WorkerCheckpoint:
     return worker
 
 
-def save_alone(config: dict[str, Any], root: Path) -> str:
-    """What rank 0 hears of a worker's save that rank 1 does not come to."""
+def save_alone(config: dict[str, Any], root: Path) -> None:
+    """Rank 0 gives up a worker's save that rank 1 does not come to."""
     with open_policy(config, init_reference_model=False) as policy:
-        said, over = "", root / "over"
+        over, end = root / "over", time.monotonic() + 60
         if policy.rank == 0:
-            with pytest.raises(CheckpointError) as error:
+            with pytest.raises(CheckpointError, match="no sign of life for 2 s"):
                 worker_of(policy).save_checkpoint(str(root / "run"), str(root / "run"))
-            said = str(error.value)
             over.touch()
-        for _ in range(6000):
-            if over.exists():
-                return said
+        while not over.exists():
+            assert time.monotonic() < end, "rank 0 did not give up"
             time.sleep(0.01)
-        raise TimeoutError("rank 0 did not give up")
 
 
 def test_a_save_that_a_rank_does_not_come_to_is_a_checkpoint_error_of_a_worker_too(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
     config = config_of(model, TP2, checkpoint_timeout_s=2.0, refit_timeout_s=2.0)
-    said, _ = ranks.run(2, save_alone, config, tmp_path)
-    assert "no sign of life for 2 s" in said and not (tmp_path / "run").exists()
+    ranks.run(2, save_alone, config, tmp_path)
+    assert not (tmp_path / "run").exists()
 
 
-def save_from_the_host(config: dict[str, Any], root: Path) -> tuple[str, str]:
-    """The states before and after a worker's save."""
+def save_from_the_host(config: dict[str, Any], root: Path) -> None:
     with open_policy(config, init_reference_model=False) as policy:
         policy.memory.offload(("parameters", "optimizer", "gradients"))
-        before = policy.memory.state.name
+        assert policy.memory.state.name == "idle"
         worker_of(policy).save_checkpoint(str(root), str(root))
-        return before, ", ".join(sorted(policy.memory.state.holds))
+        assert policy.memory.state.holds == {"optimizer", "parameters"}
 
 
 @ENGINES
 def test_a_worker_saves_from_host_memory_and_leaves_what_it_saved_on_the_device(
     ranks: RankPool, model: Path, tmp_path: Path, megatron: dict[str, Any]
 ) -> None:
-    for seen in ranks.run(2, save_from_the_host, config_of(model, megatron), tmp_path / "run"):
-        assert seen == ("idle", "optimizer, parameters")
+    ranks.run(2, save_from_the_host, config_of(model, megatron), tmp_path / "run")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from megatron_policy.policy import MegatronPolicy
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, fsdp_config, open_policy, own_share, policy_config
 from tests.dist.layouts import LENGTH, VOCAB
-from tests.dist.test_docs import python_blocks
 from tests.losses import LogitEntropy, Result, SequenceNLL, TokenNLL, loss_mask
 
 SIZES = {"layers": 4, "vocab": VOCAB, "hidden": 32, "heads": 4, "groups": 2, "ffn": 48}
@@ -123,28 +121,36 @@ def state(policy: MegatronPolicy) -> list[Any]:
     return [*held, *buffers, counts]
 
 
-def same(before: list[Any], after: list[Any]) -> bool:
-    pairs = list(zip(before, after, strict=True))
-    return all(
-        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-        for one, other in pairs
-    )
+@contextmanager
+def without_a_trace(policy: MegatronPolicy, what: object) -> Iterator[None]:
+    """Asserts that the body leaves the policy as it was."""
+    before = state(policy)
+    yield
+    for one, other in zip(before, state(policy), strict=True):
+        alike = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        assert alike, what
 
 
-def tried(config: dict[str, Any], good: bool) -> list[tuple[Any, bool]]:
-    """What a policy in the middle of training says of each loss, and whether it left no trace."""
+def try_all(config: dict[str, Any], good: bool) -> list[Any]:
+    """What a policy in the middle of training, and of a step, says of each loss; without a trace
+    of it, gradients included.
+    """
     bad = [loss for loss, _ in (WARNED | REFUSED).values()]
     with open_policy(config, init_reference_model=False) as policy:
         share = own_share(policy, DATA)
         policy.train(share, SequenceNLL())
-        found: list[tuple[Any, bool]] = []
+        found: list[Any] = []
         for loss in [each() for each in GOOD] if good else bad:
-            before = state(policy)
-            try:
-                seen: Any = policy.dry_run(share, loss)
-            except (LossError, BatchError) as error:
-                seen = f"{type(error).__name__}: {error}"
-            found.append((seen, same(before, state(policy))))
+            with without_a_trace(policy, loss):
+                try:
+                    found.append(policy.dry_run(share, loss))
+                except (LossError, BatchError) as error:
+                    found.append(f"{type(error).__name__}: {error}")
+        policy.accumulator.begin(SequenceNLL())
+        policy.accumulator.microbatch(share.slice(0, 2))
+        with without_a_trace(policy, "between the parts of a step"):
+            policy.dry_run(share, SequenceNLL())
+        policy.accumulator.finish()
         return found
 
 
@@ -165,10 +171,11 @@ def test_good_losses_pass_without_warnings_and_without_a_trace(
 ) -> None:
     world, config = CASES[name]
     path = checkpoint("mixtral" if name == "experts" else "qwen2", **SIZES)
-    for found in ranks.run(world, tried, config(path), True):
-        for loss, (seen, unchanged) in zip(GOOD, found, strict=True):
-            assert unchanged
+    for found in ranks.run(world, try_all, config(path), True):
+        for loss, seen in zip(GOOD, found, strict=True):
             assert seen.warnings == (), str(seen)
+            assert re.match(r"dry run on rows [\d, ]+: loss ", str(seen)), str(seen)
+            assert "\n  given data['input_ids']: " in str(seen) and "\n  metric loss: " in str(seen)
             assert seen.metrics["loss"] == pytest.approx(seen.loss)
             assert seen.tokens > 0 and all(norm > 0 for norm in seen.gradients.values())
             assert "data['input_ids']" in seen.inputs
@@ -178,71 +185,30 @@ def test_good_losses_pass_without_warnings_and_without_a_trace(
 def test_bad_losses_are_refused_or_warned_of_and_leave_no_trace(
     ranks, checkpoint: Callable[..., Path]
 ) -> None:
-    config = policy_config(checkpoint("qwen2", **SIZES), {})
-    (found,) = ranks.run(1, tried, config, False)
-    for (name, (_, said)), (seen, unchanged) in zip((WARNED | REFUSED).items(), found, strict=True):
-        assert unchanged, name
+    (found,) = ranks.run(1, try_all, policy_config(checkpoint("qwen2", **SIZES), {}), False)
+    for (name, (_, said)), seen in zip((WARNED | REFUSED).items(), found, strict=True):
         text = "\n".join(seen.warnings) if name in WARNED else str(seen)
         assert re.search(said, text), (name, text)
 
 
-def alone(config: dict[str, Any]) -> list[Any]:
+def try_alone(config: dict[str, Any]) -> None:
     """Dry runs of one row, and of rows without tokens, by a policy without an optimizer."""
-    with open_policy(config, init_reference_model=False, init_optimizer=False) as policy:
-        nothing = DATA.slice(0, 2)
-        nothing["token_mask"] = torch.zeros_like(nothing["token_mask"])
-        found: list[Any] = [
-            policy.dry_run(each, SequenceNLL()) for each in (DATA.slice(0, 1), nothing)
-        ]
-    taken = config | {"skip_empty_steps": False}
-    with open_policy(taken, init_reference_model=False, init_optimizer=False) as policy:
-        return [*found, policy.dry_run(nothing, SequenceNLL())]
+    nothing = DATA.slice(0, 2)
+    nothing["token_mask"] = torch.zeros_like(nothing["token_mask"])
+    unused = {"init_reference_model": False, "init_optimizer": False}
+    with open_policy(config, **unused) as policy:
+        one = policy.dry_run(DATA.slice(0, 1), SequenceNLL())
+        assert one.rows == (0, 0) and one.warnings == ()
+        assert str(one).startswith("dry run on row 0, taken twice: loss ")
+        empty = policy.dry_run(nothing, SequenceNLL())
+        skipped, unlearnt = empty.warnings
+        assert skipped == "train() would skip every step of these data: no valid tokens in them"
+        assert "nothing is learnt" in unlearnt and empty.tokens == 0 and skipped in str(empty)
+    with open_policy(config | {"skip_empty_steps": False}, **unused) as policy:
+        assert policy.dry_run(nothing, SequenceNLL()).warnings == (unlearnt,)
 
 
 def test_one_row_is_taken_twice_and_rows_without_tokens_are_named(
     ranks, checkpoint: Callable[..., Path]
 ) -> None:
-    config = policy_config(checkpoint("qwen2", **SIZES), {})
-    ((one, nothing, taken),) = ranks.run(1, alone, config)
-    assert one.rows == (0, 0) and one.warnings == ()
-    assert str(one).startswith("dry run on row 0, taken twice: loss ")
-    assert nothing.warnings[0] == (
-        "train() would skip every step of these data: no valid tokens in them"
-    )
-    assert "nothing is learnt" in nothing.warnings[1] and nothing.tokens == 0
-    assert nothing.warnings[0] in str(nothing)
-    assert taken.warnings == nothing.warnings[1:]
-
-
-def between_parts(config: dict[str, Any]) -> bool:
-    """Whether a dry run between the parts of a step leaves no trace, its gradients included."""
-    with open_policy(config, init_reference_model=False) as policy:
-        policy.accumulator.begin(SequenceNLL())
-        policy.accumulator.microbatch(DATA.slice(0, 2))
-        before = state(policy)
-        policy.dry_run(DATA, SequenceNLL())
-        unchanged = same(before, state(policy))
-        policy.accumulator.finish()
-        return unchanged
-
-
-def test_a_step_that_is_open_keeps_its_gradients(ranks, checkpoint: Callable[..., Path]) -> None:
-    config = policy_config(checkpoint("qwen2", **SIZES), {})
-    assert ranks.run(1, between_parts, config) == [True]
-
-
-def documented(config: dict[str, Any]) -> str:
-    """What the example of docs/losses.md prints."""
-    blocks, said = python_blocks("docs/losses.md"), io.StringIO()
-    with open_policy(config, init_reference_model=False) as policy, redirect_stdout(said):
-        made: dict[str, Any] = {"policy": policy, "batch": DATA}
-        exec(blocks[0] + "loss = NLL()\n" + blocks[3], made)
-    return said.getvalue()
-
-
-def test_the_documents_example_prints_what_the_loss_got(
-    ranks, checkpoint: Callable[..., Path]
-) -> None:
-    (said,) = ranks.run(1, documented, policy_config(checkpoint("qwen2", **SIZES), {}))
-    assert said.startswith("dry run on rows 0, 1: loss ") and "warning" not in said
-    assert "\n  given next_token_logprobs: float32 [2, " in said and "\n  metric loss: " in said
+    ranks.run(1, try_alone, policy_config(checkpoint("qwen2", **SIZES), {}))

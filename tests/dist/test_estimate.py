@@ -105,9 +105,9 @@ def measure(config: dict[str, Any], rows: int, length: int) -> Measured:
             for tensor in (*chunk.module.parameters(), *chunk.module.buffers())
         } | indices(policy._engine.adapters)
         data = full_rows(rows, length)
-        moe = policy._engine.table.architecture.moe
-        if moe is not None:
-            data["routed_experts"] = evenly_routed(rows, length, policy._engine.table.architecture)
+        arch = policy._engine.table.architecture
+        if arch.moe is not None:
+            data["routed_experts"] = evenly_routed(rows, length, arch)
         with live_saved(known) as most:
             policy.train(data, SequenceNLL())
         shards = list(optimizer_shards(trainable.optimizer))
@@ -144,8 +144,8 @@ def full_rows(rows: int, length: int) -> BatchedDataDict:
 def indices(adapters: Any) -> set[int]:
     """Where adapters keep which outputs are of which part."""
     parts = [] if adapters is None else [each.parts for each in adapters.modules.values()]
-    places = [each.places_Q for each in parts if each is not None and each.places_Q is not None]
-    return {tensor.untyped_storage().data_ptr() for tensor in places}
+    places = (each.places_Q for each in parts if each is not None)
+    return {tensor.untyped_storage().data_ptr() for tensor in places if tensor is not None}
 
 
 def _written(engine: Any) -> int:
@@ -194,9 +194,10 @@ class Case:
 
     def config(self, path: Path) -> dict[str, Any]:
         """A configuration in bf16."""
-        per_microbatch = 1 if self.packed else self.together
         top: dict[str, Any] = {
-            "train_micro_batch_size": per_microbatch,
+            "precision": "bfloat16",
+            "max_total_sequence_length": self.length,
+            "train_micro_batch_size": 1 if self.packed else self.together,
             "train_global_batch_size": self.rows,
         }
         if self.packed:
@@ -204,11 +205,7 @@ class Case:
             top["sequence_packing"] = {"enabled": True, "train_mb_tokens": tokens}
         if bind(read_config(path)).architecture.moe is not None:
             top["router_replay"] = {"enabled": True}
-        megatron = self.layout.megatron | {"mtp_num_layers": self.further}
-        precision, most = "bfloat16", self.length
-        return policy_config(
-            path, megatron, precision=precision, max_total_sequence_length=most, **top
-        )
+        return policy_config(path, self.layout.megatron | {"mtp_num_layers": self.further}, **top)
 
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral")

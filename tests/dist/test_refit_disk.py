@@ -1,83 +1,50 @@
-"""Weights over a directory: bit-equal, with digests, all or nothing; what is damaged is refused."""
+"""Weights, or adapters alone, over a directory: all or nothing; what is damaged is refused."""
 
 from __future__ import annotations
 
 import os
-import resource
+import re
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 
-from megatron_policy.convert import verify
+from megatron_policy.converters.files import publishing
 from megatron_policy.converters.formats import hf_writing
-from megatron_policy.errors import ExportError, RefitError
+from megatron_policy.converters.formats.hf_writing import ShardFile
+from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.refit.receive.receiver import Receiver
 from megatron_policy.refit.transports.disk import HfDirectory
-from tests import oracle
-from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import LAYOUTS, layout
+from megatron_policy.refit.transports.ipc.handles import IpcHandles
+from megatron_policy.refit.transports.peft import PeftDirectory
+from tests.dist.cases import open_policy, policy_config
+from tests.dist.layouts import LAYOUTS, SIZES
+from tests.dist.resuming import large_files_forbidden, replaced
+from tests.dist.test_adapter_handover import ANEW
+from tests.dist.test_adapters import adapted
 from tests.dist.test_export import assert_same_tensors, tensors_of
+from tests.exact import load_hf
 from tests.ranks import RankFailure, RankPool
 from tests.refit_engine import SmallEngine, bits
+from tests.small_disk import small_disk
 
-CASES = {
-    "one process": LAYOUTS["one process"],
-    "TP2xPP2": layout(4, tp=2, pp=2),
-    "TP2xCP2+SP": LAYOUTS["TP2xCP2+SP"],
-}
 UNUSED = {"init_optimizer": False, "init_reference_model": False}
 SHARD = 50_000
 
 
-def refit_train_refit(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Two refits with a step in between: what is exported, sent, and exchanged for it."""
-    data = oracle.make_batch(GLOBAL_BATCH, 13, 251)
-    with open_policy(config, init_reference_model=False) as policy:
-        exported, sent, calls = [], [], []
-        for number in range(2):
-            exported.append(bits({name: t.clone() for name, t in policy.export()}))
-            before = policy.exporter.calls
-            transport = HfDirectory(path / str(number), config["model_name"], max_shard_bytes=SHARD)
-            sent.append(list(policy.refit(transport).tensors))
-            plan = transport.plan(policy.exporter)
-            calls.append(policy.exporter.calls - before - plan.collectives)
-            policy.train(own_share(policy, data), LOSSES["token"](), mbs=1)
-        return {"exported": exported, "sent": sent, "calls": calls}
-
-
-def engine_of(path: Path, **options: Any) -> tuple[SmallEngine, Receiver]:
+def engine_of(path: Path) -> tuple[SmallEngine, Receiver]:
     """An engine of zeros for the model at `path`."""
     weights = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(path).items()}
-    expected = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
     engine = SmallEngine(weights)
-    return engine, Receiver(engine.load, **{"expected": expected, **options})
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_engine_has_the_exported_weights_bit_for_bit_and_again_a_step_later(
-    ranks: RankPool, checkpoint: Any, tmp_path: Path, name: str
-) -> None:
-    case, path = CASES[name], checkpoint("qwen2", tied=True, vocab=251)
-    engine, receiver = engine_of(path)
-    config = policy_config(path, case.megatron)
-    results = ranks.run(case.world, refit_train_refit, config, tmp_path)
-    for number in range(2):
-        assert receiver.receive_directory(tmp_path / str(number)).step == number
-        for result in results:
-            assert bits(engine.weights) == result["exported"][number]
-        sent = [name for result in results for name in result["sent"][number]]
-        assert sorted(sent) == sorted(engine.weights), "each tensor by one rank"
-    for result in results:
-        assert max(result["calls"]) <= 3, "exchanges of all ranks, beside the gathering"
-    assert bits(tensors_of(path)) == results[0]["exported"][0] != results[0]["exported"][1]
-    found = verify(tmp_path / "0", path)
-    assert found.equal and found.has_digests == (True, False)
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
+    return engine, Receiver(engine.load, expected=expected)
 
 
 @pytest.fixture(scope="module")
@@ -89,102 +56,78 @@ def exported(ranks: RankPool, checkpoint: Any, tmp_path_factory: pytest.TempPath
     return path
 
 
-@pytest.fixture
-def published(exported: Path, tmp_path: Path) -> Path:
-    """One of a test's own."""
-    return shutil.copytree(exported, tmp_path / "published")
-
-
 def export(config: dict[str, Any], path: Path) -> None:
     with open_policy(config, **UNUSED) as policy:
         policy.export_hf(path, max_shard_bytes=SHARD, overwrite=True)
 
 
-def _flip(root: Path) -> None:
-    file = max(root.glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
+def change(name: str, how: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """Changes the last file of that name."""
+
+    def act(root: Path) -> None:
+        file = max(root.glob(name))
+        file.write_bytes(how(file.read_bytes()))
+
+    return act
 
 
-def _cut(root: Path) -> None:
-    file = max(root.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-8])
+def lose(name: str) -> Callable[[Path], object]:
+    return lambda root: max(root.glob(name)).unlink()
 
 
-def _lose_a_file(root: Path) -> None:
-    max(root.glob("*.safetensors")).unlink()
-
-
-def _lose_the_manifest(root: Path) -> None:
-    (root / "megatron_policy.json").unlink()
-
-
-def _damage_the_manifest(root: Path) -> None:
-    file = root / "megatron_policy.json"
-    file.write_bytes(file.read_bytes().replace(b'"step": 0', b'"step": 9'))
-
-
-DAMAGE: dict[Callable[[Path], None], str] = {
-    _flip: "with a wrong digest",
-    _cut: "is damaged|truncated|ends",
-    _lose_a_file: "safetensors",
-    _lose_the_manifest: "names a step",
-    _damage_the_manifest: "contradicts its digest",
-    shutil.rmtree: "is not a directory",
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "with a wrong digest": change("*.safetensors", lambda b: b[:-5] + bytes([b[-5] ^ 1]) + b[-4:]),
+    "is damaged|truncated|ends": change("*.safetensors", lambda content: content[:-8]),
+    "safetensors": lose("*.safetensors"),
+    "names a step": lose("megatron_policy.json"),
+    "contradicts its digest": change(
+        "megatron_policy.json", lambda content: content.replace(b'"step": 0', b'"step": 9')
+    ),
+    "is not a directory": shutil.rmtree,
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_what_is_not_whole_is_refused_and_the_engine_keeps_what_it_had(
-    published: Path, damage: Callable[[Path], None]
+    exported: Path, tmp_path: Path
 ) -> None:
-    engine, receiver = engine_of(published)
-    whole = shutil.copytree(published, published.with_name("whole"))
+    engine, receiver = engine_of(exported)
     before = bits(engine.weights)
-    damage(published)
-    with pytest.raises(RefitError, match=DAMAGE[damage]):
-        receiver.receive_directory(published)
-    assert bits(engine.weights) == before and receiver.step is None
-    receiver.receive_directory(whole)
-    assert bits(engine.weights) == bits(tensors_of(whole))
+    for number, (said, damage) in enumerate(DAMAGE.items()):
+        copy = shutil.copytree(exported, tmp_path / str(number))
+        damage(copy)
+        with pytest.raises(RefitError, match=said):
+            receiver.receive_directory(copy)
+        assert bits(engine.weights) == before and receiver.step is None, said
+    receiver.receive_directory(exported)
+    assert bits(engine.weights) == bits(tensors_of(exported))
 
 
-def test_older_weights_and_those_of_another_model_are_refused(published: Path) -> None:
-    _, receiver = engine_of(published)
+def test_older_weights_and_those_of_another_model_are_refused(exported: Path) -> None:
+    _, receiver = engine_of(exported)
     receiver.step = 1
     with pytest.raises(RefitError, match="step 0 are older than those of step 1"):
-        receiver.receive_directory(published)
-    smaller = {name: t for name, t in tensors_of(published).items() if "norm" not in name}
+        receiver.receive_directory(exported)
+    smaller = {name: t for name, t in tensors_of(exported).items() if "norm" not in name}
     expected = {name: (tuple(t.shape), t.dtype) for name, t in smaller.items()}
     other = Receiver(SmallEngine(smaller).load, expected=expected)
     with pytest.raises(RefitError, match="not the weights of the engine's model"):
-        other.receive_directory(published)
+        other.receive_directory(exported)
 
 
-def _cannot_write_large_files() -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-
-
-def _can_again() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
-def fail_to_write(config: dict[str, Any], path: Path, culprit: int) -> tuple[str, str]:
+def fail_to_write(config: dict[str, Any], path: Path, culprit: int) -> list[str]:
     """What this rank hears of a refit and an export in which a rank's files may not grow."""
     with open_policy(config, **UNUSED) as policy:
-        if policy.rank == culprit:
-            _cannot_write_large_files()
-        try:
-            with pytest.raises(RefitError) as refit:
-                policy.refit(HfDirectory(path, config["model_name"], max_shard_bytes=SHARD))
-            with pytest.raises(ExportError) as export:
+
+        def refit() -> None:
+            policy.refit(HfDirectory(path, config["model_name"], max_shard_bytes=SHARD))
+
+        with large_files_forbidden(policy.rank == culprit):
+            with pytest.raises(RefitError) as of_refit:
+                refit()
+            with pytest.raises(ExportError) as of_export:
                 policy.export_hf(path, max_shard_bytes=SHARD)
-        finally:
-            _can_again()
-        policy.refit(HfDirectory(path, config["model_name"], max_shard_bytes=SHARD))
-        return str(refit.value), str(export.value)
+        refit()
+        return [str(of_refit.value), str(of_export.value)]
 
 
 @pytest.mark.parametrize(("name", "culprit"), [("TP2", 0), ("PP2", 1), ("DP2", 1)])
@@ -226,19 +169,20 @@ TIMEOUT_S, STALL_S = 3.0, 7.5
 
 def stall_while_writing(config: dict[str, Any], path: Path) -> float:
     """Rank 1 stops in the middle of a file; how long this rank waits, before one that works."""
+    stalls = [STALL_S]
+
+    def stalling(put: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            if policy.rank == 1 and stalls:
+                time.sleep(stalls.pop())
+            put(*args)
+
+        return call
+
     with open_policy(config | {"refit_timeout_s": TIMEOUT_S}, **UNUSED) as policy:
-        original = hf_writing.ShardFile.put
-
-        def stall(*args: Any) -> None:
-            hf_writing.ShardFile.put = original
-            time.sleep(STALL_S)
-            original(*args)
-
         policy.refit(HfDirectory(path, config["model_name"], max_shard_bytes=SHARD))
-        if policy.rank == 1:
-            hf_writing.ShardFile.put = stall
         started = time.monotonic()
-        with pytest.raises(ExportError):
+        with replaced(hf_writing.ShardFile, "put", stalling), pytest.raises(ExportError):
             policy.export_hf(path, max_shard_bytes=SHARD, overwrite=True)
         seconds = time.monotonic() - started
         time.sleep(max(0.0, STALL_S + 1 - seconds))  # as long as the other one is away
@@ -247,12 +191,11 @@ def stall_while_writing(config: dict[str, Any], path: Path) -> float:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["DP2"])
 def test_a_rank_that_stalls_while_it_writes_fails_the_others_in_time(
-    ranks: RankPool, checkpoint: Any, tmp_path: Path, name: str
+    ranks: RankPool, checkpoint: Any, tmp_path: Path
 ) -> None:
     path = checkpoint("qwen2", tied=True, vocab=251)
-    config = policy_config(path, LAYOUTS[name].megatron)
+    config = policy_config(path, LAYOUTS["DP2"].megatron)
     seconds = ranks.run(2, stall_while_writing, config, tmp_path / "first")
     assert seconds[0] < 2.4 * TIMEOUT_S, "not as a measurement: it is less than the stall"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "second"]
@@ -260,22 +203,144 @@ def test_a_rank_that_stalls_while_it_writes_fails_the_others_in_time(
         assert_same_tensors(tmp_path / written, path)
 
 
-def refuse_to_replace(config: dict[str, Any], path: Path) -> str:
+def refuse_to_replace(config: dict[str, Any], path: Path) -> list[str]:
     with open_policy(config, **UNUSED) as policy:
-        with pytest.raises(RefitError) as error:
+        with pytest.raises(RefitError) as of_refit:
             policy.refit(HfDirectory(path, config["model_name"]))
+        with pytest.raises(ConfigError) as of_export:
+            policy.export_hf(path)
+        assert policy.rank or (path / "notes.txt").exists()
         policy.refit(HfDirectory(path, config["model_name"], overwrite=True))
-        return str(error.value)
+        return [str(of_refit.value), str(of_export.value)]
 
 
 def test_a_directory_is_replaced_on_demand_only(
-    ranks: RankPool, published: Path, checkpoint: Any
+    ranks: RankPool, exported: Path, checkpoint: Any, tmp_path: Path
 ) -> None:
-    path = checkpoint("qwen2", tied=True, vocab=251)
-    marker = published / "notes.txt"
-    marker.write_text("mine")
+    path, target = checkpoint("qwen2", tied=True, vocab=251), tmp_path / "published"
+    shutil.copytree(exported, target)
+    (target / "notes.txt").write_text("mine")
     config = policy_config(path, LAYOUTS["TP2"].megatron)
-    for message in ranks.run(2, refuse_to_replace, config, published):
-        assert f"{published} exists" in message
-    assert not marker.exists()
-    assert_same_tensors(published, path)
+    for messages in ranks.run(2, refuse_to_replace, config, target):
+        assert all(f"{target} exists" in message for message in messages)
+    assert not (target / "notes.txt").exists()
+    assert_same_tensors(target, path)
+
+
+def misuse(config: dict[str, Any], plain: dict[str, Any], box: Path) -> None:
+    there, new = box / "there", box / "new"
+
+    def full(put: Any) -> Any:
+        def call(*args: Any) -> None:
+            raise OSError("no room on this disk")
+
+        return call
+
+    with open_policy(config, init_optimizer=False) as policy:
+        refit = partial(policy.refit, adapters=True)
+        refit(PeftDirectory(there))
+        with pytest.raises(ConfigError, match="writes adapters alone: refit with adapters=True"):
+            policy.refit(PeftDirectory(new))
+        with pytest.raises(ConfigError, match="HfDirectory writes whole models: take PeftDir"):
+            refit(HfDirectory(new, policy.config.model_name))
+        with pytest.raises(RefitError, match="exists; choose another path"):
+            refit(PeftDirectory(there))
+        taken = f"^{there} exists; choose another path, or replace it: overwrite=True$"
+        with pytest.raises(ConfigError, match=taken):
+            policy.export_peft(there)
+        said = f"{new} cannot be written: no room on this disk"
+        with replaced(ShardFile, "put", full), pytest.raises(ExportError, match=said):
+            policy.export_peft(new)
+        refit(PeftDirectory(there, overwrite=True))
+        handles = IpcHandles(policy.exporter)
+        name = next(iter(policy.exporter.plan(adapters=True).info()))
+        handles.weights([name], 0, adapters=True)
+        with pytest.raises(RefitError, match="adapters alone or whole models: begin again"):
+            handles.weights(["model.norm.weight"], 0)
+        with pytest.raises(RefitError, match=r"no HF tensor model\.norm\.weight"):
+            handles.weights(["model.norm.weight"], 0, adapters=True)
+        handles.release()
+    with open_policy(plain, init_optimizer=False) as policy:
+        with pytest.raises(ConfigError, match="no adapters to hand over"):
+            policy.refit(PeftDirectory(new), adapters=True)
+        assert sorted(p.name for p in box.iterdir()) == ["there"] or policy.rank
+    assert not new.exists()
+
+
+@pytest.mark.parametrize("layout", ["one process", "TP2"])
+def test_what_cannot_be_sent_is_refused_and_the_policy_goes_on(
+    ranks, checkpoint, tmp_path: Path, layout: str
+) -> None:
+    path = checkpoint("qwen2", tied=False, **SIZES)
+    config = adapted(path, LAYOUTS[layout].megatron, None, **ANEW)
+    plain = config | {"megatron_cfg": {**config["megatron_cfg"], "peft": {"enabled": False}}}
+    ranks.run(LAYOUTS[layout].world, misuse, config, plain, tmp_path)
+
+
+def export_to_a_full_disk(config: dict[str, Any], full: Path) -> list[str]:
+    """The errors of exports, of adapters and of a model, and of one that only its writing finds
+    without room.
+    """
+    target, said = full / "exported", []
+
+    def unchecked(check: Any) -> Any:
+        return lambda final, needed: None
+
+    with open_policy(config, init_optimizer=False) as policy:
+        for export in (policy.export_peft, policy.export_hf):
+            with pytest.raises(ExportError) as error:
+                export(target)
+            said.append(str(error.value))
+        with (
+            replaced(publishing, "check_room", unchecked),
+            pytest.raises(ExportError) as error,
+        ):
+            policy.export_peft(target)
+        return [*said, str(error.value)]
+
+
+def test_a_disk_without_room_for_an_export_is_named_with_the_bytes_and_left_empty(
+    ranks, checkpoint, tmp_path: Path
+) -> None:
+    path = checkpoint("qwen2", tied=False, **SIZES | {"hidden": 256, "ffn": 512})
+    config = adapted(path, LAYOUTS["TP2"].megatron, None, dim=64, **ANEW)
+    with small_disk(tmp_path / "full") as full:
+        for *early, late in ranks.run(2, export_to_a_full_disk, config, Path(full)):
+            needs = rf"{full}/exported needs [\d,]+ bytes, but {full} has 1,048,576 left"
+            assert all(re.search(needs, said) for said in early), early
+            assert f"{full}/exported cannot be written: No space left on device" in late
+            assert re.search(rf"it takes [\d,]+ bytes, and {full} has [\d,]+ left", late)
+        assert list(Path(full).iterdir()) == []
+
+
+def export_adapters(config: dict[str, Any], path: Path) -> None:
+    with open_policy(config, init_optimizer=False) as policy:
+        policy.export_peft(path)
+
+
+DAMAGED_ADAPTERS = {
+    "adapter_config.json is not what was written": change(
+        "adapter_config.json", lambda text: text.replace(b'"lora_alpha": 6', b'"lora_alpha": 7')
+    ),
+    "1 with a wrong digest": change("*.safetensors", lambda b: b[:-1] + bytes([b[-1] ^ 1])),
+    "has no megatron_policy.json that names a step": lose("megatron_policy.json"),
+    "has neither model.safetensors nor": lose("adapter_config.json"),
+    "adapter_model.safetensors: give a directory": lose("adapter_model.safetensors"),
+}
+
+
+def test_a_directory_of_adapters_that_was_changed_is_refused(
+    ranks, checkpoint, tmp_path: Path
+) -> None:
+    path, whole = checkpoint("qwen2", tied=False, **SIZES), tmp_path / "whole"
+    ranks.run(1, export_adapters, adapted(path, {}, None, **ANEW), whole)
+    assert isinstance(PeftModel.from_pretrained(load_hf(path), str(whole)), PeftModel)
+    loaded: list[Any] = []
+    Receiver(loaded.append).receive_directory(whole)
+    assert len(loaded) == 1
+    for number, (said, damage) in enumerate(DAMAGED_ADAPTERS.items()):
+        copy = shutil.copytree(whole, tmp_path / str(number))
+        damage(copy)
+        with pytest.raises(RefitError, match=said):
+            Receiver(loaded.append).receive_directory(copy)
+        assert len(loaded) == 1, said

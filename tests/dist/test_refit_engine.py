@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -38,29 +37,24 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("refit-engine") / "start")
 
 
-def follow(path: Path, tp: int, pp: int) -> dict[str, Any]:
+def follow(path: Path) -> dict[str, Any]:
     """Rank 0's view of a session with an engine."""
     prepare_platform()
     join_process_group(TIMEOUT_S)
-    policy = MegatronPolicy(policy_section(path, tp, pp), init_reference_model=False)
-    engine = RemoteEngine(str(path), TIMEOUT_S) if policy.rank == 0 else None
-    seen: dict[str, Any] = {}
+    policy = MegatronPolicy(policy_section(path, 2, 1), init_reference_model=False)
+    engine, seen = RemoteEngine(str(path), TIMEOUT_S) if policy.rank == 0 else None, {}
     try:
         if engine is not None:
             seen["before"] = engine.call("generate", PROMPT, 10)
-        seen["reports"] = list(session(policy, engine, path.parent, steps=3, rounds=1))
+        return seen | {"reports": list(session(policy, engine, path.parent, steps=3, rounds=1))}
     finally:
         if engine is not None:
             engine.close()
         policy.shutdown()
-    return seen
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1)])
-def test_an_engine_follows_a_policy_that_trains_over_every_transport(
-    ranks, path: Path, tp: int, pp: int
-) -> None:
-    seen, other = ranks.run(2, follow, path, tp, pp)
+def test_an_engine_follows_a_policy_that_trains_over_every_transport(ranks, path: Path) -> None:
+    seen, other = ranks.run(2, follow, path)
     reports: list[Report] = seen["reports"]
     assert other == {"reports": []}
     assert [report.transport for report in reports] == list(TRANSPORTS)
@@ -73,26 +67,14 @@ def test_an_engine_follows_a_policy_that_trains_over_every_transport(
     assert counted[0].right < reports[-1].right, [report.continuation for report in counted]
 
 
-@pytest.fixture(scope="module")
-def engine(path: Path) -> Iterator[RemoteEngine]:
+def test_an_engine_without_megatron_refuses_another_model_and_its_death_is_no_wait(
+    path: Path,
+) -> None:
     engine = RemoteEngine(str(path), TIMEOUT_S)
-    yield engine
-    engine.close()
-
-
-def test_the_engine_imports_neither_megatron_nor_ray(engine: RemoteEngine) -> None:
     modules = set(engine.call("modules"))
     assert "transformers" in modules and not modules & {"megatron", "ray"}
-
-
-def test_an_engine_of_another_model_says_so_before_a_weight_is_sent(engine: RemoteEngine) -> None:
     with pytest.raises(EngineError, match=r"ValueError.* the trainer has model\.norm\.weight"):
         engine.call("expect", {"model.norm.weight": ((65,), torch.float32)})
-
-
-@pytest.mark.nightly
-def test_an_engine_that_dies_is_an_error_and_not_a_wait(path: Path) -> None:
-    engine = RemoteEngine(str(path), TIMEOUT_S)
     engine._process.kill()
     with pytest.raises(EngineError, match="the engine died, status -9"):
         engine.call("generate", PROMPT, 1)

@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,52 +110,78 @@ def joined(engines: list[OtherProcess], number: int, port: int, **options: Any) 
     return process
 
 
-def assert_refits(group: Group, engine: OtherProcess, seed: int) -> None:
+def assert_refits(group: Group, *engines: OtherProcess, seed: int) -> None:
     """A refit that works, to the bit."""
-    engine.begin(collective_engine.receive)
+    for engine in engines:
+        engine.begin(collective_engine.receive)
     group.refit(seed)
-    assert engine.result() == seed
-    assert engine.call(refit_engine.state)[:3] == (bits(weights(seed)), seed, False)
+    for engine in engines:
+        assert engine.result() == seed
+        assert engine.call(refit_engine.state)[:3] == (bits(weights(seed)), seed, False)
 
 
-def test_refits_follow_each_other_in_one_group(group: Group, engine: OtherProcess) -> None:
-    for seed in (1, 2, 2, 5):
-        assert_refits(group, engine, seed)
+def assert_fails(
+    group: Group,
+    *engines: OtherProcess,
+    seed: int,
+    during: Any = lambda name: None,
+    trainer: str = "",
+    engine: str = "",
+    error: Any = RefitError,
+) -> None:
+    """A refit of which the trainer hears that in time, and every engine that."""
+    started = time.monotonic()
+    for each in engines:
+        each.begin(collective_engine.receive)
+    with pytest.raises(RefitError, match=trainer):
+        group.refit(seed, during)
+    assert time.monotonic() - started < IN_TIME_S
+    for each in engines:
+        with pytest.raises(error, match=engine):
+            each.result()
+
+
+def failing_at(name: str) -> Callable[[str], None]:
+    def fail(tensor: str) -> None:
+        if tensor == name:
+            raise RefitError("the gather has failed")
+
+    return fail
+
+
+def test_refits_follow_each_other_in_one_group_and_older_weights_are_refused(
+    group: Group, engine: OtherProcess
+) -> None:
+    assert_refits(group, engine, seed=1)
+    notes = group.group.member._store.count()
+    for seed in (2, 2, 5):
+        assert_refits(group, engine, seed=seed)
+    assert group.group.member._store.count() == notes, "those of a refit go when the next begins"
     chunks = -(-sum(t.numel() * t.element_size() for t in weights(0).values()) // BUCKET)
     assert 4 * chunks <= group.group.broadcasts <= 4 * (chunks + 1)
     assert group.group.member._made_in == 1, "one group for all"
+    older = "step 4 are older than those of step 5"
+    assert_fails(group, engine, seed=4, trainer=older, engine="older")
+    assert_refits(group, engine, seed=6)
 
 
-def test_the_notes_of_a_refit_go_when_the_next_begins(group: Group, engine: OtherProcess) -> None:
-    assert_refits(group, engine, 1)
-    board = group.group.member._store
-    before = board.count()
-    for seed in (2, 3, 4):
-        assert_refits(group, engine, seed)
-    assert board.count() == before
-
-
-def test_an_engine_without_the_secret_is_refused_and_the_one_that_has_it_is_served(
+def test_an_engine_needs_the_secret_which_every_policy_makes_anew(
     group: Group, engines: list[OtherProcess]
 ) -> None:
+    secrets = set()
+    for _ in range(2):
+        with reserved_port() as port:
+            made = Collective.join(Trainer(weights(0)), "127.0.0.1", port, 2)
+            secrets.add(made.secret)
+            made.close()
+    assert len(secrets) == 2 and {len(secret) for secret in secrets} == {64}
     with pytest.raises(ConfigError, match=r"secret=.*get_refit_secret"):
         join_collective("127.0.0.1", group.port, 1, 2)
-    stranger = joined(engines, 1, group.port, rank=1, secret="what another trainer has made")
+    stranger = joined(engines, 1, group.port, rank=1, secret=secrets.pop())
     with pytest.raises(RefitError, match="refuses this process: its secret is a different one"):
         stranger.call(collective_engine.receive)
-    assert_refits(group, joined(engines, 0, group.port), 1)
+    assert_refits(group, joined(engines, 0, group.port), seed=1)
     assert stranger.call(refit_engine.state)[1] is None
-
-
-def test_every_policy_makes_a_secret_of_its_own() -> None:
-    with reserved_port() as one, reserved_port() as other:
-        groups = [
-            Collective.join(Trainer(weights(0)), "127.0.0.1", port, 2) for port in (one, other)
-        ]
-        assert len({group.secret for group in groups}) == 2
-        assert all(len(group.secret) == 64 for group in groups)
-        for group in groups:
-            group.close()
 
 
 @pytest.mark.parametrize(
@@ -169,112 +195,95 @@ def test_a_note_that_cannot_be_read_is_named(
         engine.call(collective_engine.receive)
     # The next call replaces it, but an engine that looks before that would fail once more.
     group.group.member._store.drop(["call"])
-    assert_refits(group, engine, 1)
+    assert_refits(group, engine, seed=1)
 
 
-def test_a_port_that_is_taken_is_named(group: Group) -> None:
-    with pytest.raises(
-        RefitError, match=f"cannot be hosted at 127.0.0.1:{group.port}.*a free port"
-    ):
-        Group(group.port)
-
-
-def test_all_engines_have_the_weights_and_one_that_refuses_is_named(
+def test_all_engines_have_the_weights_and_one_that_refuses_is_named_before_any_is_sent(
     engines: list[OtherProcess],
 ) -> None:
     with reserved_port() as port:
         group = Group(port, engines=2)
-        first, second = (joined(engines, number, port, world=3) for number in range(2))
-        second.begin(collective_engine.receive)
-        assert_refits(group, first, 1)
-        assert second.result() == 1
-        assert second.call(refit_engine.state)[0] == bits(weights(1))
+        both = [joined(engines, number, port, world=3) for number in range(2)]
+        assert_refits(group, *both, seed=1)
+        sent = group.group.broadcasts
         other = {**FORMS, "norm": ((34,), torch.bfloat16)}
-        second.call(refit_engine.start, other, 0, {"timeout_s": TIMEOUT_S})
-        for engine in (first, second):
-            engine.begin(collective_engine.receive)
-        with pytest.raises(RefitError, match=r"engine 1: .*not the weights of .*: .*norm"):
-            group.refit(2)
-        for engine in (first, second):
-            with pytest.raises(RefitError, match="norm"):
-                engine.result()
-        assert first.call(refit_engine.state)[:2] == (bits(weights(1)), 1)
+        both[1].call(refit_engine.start, other, 0, {"timeout_s": TIMEOUT_S})
+        refusal = r"engine 1: .*not the weights of .*: .*norm"
+        assert_fails(group, *both, seed=2, trainer=refusal, engine="norm")
+        assert group.group.broadcasts == sent
+        assert both[0].call(refit_engine.state)[:2] == (bits(weights(1)), 1)
+        both[1].call(refit_engine.start, FORMS, 0, {"timeout_s": TIMEOUT_S})
+        assert_refits(group, *both, seed=3)
         group.group.close()
 
 
 def test_an_engine_that_is_not_there_is_named(group: Group) -> None:
-    started = time.monotonic()
-    with pytest.raises(RefitError, match=r"engine 0 did not get ready within 2\.25 s"):
-        group.refit(1)
-    assert time.monotonic() - started < IN_TIME_S
+    assert_fails(group, seed=1, trainer=r"engine 0 did not get ready within 2\.25 s")
 
 
 @pytest.mark.nightly
 def test_an_engine_that_nobody_sends_to_raises_and_receives_the_next_time(
     group: Group, engine: OtherProcess
 ) -> None:
-    with pytest.raises(RefitError, match="has not begun a refit within"):
-        engine.call(collective_engine.receive)
-    assert_refits(group, engine, 1)
-    with pytest.raises(RefitError, match="has not begun a refit within"):
-        engine.call(collective_engine.receive)
-    assert_refits(group, engine, 2)
+    for seed in (1, 2):
+        with pytest.raises(RefitError, match="has not begun a refit within"):
+            engine.call(collective_engine.receive)
+        assert_refits(group, engine, seed=seed)
 
 
 def test_an_engine_killed_amid_the_chunks_fails_the_trainer_and_another_takes_its_place(
     group: Group, engines: list[OtherProcess]
 ) -> None:
     dying = joined(engines, 0, group.port, die_at=2, staged=False)
-    dying.begin(collective_engine.receive)
-    started = time.monotonic()
-    with pytest.raises(RefitError):
-        group.refit(1, during=lambda name: time.sleep(0.1))
-    assert time.monotonic() - started < IN_TIME_S
-    with pytest.raises((EOFError, OSError)):
-        dying.result()
-    assert_refits(group, joined(engines, 0, group.port), 2)
+    gone = EOFError, OSError
+    assert_fails(group, dying, seed=1, during=lambda name: time.sleep(0.1), error=gone)
+    assert_refits(group, joined(engines, 0, group.port), seed=2)
 
 
 def test_an_engine_that_is_stopped_fails_the_trainer_in_time_and_may_come_back(
     group: Group, engine: OtherProcess
 ) -> None:
-    assert_refits(group, engine, 1)
+    assert_refits(group, engine, seed=1)
     engine.begin(collective_engine.receive)
 
     def stop(name: str) -> None:
         if name == "layers.1.weight":
             os.kill(engine.pid, signal.SIGSTOP)
 
-    started = time.monotonic()
     try:
-        with pytest.raises(RefitError):
-            group.refit(2, during=stop)
-        assert time.monotonic() - started < IN_TIME_S
+        assert_fails(group, seed=2, during=stop)
     finally:
         os.kill(engine.pid, signal.SIGCONT)
     with pytest.raises(RefitError):
         engine.result()
     assert engine.call(refit_engine.state)[:2] == (bits(weights(1)), 1), "it has what it had"
-    assert_refits(group, engine, 3)
+    assert_refits(group, engine, seed=3)
 
 
-def test_a_trainer_that_gives_up_is_heard_of_at_once(group: Group, engine: OtherProcess) -> None:
-    def fail(name: str) -> None:
-        if name == "layers.2.weight":
-            raise RefitError("the gather has failed")
-
-    engine.begin(collective_engine.receive)
-    with pytest.raises(RefitError, match="the gather has failed"):
-        group.refit(1, during=fail)
-    with pytest.raises(RefitError, match="the trainer gave up"):
-        engine.result()
-    assert_refits(group, engine, 2)
+@pytest.mark.daily
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_trainer_that_gives_up_is_heard_of_at_once_and_leaves_mixed_what_is_not_staged(
+    group: Group, engines: list[OtherProcess], staged: bool
+) -> None:
+    engine = joined(engines, 0, group.port, staged=staged)
+    assert_refits(group, engine, seed=1)
+    assert (len(engine.call(refit_engine.state)[3]) == 1) == staged, "or a load for each chunk"
+    assert_fails(
+        group,
+        engine,
+        seed=2,
+        during=failing_at("router.bias"),
+        trainer="the gather has failed",
+        engine="the trainer gave up",
+    )
+    assert engine.call(refit_engine.state)[2] != staged, "mixed"
+    assert_refits(group, engine, seed=3)
 
 
 def test_a_byte_that_changes_on_the_way_is_refused_by_name(
     group: Group, engine: OtherProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_refits(group, engine, 1)
+    assert_refits(group, engine, seed=1)
     send = CollectiveSession._send
 
     def flip(self: CollectiveSession, chunk: torch.Tensor) -> Any:
@@ -283,116 +292,49 @@ def test_a_byte_that_changes_on_the_way_is_refused_by_name(
 
     with monkeypatch.context() as patch:
         patch.setattr(CollectiveSession, "_send", flip)
-        engine.begin(collective_engine.receive)
-        with pytest.raises(RefitError, match=r"engine 0: .*with a wrong digest: .*embed"):
-            group.refit(2)
-    with pytest.raises(RefitError, match="wrong digest"):
-        engine.result()
+        wrong = "with a wrong digest: .*embed"
+        assert_fails(group, engine, seed=2, trainer=f"engine 0: .*{wrong}", engine=wrong)
     assert engine.call(refit_engine.state)[:3] == (bits(weights(1)), 1, False)
-    assert_refits(group, engine, 3)
+    assert_refits(group, engine, seed=3)
 
 
-def test_weights_of_another_model_are_refused_before_any_is_sent(
-    group: Group, engine: OtherProcess, engines: list[OtherProcess]
-) -> None:
-    other = {**FORMS, "norm": ((34,), torch.bfloat16)}
-    engine.call(refit_engine.start, other, 0, {"timeout_s": TIMEOUT_S})
-    engine.begin(collective_engine.receive)
-    with pytest.raises(RefitError, match=r"engine 0: .*not the weights of .*: .*norm"):
-        group.refit(1)
-    with pytest.raises(RefitError, match="norm"):
-        engine.result()
-    assert group.group.broadcasts == 0
-    assert_refits(group, joined(engines, 0, group.port), 2)
+def serve(port: int, kill_at: str) -> None:
+    """A slow trainer, which is killed after that tensor."""
 
-
-def test_older_weights_are_refused(group: Group, engine: OtherProcess) -> None:
-    assert_refits(group, engine, 5)
-    engine.begin(collective_engine.receive)
-    with pytest.raises(RefitError, match="step 4 are older than those of step 5"):
-        group.refit(4)
-    with pytest.raises(RefitError, match="older"):
-        engine.result()
-    assert_refits(group, engine, 6)
-
-
-def test_an_engine_that_loads_piece_by_piece_says_when_it_is_mixed(
-    group: Group, engines: list[OtherProcess]
-) -> None:
-    engine = joined(engines, 0, group.port, staged=False)
-    assert_refits(group, engine, 1)
-    assert len(engine.call(refit_engine.state)[3]) > 1, "one load for each chunk"
-
-    def fail(name: str) -> None:
-        if name == "router.bias":
-            raise RefitError("the gather has failed")
-
-    engine.begin(collective_engine.receive)
-    with pytest.raises(RefitError):
-        group.refit(2, during=fail)
-    with pytest.raises(RefitError):
-        engine.result()
-    assert engine.call(refit_engine.state)[2], "mixed"
-    assert_refits(group, engine, 3)
-
-
-def serve_and_die(port: int, seed: int, die_after: str) -> None:
-    """A trainer that is killed after a tensor."""
-
-    def die(name: str) -> None:
-        if name == die_after:
+    def act(name: str) -> None:
+        time.sleep(0.2)
+        if name == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Group(port).refit(seed, during=die)
+    Group(port).refit(1, during=act)
 
 
-@pytest.mark.nightly
-def test_a_trainer_that_is_killed_fails_the_engine_and_another_at_the_same_port_is_heard(
-    engines: list[OtherProcess],
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_trainer_that_is_stopped_or_killed_fails_the_engine_in_time_and_another_is_heard(
+    engines: list[OtherProcess], killed: bool
 ) -> None:
-    trainer = OtherProcess()
-    with reserved_port() as port:
-        engine = joined(engines, 0, port)
-        started = time.monotonic()
-        engine.begin(collective_engine.receive)
-        trainer.begin(serve_and_die, port, 1, "layers.3.weight")
-        with pytest.raises(RefitError):
-            engine.result()
-        assert time.monotonic() - started < IN_TIME_S
-        trainer.kill()
-        assert engine.call(refit_engine.state)[1] is None
-        with pytest.raises(RefitError, match="cannot be reached"):
-            engine.call(collective_engine.receive)
-        group = Group(port)
-        assert_refits(group, engine, 2)
-        group.group.close()
-
-
-def refit_slowly(port: int, seed: int, pause_s: float) -> int:
-    """A trainer in a process of its own; the step."""
-    group = Group(port)
-    try:
-        return group.refit(seed, during=lambda name: time.sleep(pause_s)).step
-    finally:
-        group.group.close()
-
-
-def test_a_trainer_that_is_stopped_fails_the_engine_in_time(engines: list[OtherProcess]) -> None:
     trainer = OtherProcess()
     trainer.call(os.getpid)  # it has started
     with reserved_port() as port:
         engine = joined(engines, 0, port)
-        engine.begin(collective_engine.receive)
-        trainer.begin(refit_slowly, port, 1, 0.2)
-        time.sleep(1.0)
-        os.kill(trainer.pid, signal.SIGSTOP)
         started = time.monotonic()
+        engine.begin(collective_engine.receive)
+        trainer.begin(serve, port, "layers.3.weight" if killed else "")
+        if not killed:
+            time.sleep(1.0)
+            os.kill(trainer.pid, signal.SIGSTOP)
         try:
             with pytest.raises(RefitError):
                 engine.result()
             assert time.monotonic() - started < IN_TIME_S
         finally:
             trainer.kill()
+        assert engine.call(refit_engine.state)[1] is None
+        with pytest.raises(RefitError, match="cannot be reached"):
+            engine.call(collective_engine.receive)
+        group = Group(port)
+        assert_refits(group, engine, seed=2)
+        group.group.close()
 
 
 @pytest.mark.parametrize(
@@ -404,7 +346,9 @@ def test_sizes_that_leave_no_engine_are_refused(world: int, train: int | None, l
         Collective.join(Trainer(weights(0)), "127.0.0.1", 1, world, train)
 
 
-@pytest.mark.parametrize(("rank", "train"), [(0, None), (3, None), (1, 2), (3, 2)])
-def test_the_rank_of_no_engine_is_refused(rank: int, train: int | None) -> None:
-    with pytest.raises(ConfigError, match="is not an engine's"):
-        join_collective("127.0.0.1", 1, rank, 3, train, secret=SECRET)
+def test_a_port_that_is_taken_and_the_rank_of_no_engine_are_refused(group: Group) -> None:
+    with pytest.raises(RefitError, match=f"cannot be hosted at 127.0.0.1:{group.port}.*free port"):
+        Group(group.port)
+    for rank, train in ((0, None), (3, None), (1, 2), (3, 2)):
+        with pytest.raises(ConfigError, match="is not an engine's"):
+            join_collective("127.0.0.1", 1, rank, 3, train, secret=SECRET)

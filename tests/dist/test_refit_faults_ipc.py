@@ -9,7 +9,8 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,19 @@ import pytest
 import torch.distributed as dist
 
 from megatron_policy.errors import RefitError
-from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from megatron_policy.refit.transports.ipc.sockets.address import path_of
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests import refit_engine as engine
+from tests.dist.refits import LAYOUTS, serving
 from tests.dist.test_export import tensors_of
-from tests.dist.test_refit_export import LAYOUTS, config_of
 from tests.other_process import OtherProcess, shared_memory_of
 from tests.ranks import RankFailure, RankPool
 from tests.small_disk import MIB, free, small_disk
 
 TIMEOUT_S = 4.0
 BUFFER = 16 * 1024
+DISTURBED = "model.layers.1.self_attn.o_proj.weight"
 
 
 @pytest.fixture
@@ -60,75 +61,49 @@ def forms_of(path: Path) -> dict[str, Any]:
 
 
 class Meddling:
-    """The stream, disturbed on one rank: `act(tensor, target)` is called before each is sent."""
+    """The stream, disturbed on one rank by `fault`: "stall", "flip", "die", or not."""
 
-    def __init__(self, inner: IpcStream, opening: Any, act: Any) -> None:
-        self._inner, self._opening, self._act = inner, opening, act
+    def __init__(self, inner: IpcStream, fault: str) -> None:
+        self._inner, self._fault = inner, fault
 
     def plan(self, exporter: Any) -> Any:
         return self._inner.plan(exporter)
 
     def open(self, exporter: Any, plan: Any) -> Any:
-        self._opening(exporter.rank)
+        if self._fault == "stall" and exporter.rank == 1:
+            time.sleep(2 * TIMEOUT_S)
         session = self._inner.open(exporter, plan)
         if session is not None:
             filled = session.filled
 
             def disturbed(tensor: Any, target: Any) -> None:
-                self._act(tensor.name, target)
+                if tensor.name == DISTURBED and self._fault == "flip":
+                    target.bytes(64)[5] ^= 1
+                if tensor.name == DISTURBED and self._fault == "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
                 filled(tensor, target)
 
             session.filled = disturbed
         return session
 
 
-def _stall(rank: int) -> None:
-    if rank == 1:
-        time.sleep(2 * TIMEOUT_S)
-
-
-def _flip(name: str, target: Any) -> None:
-    if name.endswith("layers.1.self_attn.o_proj.weight"):
-        target.bytes(64)[5] ^= 1
-
-
-def _die(name: str, target: Any) -> None:
-    if name.endswith("layers.1.self_attn.o_proj.weight"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _nothing(*of: Any) -> None:
-    pass
-
-
-FAULTS: dict[str | None, tuple[Any, Any]] = {
-    None: (_nothing, _nothing),
-    "stall": (_stall, _nothing),
-    "flip": (_nothing, _flip),
-    "die": (_nothing, _die),
-}
-
-
 def refits(
-    path: Path, cfg: dict[str, int], address: str, fault: str | None, directory: str | None
+    path: Path, cfg: dict[str, int], address: str, fault: str, directory: str | None = None
 ) -> dict[str, Any]:
     """A refit with that fault, and one without."""
-    config = config_of(path, cfg) | {"refit_timeout_s": TIMEOUT_S, "refit_bucket_bytes": BUFFER}
-    policy = MegatronPolicy(config, init_optimizer=False, init_reference_model=False)
-    try:
+    top = {"refit_timeout_s": TIMEOUT_S, "refit_bucket_bytes": BUFFER}
+    with serving(path, cfg, **top) as policy:
         place = {} if directory is None else {"directory": directory}
         first = IpcStream(address, buffer_bytes=4 * MIB if directory else BUFFER, **place)
         policy.exporter.agree(None)  # the ranks' groups are there
         started = time.monotonic()
         with pytest.raises(RefitError) as error:
-            policy.refit(Meddling(first, *FAULTS[fault]))
+            policy.refit(Meddling(first, fault))
         seconds, said = time.monotonic() - started, str(error.value)
         del error
         dist.barrier()
         manifest = policy.refit(IpcStream(address, buffer_bytes=BUFFER, **place))
         return {"said": said, "seconds": seconds, "sent": len(manifest.tensors)}
-    finally:
-        policy.shutdown()
 
 
 def end_of(process: OtherProcess) -> str:
@@ -148,18 +123,13 @@ def assert_recovered(results: list[Any], process: OtherProcess, path: Path) -> N
     assert max(seconds) < 3 * TIMEOUT_S, seconds
 
 
-class Beside:
-    """Runs the ranks in another thread, so that this one can look after the engines."""
-
-    def __init__(self, ranks: RankPool, world: int, *args: Any) -> None:
-        self._pool = ThreadPoolExecutor(1)
-        self._running = self._pool.submit(ranks.run, world, refits, *args)
-
-    def results(self) -> list[Any]:
-        try:
-            return self._running.result()
-        finally:
-            self._pool.shutdown()
+@contextmanager
+def beside(ranks: RankPool, layout: str, *args: Any) -> Iterator[Future[list[Any]]]:
+    """Runs `refits` in another thread, so that this one can look after the engines."""
+    world, cfg = LAYOUTS[layout]
+    path, *more = args
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(ranks.run, world, refits, path, cfg, *more)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2 pp2"])
@@ -167,16 +137,15 @@ class Beside:
 def test_an_engine_that_dies_fails_all_ranks_and_another_one_is_served(
     ranks: RankPool, checkpoint: Any, start: Any, address: str, layout: str, staged: bool
 ) -> None:
-    world, cfg = LAYOUTS[layout]
     path = checkpoint("qwen2")
     first = start(forms_of(path), die_at_load=1 if staged else 3, staged=staged)
     second = start(forms_of(path), staged=staged)
     first.begin(engine.receive, address)
-    trainers = Beside(ranks, world, path, cfg, address, None, None)
-    with pytest.raises((EOFError, ConnectionResetError)):
-        first.result()
-    second.begin(engine.receive, address)
-    results = trainers.results()
+    with beside(ranks, layout, path, address, "") as trainers:
+        with pytest.raises((EOFError, ConnectionResetError)):
+            first.result()
+        second.begin(engine.receive, address)
+        results = trainers.result()
     assert all("rank 0: the engine at" in result["said"] for result in results)
     assert_recovered(results, second, path)
 
@@ -184,7 +153,7 @@ def test_an_engine_that_dies_fails_all_ranks_and_another_one_is_served(
 @pytest.mark.parametrize(
     ("fault", "trainers_hear", "engine_hears"),
     [
-        ("flip", "with a wrong digest: model.layers.1.self_attn.o_proj.weight", "wrong digest"),
+        ("flip", f"with a wrong digest: {DISTURBED}", "wrong digest"),
         # Who waits a moment longer than another may see it leave.
         (
             "stall",
@@ -204,73 +173,50 @@ def test_a_fault_on_the_way_fails_both_sides_and_the_next_refit_succeeds(
     trainers_hear: str,
     engine_hears: str,
 ) -> None:
-    world, cfg = LAYOUTS["tp2"]
     path = checkpoint("qwen2", vocab=3000)
     process = start(forms_of(path))
     process.begin(engine.receive, address)
     with small_disk(tmp_path / "tiny") as tiny:
         where = tiny if fault == "full" else None
-        known = None if fault == "full" else fault
-        trainers = Beside(ranks, world, path, cfg, address, known, where)
-        assert re.search(engine_hears, end_of(process))
-        process.begin(engine.receive, address)
-        results = trainers.results()
+        with beside(ranks, "tp2", path, address, fault, where) as trainers:
+            assert re.search(engine_hears, end_of(process))
+            process.begin(engine.receive, address)
+            results = trainers.result()
         assert free(tiny) == MIB
     said = [result["said"] for result in results]
     assert all(re.search(trainers_hear, s) for s in said), said
     assert_recovered(results, process, path)
 
 
-def test_an_engine_of_another_model_fails_all_ranks_with_its_reason(
-    ranks: RankPool, checkpoint: Any, start: Any, address: str
-) -> None:
-    world, cfg = LAYOUTS["pp2"]
-    path, other = checkpoint("qwen2"), checkpoint("qwen3")
-    wrong, right = start(forms_of(other)), start(forms_of(path))
-    wrong.begin(engine.receive, address)
-    trainers = Beside(ranks, world, path, cfg, address, None, None)
-    assert "not the weights of the engine's model" in end_of(wrong)
-    right.begin(engine.receive, address)
-    results = trainers.results()
-    assert all("not the weights of the engine's model" in result["said"] for result in results)
-    assert_recovered(results, right, path)
-
-
 def test_a_rank_that_is_killed_fails_the_engine_and_the_other_rank(
     ranks: RankPool, checkpoint: Any, start: Any, address: str
 ) -> None:
-    world, cfg = LAYOUTS["tp2"]
     path = checkpoint("qwen2")
     process = start(forms_of(path))
     process.begin(engine.receive, address)
-    trainers = Beside(ranks, world, path, cfg, address, "die", None)
-    heard = end_of(process)
-    with pytest.raises(RankFailure, match="rank0 died"):
-        trainers.results()
+    with beside(ranks, "tp2", path, address, "die") as trainers:
+        heard = end_of(process)
+        with pytest.raises(RankFailure, match="rank0 died"):
+            trainers.result()
     assert "disconnected" in heard or "cannot open" in heard
     held, step, mixed, _ = process.call(engine.state)
     assert held == engine.bits(engine.zeros(forms_of(path))) and step is None and not mixed
     assert not os.path.exists(path_of(address))
 
 
-def export_by_handle(path: Path, cfg: dict[str, int], directory: str) -> dict[str, Any]:
-    """Everything at once, for which there is no room on rank 0, and then in parts."""
-    config = config_of(path, cfg) | {"refit_timeout_s": TIMEOUT_S}
-    policy = MegatronPolicy(config, init_optimizer=False, init_reference_model=False)
-    try:
+def export_by_handle(path: Path, cfg: dict[str, int], directory: str) -> list[str]:
+    """Everything at once, for which there is no room on rank 0, and then in parts: what is sent."""
+    with serving(path, cfg, refit_timeout_s=TIMEOUT_S) as policy:
         names = list(policy.exporter.plan().info())
         handles = IpcHandles(policy.exporter, *([directory] if policy.rank == 0 else []))
-        with pytest.raises(RefitError) as error:
+        with pytest.raises(RefitError, match="rank 0: the trainer cannot get"):
             handles.weights(names)
-        said = str(error.value)
-        del error
-        parts = [list(handles.weights([name]).values()) for name in names]
+        for name in names:
+            handles.weights([name])
         manifest = handles.manifest(7)
         handles.release()
-        left = shared_memory_of("self")
-        return {"said": said, "parts": len(parts), "sent": list(manifest.tensors), "left": left}
-    finally:
-        policy.shutdown()
+        assert shared_memory_of("self") == []
+        return sorted(manifest.tensors)
 
 
 def test_a_rank_without_room_for_its_handles_fails_all_and_less_at_a_time_succeeds(
@@ -278,11 +224,7 @@ def test_a_rank_without_room_for_its_handles_fails_all_and_less_at_a_time_succee
 ) -> None:
     world, cfg = LAYOUTS["tp2"]
     path = checkpoint("qwen2", vocab=3000)
-    names = list(tensors_of(path))
     with small_disk(tmp_path / "tiny") as tiny:
         results = ranks.run(world, export_by_handle, path, cfg, tiny)
         assert free(tiny) == MIB
-    for result in results:
-        assert "rank 0: the trainer cannot get" in result["said"]
-        assert sorted(result["sent"]) == sorted(names)
-        assert result["left"] == []
+    assert results == [sorted(tensors_of(path))] * world

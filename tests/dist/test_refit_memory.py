@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.receive.receiver import Receiver
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests.dist.mailbox import WAIT_S
-from tests.dist.test_refit_export import LAYOUTS, config_of
+from tests.dist.refits import LAYOUTS, serving
 from tests.ranks import RankPool
 
 MIB = 2**20
@@ -28,9 +27,7 @@ REFITS = 4
 
 
 def peak_of_a_refit(path: Path, cfg: dict[str, int], addresses: dict[int, str]) -> dict[str, int]:
-    config = config_of(path, cfg) | {"refit_bucket_bytes": BUCKET, "refit_timeout_s": WAIT_S}
-    policy = MegatronPolicy(config, init_optimizer=False, init_reference_model=False)
-    try:
+    with serving(path, cfg, refit_bucket_bytes=BUCKET, refit_timeout_s=WAIT_S) as policy:
         transport = IpcStream(addresses, buffer_bytes=BUCKET)
         policy.refit(transport)  # plans, groups and the pages of code are there
         extras = []
@@ -45,8 +42,6 @@ def peak_of_a_refit(path: Path, cfg: dict[str, int], addresses: dict[int, str]) 
             "bound": 2 * BUCKET + plan.largest_bytes,
             "weights": plan.total_bytes,
         }
-    finally:
-        policy.shutdown()
 
 
 @contextmanager

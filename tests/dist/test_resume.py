@@ -4,11 +4,9 @@ saved it, within rounding under any other.
 
 from __future__ import annotations
 
-import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy
 from tests.dist.layouts import (
     EXPERT_LAYOUTS,
-    FAMILIES,
     FSDP1_LAYOUTS,
     FSDP2_LAYOUTS,
     FSDP2_TENSOR_LAYOUTS,
@@ -50,11 +47,12 @@ from tests.dist.resuming import (
     paths,
     prints,
     read_disk,
-    replaced,
     resumed,
     train,
     weights_of,
+    writers_held,
 )
+from tests.dist.test_adapters import FULL
 from tests.dist.test_dist_checkpoints import sharded
 from tests.exact import furthest
 from tests.margins import check
@@ -70,6 +68,9 @@ PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64, "logprob_
 FSDP1, FSDP2 = FSDP1_LAYOUTS["FSDP1 x 2"], FSDP2_LAYOUTS["FSDP2 x 2"]
 SGD = {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.01, "momentum": 0.9}}}
 RADAM = {"optimizer": {"name": "torch.optim.RAdam", "kwargs": {"lr": 0.01}}}
+PLAIN_SGD = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.0}}
+PEFT = {"enabled": True, "dim": 4, "alpha": 8.0, "lora_B_init_method": "normal"}
+LORA, DROPPED = {"peft": PEFT}, {"peft": {**PEFT, "dropout": 0.3}}
 ASYNC = {"checkpoint": {"async_save": True, "ckpt_assume_constant_structure": True}}
 
 
@@ -80,8 +81,8 @@ class Case:
     layout: Layout
     megatron: dict[str, Any] = field(default_factory=dict)
     top: dict[str, Any] = field(default_factory=dict)
-    family: str = FAMILIES[True]
-    tied: bool = True
+    family: str = "qwen2"
+    """Which is tied here; others are not."""
 
     def config(self, path: Path) -> dict[str, Any]:
         return config_of(path, self.layout.megatron, self.megatron, **self.top)
@@ -89,54 +90,44 @@ class Case:
 
 @pytest.fixture
 def path_of(checkpoint: Callable[..., Path]) -> Callable[[Case], Path]:
-    return lambda case: checkpoint(case.family, tied=case.tied, **SIZES)
+    return lambda case: checkpoint(case.family, tied=case.family == "qwen2", **SIZES)
 
 
-def without_weights(path: Path, to: Path) -> Path:
-    """A copy of a Hugging Face directory: config and tokenizer only."""
-    return shutil.copytree(path, to, ignore=shutil.ignore_patterns("*.safetensors*"))
+def bare(path: Path, case: Case, to: Path) -> dict[str, Any]:
+    """The configuration with a copy of the model that has no weights, unless adapters need them."""
+    if "peft" in case.megatron:
+        return case.config(path)
+    shutil.copytree(path, to / "bare", ignore=shutil.ignore_patterns("*.safetensors*"))
+    return case.config(to / "bare")
 
 
 SAME = {
-    "TP2": Case(LAYOUTS["TP2"], family=FAMILIES[False], tied=False),
+    "TP2": Case(LAYOUTS["TP2"], family="qwen3"),
     "PP2, tied": Case(LAYOUTS["PP2"]),
     "DP2, distributed optimizer, both overlaps": Case(layout(2, **OVERLAPPED), ASYNC),
     "DP2, distributed, bf16": Case(layout(2, **SHARDED), top=BF16),
     "DP2, distributed, fp16": Case(layout(2, **SHARDED), DOUBLING, FP16),
-    "TP2, bf16": Case(LAYOUTS["TP2"], top=BF16, family="apertus", tied=False),
+    "TP2, bf16": Case(LAYOUTS["TP2"], top=BF16, family="apertus"),
     "EP2xDP2, distributed, packed": Case(
-        layout(4, expert_model_parallel_size=2, **OVERLAPPED),
-        top=PACKED,
-        family="qwen3_moe",
-        tied=False,
+        layout(4, expert_model_parallel_size=2, **OVERLAPPED), {}, PACKED, "qwen3_moe"
     ),
     "CP2, packed": Case(layout(2, context_parallel_size=2, **OVERLAPPED), top=PACKED),
     "TP2xPP2xDP2": Case(layout(8, tp=2, pp=2, **OVERLAPPED)),
-    "FSDP2 x 2, bf16": Case(FSDP2, top=BF16, family="gpt_oss", tied=False),
+    "PP2, distributed, tied, bf16": Case(layout(2, pp=2, **SHARDED), top=BF16),
+    "bf16, SGD without momentum": Case(layout(1), PLAIN_SGD, BF16),
+    "DP2, distributed, bf16, frozen routers": Case(
+        layout(2, **OVERLAPPED), {"freeze_moe_router": True}, BF16, "deepseek_v3"
+    ),
+    "adapters, TP2+SP": Case(LAYOUTS["TP2+SP"], DROPPED),
+    "adapters, PP2xVPP2, recomputed": Case(LAYOUTS["PP2xVPP2"], FULL | DROPPED),
+    "adapters, DP2, distributed, overlapped, bf16": Case(layout(2, **OVERLAPPED), DROPPED, BF16),
+    "adapters, EP2": Case(EXPERT_LAYOUTS["EP2"], DROPPED, family="qwen3_moe"),
+    "FSDP2 x 2, bf16": Case(FSDP2, top=BF16, family="gpt_oss"),
     "FSDP2 2x2 copies": Case(FSDP2_LAYOUTS["FSDP2 2x2 copies"], top=PACKED),
     "FSDP2 x 2, SGD": Case(FSDP2, top=SGD),
-    "FSDP2 x 2, RAdam": Case(FSDP2, top=RADAM, family="qwen3_moe", tied=False),
-    "FSDP1 x 2, bf16": Case(FSDP1, top=BF16, family="gpt_oss", tied=False),
+    "FSDP2 x 2, RAdam": Case(FSDP2, top=RADAM, family="qwen3_moe"),
+    "FSDP1 x 2, bf16": Case(FSDP1, top=BF16, family="gpt_oss"),
 }
-
-
-@contextmanager
-def writers_held() -> Iterator[None]:
-    """No file of this process is complete before the body has ended."""
-    ended = threading.Event()
-
-    def late(fsync: Callable[[int], None]) -> Callable[[int], None]:
-        def call(fd: int) -> None:
-            assert ended.wait(60), "the training waits for the writer"
-            fsync(fd)
-
-        return call
-
-    with replaced(os, "fsync", late):
-        try:
-            yield
-        finally:
-            ended.set()
 
 
 def go_on(policy: MegatronPolicy) -> dict[str, Any]:
@@ -163,15 +154,13 @@ def straight(config: dict[str, Any], root: Path) -> dict[str, Any]:
         train(policy, range(2))
         drawn(policy)
         seen["saved"] = prints(everything_of(policy))
-        if background:
-            with writers_held():
-                policy.save_checkpoint(**paths(root), host_data=HOST_DATA)
-                seen["on"] = go_on(policy)
-                seen["early"] = (root / "weights" / TRACKER).exists()
-            policy.finalize_async_save()
-        else:
+        with writers_held() if background else nullcontext():
             policy.save_checkpoint(**paths(root), host_data=HOST_DATA)
             seen["on"] = go_on(policy)
+            assert not (background and (root / "weights" / TRACKER).exists()), (
+                "the save was complete before what it should not wait for"
+            )
+        policy.finalize_async_save()
         seen["report"] = policy.load_checkpoint(**paths(root))
         seen["back"] = prints(everything_of(policy))
         seen["on again"] = go_on(policy)
@@ -189,7 +178,13 @@ def from_checkpoint(config: dict[str, Any], root: Path, reference: bool) -> dict
         return seen
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.daily] * (name in ("TP2", "DP2, distributed, bf16")))
+        for name in SAME
+    ],
+)
 def test_four_steps_equal_two_a_save_a_load_in_other_processes_and_two(
     ranks: RankPool, path_of: Callable[[Case], Path], tmp_path: Path, name: str
 ) -> None:
@@ -202,15 +197,9 @@ def test_four_steps_equal_two_a_save_a_load_in_other_processes_and_two(
         after = others.run(case.layout.world, from_checkpoint, case.config(path), root, True)
         others.end()
     else:
-        bare = without_weights(path, tmp_path / "bare")
-        after = ranks.run(case.layout.world, from_checkpoint, case.config(bare), root, False)
-    assert_went_on(before, after, root)
-
-
-def assert_went_on(before: list[Any], after: list[Any], root: Path) -> None:
-    """What each rank sees of `from_checkpoint` is what it has seen of `straight`, bit by bit."""
+        config = bare(path, case, tmp_path)
+        after = ranks.run(case.layout.world, from_checkpoint, config, root, "peft" in case.megatron)
     for old, new in zip(before, after, strict=True):
-        assert not old.get("early"), "the save was complete before what it should not wait for"
         for seen in (old, new):
             assert differing(seen["back"], old["saved"]) == []
             assert seen["report"].step == 2 and seen["report"].host_data == HOST_DATA
@@ -228,79 +217,61 @@ def assert_went_on(before: list[Any], after: list[Any], root: Path) -> None:
     assert len({*learning}) == len(learning), "a lost counter would not be noticed"
 
 
-@dataclass(frozen=True)
-class Change:
-    """Who saves and who loads."""
+SGD_MEGATRON = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9}}
+ALL_LAYOUTS = {
+    **(LAYOUTS | EXPERT_LAYOUTS | FSDP2_LAYOUTS | FSDP2_TENSOR_LAYOUTS | FSDP1_LAYOUTS),
+    "DP4": layout(4, **SHARDED),
+    "DP2, distributed": layout(2, **SHARDED),
+    "TP2xPP2": layout(4, tp=2, pp=2),
+    "TP2xPP2+SP": layout(4, tp=2, pp=2, sequence_parallel=True),
+    "EP4, distributed": layout(4, expert_model_parallel_size=4, **SHARDED),
+    "EP2xETP2": layout(4, expert_model_parallel_size=2, expert_tensor_parallel_size=2),
+}
+MOVES: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("qwen2", "DP4", "TP2xPP2", {}),
+    ("qwen2", "TP2xPP2", "DP4", {}),
+    ("qwen3", "PP2xVPP2", "TP2", {}),
+    ("qwen2", "one process", "PP2", {}),
+    ("qwen3_moe", "DP2, distributed", "TP2+SP", {}),
+    ("deepseek_v3", "EP4, distributed", "one process", {}),
+    ("qwen3_moe", "EP4, distributed", "EP2xETP2", {}),
+    ("mixtral", "EP4, distributed", "TP2xPP2+SP", {}),
+    ("gpt_oss", "EP2xTP2+SP", "EP2xPP2", {}),
+    ("qwen2", "TP2", "DP2", SGD_MEGATRON),
+    ("qwen2", "FSDP2 x 2", "FSDP2 2x2 copies", {}),
+    ("gpt_oss", "FSDP2 x 4", "FSDP2 CP2", {}),
+    ("gpt_oss", "FSDP2 TP2+SP x 2", "FSDP2 x 4", {}),
+    ("qwen2", "TP2+SP", "FSDP2 x 2", CONSTANT),
+    ("qwen2", "FSDP2 x 4", "PP2", CONSTANT),
+    ("qwen3_moe", "FSDP2 x 2", "EP2", CONSTANT),
+    ("qwen2", "FSDP1 x 4", "PP2", CONSTANT),
+    ("qwen3_moe", "FSDP2 x 2", "FSDP1 x 2", {}),
+    ("qwen2", "TP2+SP", "FSDP1 2 copies", CONSTANT),
+    ("gpt_oss", "FSDP1 x 2", "FSDP2 x 4", {}),
+    ("qwen3", "TP2+SP", "PP2 uneven", LORA),
+    ("qwen3", "PP2xVPP2", "one process", LORA),
+    ("qwen3_moe", "EP2xTP2+SP", "EP2xPP2", LORA),
+    ("qwen3_moe", "TP2+SP, experts whole", "EP2xETP2+TP2", LORA),
+    ("qwen3_moe", "EP2", "one process", LORA),
+    ("gpt_oss", "EP2xTP2+SP", "PP2", LORA),
+    ("gpt_oss", "EP4", "EP2xTP2+SP", LORA),
+]
+"""Model, who saves, who loads, and what both have."""
 
-    saver: Case
-    loader: Case
+
+def moved(family: str, saver: str, loader: str, both: dict[str, Any]) -> tuple[Case, Case]:
+    here, there = (Case(ALL_LAYOUTS[each], both, family=family) for each in (saver, loader))
+    return here, there
 
 
-def change(saver: Layout, loader: Layout, **both: Any) -> Change:
-    return Change(Case(saver, **both), Case(loader, **both))
-
-
-TP2_PP2 = layout(4, tp=2, pp=2)
+TP2, DP2_BF16 = Case(LAYOUTS["TP2"]), Case(layout(2, **SHARDED), top=BF16)
 CHANGES = {
-    "TP1DP4 -> TP2PP2": change(layout(4, **SHARDED), TP2_PP2),
-    "TP2PP2 -> DP4": change(TP2_PP2, layout(4, **SHARDED)),
-    "PP2VPP2 -> TP2": change(
-        LAYOUTS["PP2xVPP2"], LAYOUTS["TP2"], family=FAMILIES[False], tied=False
-    ),
-    "tied, one process -> PP2": change(layout(1), LAYOUTS["PP2"]),
-    "experts, DP2 -> TP2": change(
-        layout(2, **SHARDED), LAYOUTS["TP2+SP"], family="qwen3_moe", tied=False
-    ),
-    "experts, EP4 -> one process": change(
-        layout(4, expert_model_parallel_size=4, **SHARDED),
-        layout(1),
-        family="deepseek_v3",
-        tied=False,
-    ),
-    "experts, EP4 -> EP2xETP2": change(
-        layout(4, expert_model_parallel_size=4, **SHARDED),
-        layout(4, expert_model_parallel_size=2, expert_tensor_parallel_size=2),
-        family="qwen3_moe",
-        tied=False,
-    ),
-    "experts, EP4 -> TP2xPP2": change(
-        layout(4, expert_model_parallel_size=4, **SHARDED),
-        layout(4, tp=2, pp=2, sequence_parallel=True),
-        family="mixtral",
-        tied=False,
-    ),
-    "experts, EP2xTP2 -> PP2xEP2": change(
-        EXPERT_LAYOUTS["EP2xTP2+SP"], EXPERT_LAYOUTS["EP2xPP2"], family="gpt_oss", tied=False
-    ),
-    "sgd, TP2 -> DP2": change(
-        LAYOUTS["TP2"], layout(2), megatron={"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9}}
-    ),
-    "bf16, DP2 -> TP2": change(layout(2, **SHARDED), LAYOUTS["TP2"], top=BF16),
-    "fp32 -> bf16": Change(Case(LAYOUTS["TP2"]), Case(layout(2, **SHARDED), top=BF16)),
-    "bf16 -> fp32": Change(Case(layout(2, **SHARDED), top=BF16), Case(LAYOUTS["TP2"])),
-    "FSDP2 x 2 -> FSDP2 2x2 copies": change(FSDP2, FSDP2_LAYOUTS["FSDP2 2x2 copies"]),
-    "gpt_oss, FSDP2 x 4 -> FSDP2 CP2": change(
-        FSDP2_LAYOUTS["FSDP2 x 4"], FSDP2_LAYOUTS["FSDP2 CP2"], family="gpt_oss", tied=False
-    ),
-    "gpt_oss, FSDP2 TP2+SP x 2 -> FSDP2 x 4": change(
-        FSDP2_TENSOR_LAYOUTS["FSDP2 TP2+SP x 2"],
-        FSDP2_LAYOUTS["FSDP2 x 4"],
-        family="gpt_oss",
-        tied=False,
-    ),
-    "TP2 -> FSDP2 x 2": change(LAYOUTS["TP2+SP"], FSDP2, megatron=CONSTANT),
-    "FSDP2 x 4 -> PP2": change(FSDP2_LAYOUTS["FSDP2 x 4"], LAYOUTS["PP2"], megatron=CONSTANT),
-    "experts, FSDP2 x 2 -> EP2": change(
-        FSDP2, EXPERT_LAYOUTS["EP2"], megatron=CONSTANT, family="qwen3_moe", tied=False
-    ),
-    "FSDP1 x 4 -> PP2": change(FSDP1_LAYOUTS["FSDP1 x 4"], LAYOUTS["PP2"], megatron=CONSTANT),
-    "experts, FSDP2 x 2 -> FSDP1 x 2": change(FSDP2, FSDP1, family="qwen3_moe", tied=False),
-    "TP2 -> FSDP1 2 copies": change(
-        LAYOUTS["TP2+SP"], FSDP1_LAYOUTS["FSDP1 2 copies"], megatron=CONSTANT
-    ),
-    "gpt_oss, FSDP1 x 2 -> FSDP2 x 4": change(
-        FSDP1, FSDP2_LAYOUTS["FSDP2 x 4"], family="gpt_oss", tied=False
-    ),
+    **{
+        f"{'adapters, ' * (move[3] is LORA)}{' -> '.join(move[:3])}": moved(*move) for move in MOVES
+    },
+    "bf16, DP2 -> TP2": (DP2_BF16, Case(LAYOUTS["TP2"], top=BF16)),
+    "fp32 -> bf16": (TP2, DP2_BF16),
+    "bf16 -> fp32": (DP2_BF16, TP2),
 }
 
 
@@ -346,23 +317,35 @@ def expected(saved: dict[str, torch.Tensor], saver: Case, loader: Case) -> dict[
     return weights | trained | moments
 
 
-@pytest.mark.parametrize("name", CHANGES)
+INCOMPLETE = "adapters, qwen3_moe -> TP2+SP, experts whole -> EP2xETP2+TP2"
+"""Its loader's own save lacks parts: ranks share the writing of experts' adapters otherwise than
+that of others, as many of them.
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.xfail(strict=True)] * (name == INCOMPLETE))
+        for name in CHANGES
+    ],
+)
 def test_weights_moments_and_schedule_go_on_under_another_layout(
     ranks: RankPool, path_of: Callable[[Case], Path], tmp_path: Path, name: str
 ) -> None:
-    saver, loader = CHANGES[name].saver, CHANGES[name].loader
+    saver, loader = CHANGES[name]
     path = path_of(saver)
     old = ranks.run(saver.layout.world, save_and_step, saver.config(path), tmp_path)
-    bare = without_weights(path, tmp_path / "bare")
-    new = ranks.run(loader.layout.world, load_and_step, loader.config(bare), tmp_path)
+    new = ranks.run(loader.layout.world, load_and_step, bare(path, loader, tmp_path), tmp_path)
     saved, loaded = on_disk(tmp_path / "saved", 2), on_disk(tmp_path / "loaded", 2)
+    assert "peft" not in saver.megatron or all(".adapter." in key for key in saved)
     wanted = expected(saved, saver, loader)
     if saver.top != loader.top:  # norms under two names are written once as fp32 parameters
         wanted = {key: wanted[key] for key in loaded}
     assert differing(prints(loaded), prints(wanted)) == []
     kinds = {key.removeprefix(STATE).split(".")[0] for key in saved if key.startswith(STATE)}
     assert kinds - {"fp32_param"} == (
-        {"momentum_buffer"} if name.startswith("sgd") else {"exp_avg", "exp_avg_sq"}
+        {"momentum_buffer"} if saver.megatron is SGD_MEGATRON else {"exp_avg", "exp_avg_sq"}
     )
     precise = saver.top == loader.top == {}
     for seen in new:
