@@ -478,7 +478,7 @@ def test_only_sockets_of_this_user_are_taken_weights_from_and_they_are_open_to_n
 
 
 @pytest.mark.parametrize(
-    "said", [os.system, subprocess.Popen, pickle.Unpickler, torch.load, Path("/")], ids=repr
+    "said", [os.system, subprocess.Popen, pickle.Unpickler, torch.load, Path("/")]
 )
 def test_nothing_that_a_message_names_is_called(said: Any) -> None:
     for content in (pickle.dumps((said, ["a"], 1)), pickle.dumps(said, protocol=0)):
