@@ -227,7 +227,7 @@ def test_a_family_that_transformers_does_not_know_converts_from_its_bare_config(
 ) -> None:
     """`take` has only what the file says; its own defaults fill in the rest."""
     source = (
-        "from megatron_policy.converters import llama\n"
+        "from megatron_policy.converters.families import llama\n"
         "from megatron_policy.converters.registry import Family\n"
         "FAMILY = Family('homemade', llama.TABLE, llama.architecture, ('HomemadeForCausalLM',))\n"
     )
