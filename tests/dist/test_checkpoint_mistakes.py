@@ -134,6 +134,7 @@ def save_for_sgd_and_adam(config: dict[str, Any], other: dict[str, Any], root: P
         train(policy, range(1))
         policy.save_checkpoint(**paths(root), hf_export=root / "hf")
     with open_policy(other, tokenizer=TOKENIZER) as policy:
+        train(policy, [2])  # which makes moments
         refused = heard(lambda: policy.load_checkpoint(**paths(root)))
         report = policy.load_checkpoint(**paths(root), fresh_optimizer=True)
         held = optimizer_of(policy)

@@ -259,9 +259,8 @@ MOVES: list[tuple[str, str, str, dict[str, Any]]] = [
 """Model, who saves, who loads, and what both have."""
 
 
-def moved(family: str, saver: str, loader: str, both: dict[str, Any]) -> tuple[Case, Case]:
-    here, there = (Case(ALL_LAYOUTS[each], both, family=family) for each in (saver, loader))
-    return here, there
+def moved(family: str, saver: str, loader: str, both: dict[str, Any]) -> tuple[Case, ...]:
+    return tuple(Case(ALL_LAYOUTS[each], both, family=family) for each in (saver, loader))
 
 
 TP2, DP2_BF16 = Case(LAYOUTS["TP2"]), Case(layout(2, **SHARDED), top=BF16)
@@ -318,9 +317,7 @@ def expected(saved: dict[str, torch.Tensor], saver: Case, loader: Case) -> dict[
 
 
 INCOMPLETE = "adapters, qwen3_moe -> TP2+SP, experts whole -> EP2xETP2+TP2"
-"""Its loader's own save lacks parts: ranks share the writing of experts' adapters otherwise than
-that of others, as many of them.
-"""
+"""Its loader's save lacks parts: other two ranks share experts' adapters than share the rest."""
 
 
 @pytest.mark.parametrize(
