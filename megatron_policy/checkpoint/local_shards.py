@@ -13,7 +13,7 @@ from megatron_policy.checkpoint.slices import Slice, in_pieces, shares, slices
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.formats.dist_keys import OPTIMIZER_STATE, KeyedSlice, written
 from megatron_policy.converters.formats.dist_writing import CHUNK_BYTES
-from megatron_policy.converters.rows.blocks import Row, Shape
+from megatron_policy.converters.rows.blocks import Row, Shape, of_expert
 from megatron_policy.converters.rows.shards import copies_of, unpadded_shape
 from megatron_policy.converters.table import Entry
 from megatron_policy.interfaces.engine import OptimizerState
@@ -128,11 +128,15 @@ def _replica(
 
 
 def _own_share(shards: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, int, int]]:
-    """Each local shard with the range of its parameter's elements that this rank writes."""
-    together: defaultdict[tuple[int, int], list[LocalShard]] = defaultdict(list)
+    """Each local shard with the range of its parameter's elements that this rank writes.
+
+    The ranks that hold copies share them out as one, so all have to hold copies of the same
+    parameters: as many copies of an expert's parameter may be on other ranks than those of others.
+    """
+    together: defaultdict[tuple[int, int, bool], list[LocalShard]] = defaultdict(list)
     for shard in shards:
-        together[shard.replica].append(shard)
-    for (index, count), group in together.items():
+        together[*shard.replica, of_expert(shard.entry.row.megatron)].append(shard)
+    for (index, count, _), group in together.items():
         lengths = [(h.last - h.first, h.tensor.element_size()) for h in group]
         for shard, (a, b) in zip(group, shares(lengths, index, count), strict=True):
             yield shard, shard.first + a, shard.first + b
