@@ -38,7 +38,6 @@ NEED = {
     "PIL": ("ray/test_tour.py", "unit/test_pictures.py", "unit/test_quickstart.py"),  # matplotlib's
     "ray": (
         "hosts/real/",
-        "hosts/test_dtensor.py",
         "hosts/test_generation.py",
         "hosts/test_standin.py",
         "hosts/test_value_worker.py",
@@ -191,9 +190,9 @@ def ray_instance() -> Iterator[ForkServer | None]:
     """A small Ray: two CPUs, and two GPUs that exist in Ray's books only. Its workers are forks of
     that server, where there is no GPU.
     """
-    import ray
     import torch
 
+    ray = pytest.importorskip("ray")
     from megatron_policy.workers import init_ray
 
     # A GPU's context does not survive a fork.

@@ -58,7 +58,7 @@ LAUNCHERS = {
 
 
 def run_python(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """A program of Python on the CPU, which is no rank of this one's."""
+    """Run a program of Python on the CPU that is not a rank."""
     outer = {name: v for name, v in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [sys.executable, *map(str, words)],

@@ -26,9 +26,9 @@ def planned(policy: dict[str, Any], gpus: int, folder: Path) -> str:
     local.write_text(
         yaml.safe_dump({"policy": policy | {"model_name": str(model(folder, fields))}})
     )
-    shown = run(local, "--gpus", gpus)
-    assert shown.exit_code == 0, shown.output
-    return shown.stdout
+    code, said, errors = run(local, "--gpus", gpus)
+    assert code == 0, errors
+    return said
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.parent.name)

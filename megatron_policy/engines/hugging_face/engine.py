@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +16,6 @@ from megatron_policy.device.process_groups import forget_groups
 from megatron_policy.device.timing import BACKWARD, FORWARD, SCORING, TRAINING, Recorder
 from megatron_policy.engines.hugging_face.attention import attending
 from megatron_policy.engines.hugging_face.decoder import Decoder
-from megatron_policy.engines.hugging_face.generate import CachedDecoder
 from megatron_policy.engines.hugging_face.head import FusedHead, OwnHead
 from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
@@ -36,6 +35,33 @@ T = TypeVar("T")
 
 SMALLEST_BYTES = 1024
 """Smaller storages are never moved: that would free nothing."""
+
+
+@dataclass
+class CachedDecoder:
+    """See `CachedModel`."""
+
+    decoder: Decoder
+    head: FusedHead | OwnHead
+    cache: Any
+    read: int = 0
+
+    @classmethod
+    def new(cls, decoder: Decoder, head: FusedHead | OwnHead) -> CachedDecoder:
+        """With an empty cache, which grows."""
+        from transformers import DynamicCache
+
+        return cls(decoder, head, DynamicCache(config=decoder.model.config))
+
+    def logits_after(self, tokens_BT: torch.Tensor, position: int) -> torch.Tensor:
+        """See `CachedModel`; all ranks that share weights call it together."""
+        unread_BS = tokens_BT[:, self.read : position]
+        positions_S = torch.arange(self.read, position, device=tokens_BT.device)
+        self.read = position
+        logits_BV: torch.Tensor = self.decoder(
+            unread_BS, positions_S.expand_as(unread_BS), self.head.next_logits, self.cache
+        )
+        return logits_BV
 
 
 @dataclass(frozen=True)
