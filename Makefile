@@ -44,7 +44,7 @@ help: ## show this list
 demo: $(VENV)/.installed ## train a small model by SFT and GRPO on 2 CPU workers and check its export
 	$(BIN)/python examples/quickstart/run.py $(DEMO_ARGS)
 
-check: lint ## lint, and the tests of what only computes: no process, no framework, a minute
+check: lint ## lint, and the tests of what only computes: no process, no framework, a minute and a half
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS) tests/pure tests/test_floors.py
 
 test: $(VENV)/.installed ## run the tests of every day; those that need GPUs skip where there are none
