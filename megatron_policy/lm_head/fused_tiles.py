@@ -57,7 +57,7 @@ PADDING_LOGIT = -1e9
 """
 
 
-def finish_whole(products_V: torch.Tensor, head: HeadShape) -> torch.Tensor:
+def finish_whole_logits(products_V: torch.Tensor, head: HeadShape) -> torch.Tensor:
     """The logits `[..., V]` of products `h.w`, fp32, with those of padding entries. In place as far
     as gradients allow: only a softcap needs another matrix.
     """

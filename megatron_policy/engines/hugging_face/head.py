@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion
 from megatron_policy.lm_head.filters import Filters, find_bounds
-from megatron_policy.lm_head.fused_tiles import PADDING_LOGIT, finish_whole
+from megatron_policy.lm_head.fused_tiles import PADDING_LOGIT, finish_whole_logits
 from megatron_policy.lm_head.head import MatrixHead
 from megatron_policy.lm_head.logprobs import gather_vocab
 
@@ -49,7 +49,7 @@ class FusedHead(MatrixHead):
         """See `LanguageModelHead`."""
         hidden_SRD = self.whole(hidden_SRD)
         products_SRV = F.linear(hidden_SRD.to(self.weight.dtype), self.weight)
-        return finish_whole(products_SRV.float(), self.shape)
+        return finish_whole_logits(products_SRV.float(), self.shape)
 
     def next_logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
         """fp32 `[R, vocab]`: those after the last position, at temperature 1."""

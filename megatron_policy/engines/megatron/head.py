@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.engines.megatron.layers.norm import replicated
-from megatron_policy.lm_head.fused_tiles import finish_whole
+from megatron_policy.lm_head.fused_tiles import finish_whole_logits
 from megatron_policy.lm_head.head import MatrixHead
 
 
@@ -108,7 +108,7 @@ class Head(MatrixHead):
         weight = self.weight if self.model.share_embeddings_and_output_weights else None
         logits_SRV: torch.Tensor
         logits_SRV, _ = self.model.output_layer(hidden_SRD, weight=weight)
-        return finish_whole(logits_SRV.float(), self.shape)
+        return finish_whole_logits(logits_SRV.float(), self.shape)
 
     @torch.no_grad()
     def _finish_gather(self, hidden_SRD: torch.Tensor) -> None:
