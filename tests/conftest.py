@@ -29,6 +29,9 @@ from tests.fork_server import ForkServer
 from tests.ranks import RankPool
 from tests.tiers import leave_to_the_night
 
+# As in ranks: what a session makes mostly stays, and is not to be looked at again and again.
+gc.set_threshold(10_000, 10, 10)
+
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
@@ -98,18 +101,31 @@ def reason_to_fail(wanted: bool, driver: bool, visible: int) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # What needs Ray comes first: it is one process's work for minutes, and mostly waits.
-    items.sort(key=lambda item: share_of(item.nodeid) != "ray")
+    # The large shares come first: each is one process's work for minutes, and Ray's mostly waits.
+    items.sort(key=lambda item: share_of(item.nodeid) not in SHARES)
     skip_without_gpus(items)
     leave_to_the_night(items)
 
 
+SHARES = {
+    "ranks": (
+        "tests/dist/",
+        "tests/hosts/test_roles.py",
+        "tests/hosts/verl/",
+        "tests/unit/test_benchmarks.py",
+        "tests/unit/test_device.py",
+    ),
+    "ray": ("tests/hosts/", "tests/ray/"),
+}
+"""What one process of several starts, the pool of ranks and Ray, and the files that need it."""
+
+
 def share_of(nodeid: str) -> str:
     """What goes to one process of several: a file, whose fixtures are made once, or all files that
-    need the one Ray instance.
+    need what is dear to start.
     """
     file = nodeid.partition("::")[0]
-    return "ray" if file.startswith(("tests/ray/", "tests/hosts/")) else file
+    return next((name for name, files in SHARES.items() if file.startswith(files)), file)
 
 
 @pytest.hookimpl(optionalhook=True)
