@@ -128,6 +128,19 @@ def test_a_script_that_ends_leaves_its_last_save_complete(model: Path, tmp_path:
     assert tracker.companion(saved, tmp_path / "optimizer") == iteration(tmp_path / "optimizer", 1)
 
 
+def assert_started_anew(policy: MegatronPolicy) -> None:
+    """No step was taken, there are no moments, and main parameters are the weights."""
+    held = optimizer_of(policy)
+    assert all(int(held.pop(name)) <= 0 for name in list(held) if name.endswith(".step"))
+    assert all(name.count(".") == 2 for name in held), "no moments, only main parameters"
+    if policy.config.megatron_cfg.enabled:
+        mains, weights = (
+            prints({name: each.bfloat16().view(-1) for name, each in found.items()})
+            for found in (held, weights_of(policy))
+        )
+        assert {*mains.values()} == {*weights.values()}
+
+
 def save_for_sgd_and_adam(config: dict[str, Any], other: dict[str, Any], root: Path) -> list[str]:
     """Saves under one optimizer, loads under another; what is said without and with leave."""
     with open_policy(config, tokenizer=TOKENIZER) as policy:
@@ -137,16 +150,10 @@ def save_for_sgd_and_adam(config: dict[str, Any], other: dict[str, Any], root: P
         train(policy, [2])  # which makes moments
         refused = heard(lambda: policy.load_checkpoint(**paths(root)))
         report = policy.load_checkpoint(**paths(root), fresh_optimizer=True)
-        held = optimizer_of(policy)
-        assert all(int(held.pop(name)) <= 0 for name in list(held) if name.endswith(".step"))
-        assert all(name.count(".") == 2 for name in held), "no moments, only main parameters"
-        if policy.config.megatron_cfg.enabled:
-            mains, weights = (
-                prints({name: each.bfloat16().view(-1) for name, each in found.items()})
-                for found in (held, weights_of(policy))
-            )
-            assert {*mains.values()} == {*weights.values()}
+        assert_started_anew(policy)
         train(policy, [1])
+        policy.load_checkpoint(root / "weights", fresh_optimizer=True)
+        assert_started_anew(policy)
         return [refused, report.not_restored["optimizer"], *report.restored]
 
 

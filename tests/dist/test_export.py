@@ -30,6 +30,20 @@ def export(config: dict[str, Any], path: Path, options: dict[str, Any] | None = 
         policy.export_hf(path, **(options or {}))
 
 
+def planned_dtypes(config: dict[str, Any]) -> list[torch.dtype]:
+    """Of the same tensors, planned one after another for engines that differ in their dtype."""
+    with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
+        plan = policy.exporter.plan
+        plans = plan(), plan(dtype=torch.float16), plan(), plan(as_stored=True)
+        return [each.tensors[0].dtype for each in plans]
+
+
+def test_plans_for_engines_of_different_dtypes_are_different_plans(ranks, checkpoints) -> None:
+    config = policy_config(checkpoints[True], {}, refit_dtype="bfloat16")
+    wide, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
+    assert ranks.run(1, planned_dtypes, config) == [[bf16, fp16, bf16, wide]]
+
+
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     with HfReader(path) as reader:
         return {name: reader.tensor(name).clone() for name in reader.shapes}

@@ -44,7 +44,9 @@ def config_of(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
 CASES = [(family, layout, {}) for family in SAMPLES for layout in KEYS]
 # 22 fp32 numbers are no multiple of 16 bytes, which torch's grouped products need.
 CASES.append(("mixtral", "TP2", {"ffn": 44}))
-DAILY = (("phi3", "TP2+SP", {}), CASES[-1])
+# Both ranks hold the one key-value head.
+CASES.append(("qwen2", "TP2", {"groups": 1}))
+DAILY = (("phi3", "TP2+SP", {}), *CASES[-2:])
 
 
 @pytest.mark.parametrize(

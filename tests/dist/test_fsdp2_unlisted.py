@@ -20,6 +20,7 @@ from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy
 from tests.dist.fsdp_cases import BATCHINGS, data, decayed, share
 from tests.dist.layouts import VOCAB
 from tests.dist.shortcuts import refusal
+from tests.dist.test_generate import assert_written_as_read, continue_prompts, generation
 from tests.exact import load_hf
 
 COMMON = {
@@ -147,6 +148,13 @@ def test_one_step_equals_transformers(ranks, tmp_path, kind, section, keys) -> N
     assert all(torch.equal(exported[name], again[name]) for name in exported)
     for name, weight in load_hf(tmp_path / "out", torch.float32).named_parameters():
         assert torch.allclose(weight, hf.weights[name], atol=1e-5, rtol=0), name
+
+
+def test_tokens_are_drawn_at_the_temperature_of_the_policy(ranks, tmp_path) -> None:
+    path = make("stablelm", tmp_path / "model")
+    config = fsdp_config(path, {}, **generation(temperature=0.5))
+    (seen,) = ranks.run(1, continue_prompts, config, None, False)
+    assert_written_as_read(path, seen, temperature=0.5)
 
 
 @pytest.mark.parametrize(

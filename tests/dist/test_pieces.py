@@ -123,6 +123,28 @@ def test_pieces_put_together_are_the_step_that_train_takes(ranks, checkpoint, na
             check("pieces: weights", (call_weights[key] - each).abs().max().item(), 1e-5)
 
 
+def with_balanced_experts(config: dict[str, Any]) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """One step in one go and in pieces: its norm, and the routers afterwards."""
+    found = []
+    for way in (in_one_go, in_pieces):
+        with open_policy(config, init_reference_model=False) as policy:
+            norm = way(policy, own_share(policy, DATA))
+            routers = {n: p.detach().clone() for n, p in policy.named_parameters() if "router" in n}
+        found.append((norm, routers))
+    return found
+
+
+def test_context_parallel_ranks_count_a_token_once_where_experts_are_balanced(
+    ranks, checkpoint
+) -> None:
+    balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
+    megatron = layout(2, context_parallel_size=2).megatron | balanced
+    config = policy_config(checkpoint("qwen3_moe", **SIZES), megatron, **PACKED)
+    for (norm, routers), (norm_of_pieces, of_pieces) in ranks.run(2, with_balanced_experts, config):
+        assert routers and norm_of_pieces == norm
+        assert all(torch.equal(of_pieces[name], each) for name, each in routers.items())
+
+
 def as_documented(config: dict[str, Any]) -> tuple[float, float]:
     """The norm of the loop in docs/losses.md, and that of the step it stands for."""
     rows = DATA.select_indices(range(4))

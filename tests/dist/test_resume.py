@@ -105,7 +105,7 @@ SAME = {
     "TP2": Case(LAYOUTS["TP2"], family="qwen3"),
     "PP2, tied": Case(LAYOUTS["PP2"]),
     "DP2, distributed optimizer, both overlaps": Case(layout(2, **OVERLAPPED), ASYNC),
-    "DP2, distributed, bf16": Case(layout(2, **SHARDED), top=BF16),
+    "DP2, distributed, bf16, async": Case(layout(2, **SHARDED), ASYNC, BF16),
     "DP2, distributed, fp16": Case(layout(2, **SHARDED), DOUBLING, FP16),
     "TP2, bf16": Case(LAYOUTS["TP2"], top=BF16, family="apertus"),
     "EP2xDP2, distributed, packed": Case(
@@ -178,12 +178,12 @@ def from_checkpoint(config: dict[str, Any], root: Path, reference: bool) -> dict
         return seen
 
 
+SAME_EVERY_DAY = ("TP2", "DP2, distributed, bf16, async")
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.daily] * (name in ("TP2", "DP2, distributed, bf16")))
-        for name in SAME
-    ],
+    [pytest.param(name, marks=[pytest.mark.daily] * (name in SAME_EVERY_DAY)) for name in SAME],
 )
 def test_four_steps_equal_two_a_save_a_load_in_other_processes_and_two(
     ranks: RankPool, path_of: Callable[[Case], Path], tmp_path: Path, name: str
