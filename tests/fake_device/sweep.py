@@ -228,11 +228,12 @@ def _score(engine: MegatronEngine, batcher: Batcher, data: BatchedDataDict) -> N
     assert found.shape == data["input_ids"].shape and found.device.type == "cpu"
 
 
-def main(directory: Path, families: Sequence[str]) -> None:
-    """Run the cases of these families, or all of them and then the planted faults."""
+def main(directory: Path, words: Sequence[str]) -> None:
+    """Run the cases of these families and layouts, and "planted" faults; without words all."""
     assert os.environ.get("TORCHDYNAMO_DISABLE") == "1", "nothing can be compiled here"
-    own = [case for case in cases() if not families or case.family in families]
-    for case in own if families else [*own, *FOUND, *WAITING, HIDDEN]:
+    own = [c for c in cases() if not words or c.family in words or c.layout.name in words]
+    planted = (*FOUND, *WAITING, HIDDEN) if not words or "planted" in words else ()
+    for case in (*own, *planted):
         before = time.process_time()
         line: dict[str, Any] = {"case": case.name}
         try:

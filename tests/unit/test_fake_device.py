@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 LONGEST_S = 3000
-"""The sweep takes 3 minutes of a core; on a loaded machine it has a small share of one."""
+"""All takes 5 minutes of a core; on a loaded machine it has a small share of one."""
 NAMED_WAITS = {
     "megatron/core/transformer/moe/token_dispatcher.py _maybe_dtoh_and_synchronize": (
         "how many tokens each expert of this rank takes, by which they are sent and multiplied"
@@ -36,17 +35,15 @@ NAMED_WAITS = {
 Results = dict[str, dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
-    """What became of each case, by its name. A process of its own: tests here have adapted
-    Megatron-Core to the CPU.
+def sweep(directory: Path, *words: str) -> Results:
+    """What became of the cases of these words, by their names. A process of its own: tests here
+    have adapted Megatron-Core to the CPU.
     """
     if torch.version.cuda is None:
         pytest.skip("fake tensors on a GPU need a CUDA build of torch")
-    directory = tmp_path_factory.mktemp("fake_device")
     command = [sys.executable, "-W", "ignore", "-m", "tests.fake_device.sweep", str(directory)]
     done = subprocess.run(
-        command,
+        [*command, *words],
         cwd=ROOT,
         env=os.environ | ENVIRONMENT,
         capture_output=True,
@@ -55,17 +52,43 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
     )
     assert done.returncode == 0, done.stderr[-5000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    yield {line["case"]: line for line in lines}
+    return {line["case"]: line for line in lines}
+
+
+@pytest.fixture(scope="module")
+def along_all(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Of the layout along all axes but virtual stages, and of the planted faults."""
+    return sweep(tmp_path_factory.mktemp("fake_device"), "all", "planted")
+
+
+@pytest.fixture(scope="module")
+def along_each(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Of every other layout."""
+    others = sorted({case.layout.name for case in CASES} - {"all"})
+    return sweep(tmp_path_factory.mktemp("fake_device"), *others)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_family_runs_forward_on_gpus_under_every_layout(results: Results, family: str) -> None:
-    own = [case for case in CASES if case.family == family]
-    assert own, f"no published model of {family}"
-    errors = {case.name: results[case.name].get("error") for case in own}
+def test_a_family_runs_forward_on_gpus_along_all_axes(along_all: Results, family: str) -> None:
+    assert_run_forward(
+        along_all, [c for c in CASES if (c.family, c.layout.name) == (family, "all")]
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_family_runs_forward_on_gpus_along_each_axis(along_each: Results, family: str) -> None:
+    own = [case for case in CASES if case.family == family and case.layout.name != "all"]
+    assert_run_forward(along_each, own)
+
+
+def assert_run_forward(results: Results, cases: list[Case]) -> None:
+    """With the collectives without which they cannot be right, and no wait that is not named."""
+    assert cases, "no published model of the family"
+    errors = {case.name: results[case.name].get("error") for case in cases}
     failed = [f"{name}\n{error}" for name, error in errors.items() if error]
-    assert not failed, f"{len(failed)} of {len(own)} failed\n" + "\n".join(failed)
-    for case in own:
+    assert not failed, f"{len(failed)} of {len(cases)} failed\n" + "\n".join(failed)
+    for case in cases:
         called = set(results[case.name]["collectives"])
         missing = needed(case) - called
         assert not missing, f"{case.name} never called {missing}, only {called}"
@@ -114,18 +137,18 @@ PLANTED = dict(zip((*FOUND, *WAITING), SAID, strict=True))
 
 
 @pytest.mark.parametrize("case", PLANTED, ids=lambda case: case.fault)
-def test_a_planted_fault_or_wait_is_found(results: Results, case: Case) -> None:
-    found = results[case.name]
+def test_a_planted_fault_or_wait_is_found(along_all: Results, case: Case) -> None:
+    found = along_all[case.name]
     if case in FOUND:
         assert PLANTED[case] in found.get("error", "")
     else:
         assert found["waits"] == [PLANTED[case]]
 
 
-def test_every_named_wait_occurs(results: Results) -> None:
-    found = {place for line in results.values() for place in line.get("waits", ())}
+def test_every_named_wait_occurs(along_all: Results) -> None:
+    found = {place for line in along_all.values() for place in line.get("waits", ())}
     assert found >= set(NAMED_WAITS)
 
 
-def test_a_small_layout_hides_what_a_large_one_shows(results: Results) -> None:
-    assert "error" not in results[HIDDEN.name], results[HIDDEN.name]["error"]
+def test_a_small_layout_hides_what_a_large_one_shows(along_all: Results) -> None:
+    assert "error" not in along_all[HIDDEN.name], along_all[HIDDEN.name]["error"]
