@@ -50,9 +50,10 @@ check: lint ## lint, and the tests of what only computes: no process, no framewo
 test: $(VENV)/.installed ## run the tests of every day; those that need GPUs skip where there are none
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-# What only computes runs in one environment.
-test-latest: $(LATEST)/.installed ## the same on Python 3.13 (or 3.12) with the newest megatron-core, but for what `check` runs
-	$(INTERPRETED) $(LATEST)/bin/python -m pytest $(PARALLEL) --ignore tests/pure --ignore tests/test_floors.py $(PYTEST_ARGS)
+# What only computes, Ray's part and hosts are tested every day in one environment.
+ONCE := $(addprefix --ignore=tests/,pure test_floors.py hosts ray)
+test-latest: $(LATEST)/.installed ## what depends on them on Python 3.13 (or 3.12), the newest megatron-core, torch and transformers
+	$(INTERPRETED) $(LATEST)/bin/python -m pytest $(PARALLEL) $(ONCE) $(PYTEST_ARGS)
 
 # Its wheel and its checkout have packages `tests` and `scripts` too: ours come first in every process.
 test-verl: $(VERL)/.installed ## run verl's own drivers on our engine; VERL_SOURCE=/its/checkout tests that in place of 0.9.1

@@ -230,6 +230,7 @@ def with_a_wrong_shard(config: dict[str, Any], data: BatchedDataDict) -> torch.T
         return policy.logprobs(BatchedDataDict({"input_ids": data["input_ids"]}))
 
 
+@pytest.mark.nightly
 def test_one_shard_that_is_scaled_is_found(ranks, checkpoint, tmp_path: Path) -> None:
     path, data = checkpoint("qwen2", tied=False, **SIZES), batches(1)
     start = peft_models.make_adapters(path, tmp_path / "start", ALL)

@@ -138,6 +138,7 @@ def test_reductions_and_gathering_that_overlap_read_no_value(ranks, checkpoint, 
             assert bool(of_buffers(found)) == nan_checks
 
 
+@pytest.mark.nightly
 def test_reading_a_gradient_is_found(ranks, checkpoint) -> None:
     config = policy_config(checkpoint("qwen2", **SIZES), {}, **PACKED)
     assert ranks.run(1, places, config, ReadingLoss) == [{"tests/dist/test_host_waits.py read"}]

@@ -182,6 +182,7 @@ def train_broken(config: dict[str, Any], module: str, name: str, make: Any) -> d
         return train(config)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "name"),
     [

@@ -227,6 +227,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
 def test_a_planted_mistake_is_found(compare, planted: tuple[str, Any]) -> None:
     """It is ten times further away than rounding can explain."""

@@ -95,6 +95,7 @@ def test_no_plan_of_a_few_sequences_exceeds_the_bound_of_lockstep_efficiency(mon
     assert 0.9 * lockstep.bound(draw) < best <= lockstep.bound(draw) < 1.0
 
 
+@pytest.mark.nightly
 def test_ranks_keep_pace_within_a_twentieth_of_what_is_possible(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(lockstep, "MANY", 512)  # of these only the time is taken
     found = lockstep.lockstep_efficiency(tmp_path, 3)
@@ -119,6 +120,7 @@ def test_a_goal_is_met_on_the_better_side_of_it_and_the_summary_says_so() -> Non
     assert "goal >= 1.2, limit 1) met" in summary(line_of(replace(higher, goal=1.2), SLOW))
 
 
+@pytest.mark.nightly
 def test_each_run_overwrites_the_results_with_one_object_a_line(tmp_path: Path) -> None:
     """Of rows that are planned for 32 ranks, which lose at most two hundredths of a step."""
     results = tmp_path / "results.jsonl"

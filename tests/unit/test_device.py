@@ -49,6 +49,7 @@ def test_every_patch_tells_its_reason() -> None:
     assert all((patch.__doc__ or "").strip() for patch in cpu_platform.PATCHES)
 
 
+@pytest.mark.nightly
 def test_imports_patch_nothing_and_bring_reports_no_megatron_and_megatron_no_compiler() -> None:
     code = (
         "import sys, torch\n"

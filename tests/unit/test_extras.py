@@ -22,6 +22,7 @@ from tests.conftest import NEED
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LAZY = {each.__name__: each for each in (megatron_policy, workers)}
+is_file = cache(Path.is_file)
 NEEDS = {
     "from megatron_policy import Policy": 'pip install "ray>=2.40"',
     "from megatron_policy.workers import init_ray": 'pip install ".[ray]"',
@@ -70,6 +71,7 @@ def test_an_extra_brings_what_its_error_tells_to_install(package: str) -> None:
     assert not [line for line in PROJECT["dependencies"] if re.split(r"\W", line)[0] == bare]
 
 
+@pytest.mark.nightly
 def test_the_commands_and_a_policy_work_without_optional_packages_and_what_needs_one_names_it(
     checkpoint, tmp_path
 ) -> None:
@@ -127,7 +129,7 @@ def imported_files(file: Path) -> set[Path]:
         paths = [ROOT.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
         found |= {path / "__init__.py" for path in paths} | {Path(f"{path}.py") for path in paths}
         found.add(Path(parts[0]))
-    return {path for path in found if str(path) in NEED or path.is_file()}
+    return {path for path in found if str(path) in NEED or is_file(path)}
 
 
 def test_files_of_tests_import_without_an_optional_package_or_are_listed() -> None:
@@ -136,7 +138,7 @@ def test_files_of_tests_import_without_an_optional_package_or_are_listed() -> No
         reached, todo = {file}, [file]
         while todo:
             new = imported_files(todo.pop()) - reached
-            todo.extend(path for path in new if path.is_file())
+            todo.extend(path for path in new if is_file(path))
             reached |= new
         for package in NEED:
             if Path(package) in reached:

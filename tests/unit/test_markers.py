@@ -49,6 +49,7 @@ def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
     assert not [n for n in names for pattern in skipped if fnmatch(n, pattern)]
 
 
+@pytest.mark.nightly
 def test_files_of_tests_that_only_compute_import_no_framework() -> None:
     """Below a function, `tests/pure/conftest.py` notices."""
     code = (

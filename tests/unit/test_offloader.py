@@ -135,6 +135,7 @@ def fill_up() -> tuple[str, list[int], list[Any]]:
     return failed, back, [tensor.unique().tolist() for tensor in tensors]
 
 
+@pytest.mark.nightly
 def test_a_process_that_is_really_out_of_memory_loses_nothing() -> None:
     process = OtherProcess()
     failed, back, values = process.call(fill_up)

@@ -55,6 +55,7 @@ def test_what_needs_nothing_heavy_imports_nothing_heavy(tmp_path: Path) -> None:
     assert loaded_by(code_of("--help"), tmp_path) <= {"rich"}
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     not find_spec("transformers.utils.type_validators"),
     reason="this transformers checks configs without its models",
