@@ -178,9 +178,9 @@ class Cell:
     @property
     def train_tokens(self) -> int:
         """Of a microbatch: so few that a replica has several, enough for the longest row."""
-        if self.replicas <= 4:
+        if self.replicas <= 2:
             return 24
-        # Each has a row or two: no more than the longest row, which dynamic microbatches round up.
+        # Each has two rows: no more than the longest row, which dynamic microbatches round up.
         return LENGTH + (self.batching == "dynamic")
 
     @property
