@@ -36,7 +36,6 @@ from megatron_policy.policy.handover import HandsOverWeights
 from megatron_policy.policy.monitoring import PolicyMonitoring
 from megatron_policy.policy.scoring import PolicyScoring
 from megatron_policy.policy.session import Session
-from megatron_policy.training import step
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.batching import batcher_of
 from megatron_policy.training.checks import check_head
@@ -44,7 +43,9 @@ from megatron_policy.training.dry_run import DryRun, dry_run
 from megatron_policy.training.empty_steps import EmptySteps
 from megatron_policy.training.pieces import StepPieces
 from megatron_policy.training.scoring import Scorer
+from megatron_policy.training.step import Training
 from megatron_policy.training.temperature import with_temperature
+from megatron_policy.training.train import train
 
 
 class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNames):
@@ -121,9 +122,9 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNa
         self.exporter, self.memory = self._session.exporter, self._session.memory
         empty_steps = EmptySteps.of(self.config, self._engine.table.architecture)
         held = (self._engine, self._batcher, self.memory, self._session.state)
-        parts = (*held, empty_steps, self._step_taken)
-        self.pieces = StepPieces(*parts)
-        self.accumulator = GradientAccumulator(self.config, *parts, self._trained)
+        self._training = Training(*held, empty_steps, self._step_taken)
+        self.pieces = StepPieces(self._training)
+        self.accumulator = GradientAccumulator(self._training, self.config, self._trained)
         self._continue = TextGenerator(
             self.config, tokenizer, self._engine, self.coords.dp, self._batcher.longest.tokens
         )
@@ -168,9 +169,14 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNa
         self.memory.check("train()", TRAIN_STEP if trainable else FORWARD)
         if trainable:
             self._session.state.take_step()
-        sizes = step.sizes_of(self.config, gbs, mbs)
-        given = with_temperature(data, temperature)
-        result = step.train(self.pieces, given, loss_fn, *sizes, eval_mode=eval_mode)
+        result = train(
+            self._training,
+            with_temperature(data, temperature),
+            loss_fn,
+            gbs or self.config.train_global_batch_size,
+            mbs or self.config.train_micro_batch_size,
+            eval_mode=eval_mode,
+        )
         return self._trained(result, eval_mode)
 
     def dry_run(
@@ -187,8 +193,7 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNa
         steps are those before. Errors are those of `train`.
         """
         self.memory.ready("dry_run()")
-        given = with_temperature(data, temperature)
-        return dry_run(self._engine, self._batcher, given, loss_fn, self.pieces.empty_steps)
+        return dry_run(self._training, with_temperature(data, temperature), loss_fn)
 
     def _step_taken(self) -> None:
         self._session.state.take_step()

@@ -27,9 +27,16 @@ from megatron_policy.packing.microbatch import (
 from megatron_policy.packing.multiples import Multiples, round_up
 from megatron_policy.packing.plan import MicrobatchSpan, Plan, plan_rows
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.training.checks import PADDED, check_size, checked_lengths, for_loss
+from megatron_policy.training.checks import (
+    PADDED,
+    check_loss_inputs,
+    check_size,
+    check_training_data,
+    checked_lengths,
+    for_loss,
+)
 from megatron_policy.training.longest import Longest
-from megatron_policy.training.replay import RouterReplay
+from megatron_policy.training.replay import Replay, RouterReplay
 from megatron_policy.training.speed import Estimator
 
 
@@ -70,6 +77,23 @@ class Batcher:
         together.
         """
         return replace(self, training=for_loss(self.training, loss_fn))
+
+    def check(
+        self,
+        data: BatchedDataDict,
+        vocab_size: int,
+        loss_fn: LossFunction | None = None,
+        replay: Replay = Replay.REQUIRED,
+    ) -> BatchedDataDict:
+        """`data` as a step computes with them; BatchError naming what cannot be trained on, by any
+        loss or by `loss_fn`.
+        """
+        checked = check_training_data(data, vocab_size, self.training)
+        self.longest.check(checked)
+        checked = self.replay.prepared(checked, replay)
+        if loss_fn is not None:
+            check_loss_inputs(loss_fn, checked, vocab_size)
+        return checked
 
     def for_training(
         self, data: BatchedDataDict, global_batch_size: int, micro_batch_size: int

@@ -329,7 +329,7 @@ def check_loss_inputs(loss_fn: LossFunction, data: BatchedDataDict, vocab_size: 
         )
 
 
-def wrong_metric(metrics: Mapping[Any, Any]) -> str:
+def describe_wrong_metric(metrics: Mapping[Any, Any]) -> str:
     """Describe the first invalid metric of a loss; empty if all are numbers under string names, so
     that they can be added up.
     """

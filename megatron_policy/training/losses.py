@@ -24,7 +24,8 @@ from megatron_policy.lm_head.output import Output, shifted
 from megatron_policy.packing.microbatch import counted, inside
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.training.checks import candidates_key, loss_kind, rows_per_group
-from megatron_policy.training.loss_calls import Call, Wrong, carried
+from megatron_policy.training.loss_calls import keep_graph, try_loss
+from megatron_policy.training.loss_faults import LossFault
 
 Metrics = dict[str, Any]
 
@@ -78,7 +79,7 @@ def evaluate_loss(
     counts: ValidCounts,
     vocab_size: int,
     groups: Groups,
-    faults: list[Wrong] | None = None,
+    faults: list[LossFault],
 ) -> tuple[torch.Tensor, Metrics]:
     """The loss's scalar and metrics for one microbatch, already divided by the global counts.
 
@@ -89,25 +90,22 @@ def evaluate_loss(
     per packed sequence, or group of sequences that it reads together. What a loss takes of a scalar
     head it gets for all rows at once; see `LossFunction`.
 
-    LossError, caused by what the loss raised, for one that fails or breaks the contract. With
-    `faults` a description is appended there instead, and the scalar is NaN but has all the
-    gradients it would have had, so that no other rank is left waiting.
+    Of a loss that fails or breaks the contract the reason is appended to `faults`, and the scalar
+    is NaN but has all the gradients it would have had, so that no other rank is left waiting.
     """
     # A batch without a valid sample is a step of zero gradients, not a division by zero.
     sequences, tokens = counts.sequences.clamp(min=1), counts.tokens.clamp(min=1)
     kind = loss_kind(loss_fn)
-    calls = []
+    common = {"global_valid_seqs": sequences, "global_valid_toks": tokens}
+    found = []
     for data, given, arguments in loss_inputs(loss_fn, kind, output, vocab_size, groups):
-        common = {"global_valid_seqs": sequences, "global_valid_toks": tokens}
-        call = Call(
-            loss_fn, data, given, partial(call_loss, loss_fn, kind, data, arguments, common)
-        )
-        calls.append(call.result(faults))
-    value, metrics = added(calls)
-    return carried(value, [output.hidden_TRD]), metrics
+        call = partial(call_loss, loss_fn, kind, data, arguments, common)
+        found.append(try_loss(loss_fn, call, data, given, faults))
+    value, metrics = add_results(found)
+    return keep_graph(value, [output.hidden_TRD]), metrics
 
 
-def further_losses(
+def mtp_losses(
     output: Output, counts: ValidCounts
 ) -> tuple[torch.Tensor | float, dict[str, torch.Tensor]]:
     """What layers for multi-token prediction add to the differentiated loss, and the loss of each
@@ -211,7 +209,7 @@ def _scores(loss_fn: LossFunction, output: Output) -> dict[str, torch.Tensor | N
     return found | {"next_token_entropy": entropy} if with_entropy else found
 
 
-def added(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Tensor, Metrics]:
+def add_results(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Tensor, Metrics]:
     """Combine the results for a microbatch's sequences into one."""
     if len(calls) == 1:
         return calls[0]

@@ -28,7 +28,7 @@ class OptimStats:
     """Why a step was not taken, for each such step of those that these statistics stand for."""
 
 
-def completed(
+def complete_metrics(
     metrics: Metrics, divisor_of: Callable[[str], float], counts: ValidCounts, stats: OptimStats
 ) -> Metrics:
     """One microbatch's metrics, each divided by `divisor_of` its name, plus the step's statistics.

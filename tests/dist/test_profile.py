@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import json
 from contextlib import ExitStack
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from megatron_policy.estimate.timeline import Timeline, Track, read_trace, trace
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.policy.profiling import Profile
 from megatron_policy.refit.transports.disk import HfDirectory
-from megatron_policy.training import step
+from megatron_policy.training.batching import GlobalBatch
 from megatron_policy.training.sync_microbatches import cut_synchronized
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
@@ -176,7 +175,12 @@ def collectives(policy: MegatronPolicy, own: BatchedDataDict) -> int:
             stack.enter_context(replaced(dist, name, counting))
         stack.enter_context(replaced(dist, "barrier", counting))
         batcher = policy._batcher
-        cut = partial(step._cut, policy._engine, batcher, own, TokenNLL(), GLOBAL_BATCH, 1)
+        vocab_size, loss = policy._engine.vocab_size, TokenNLL()
+
+        def cut() -> list[GlobalBatch]:
+            checked = batcher.check(own, vocab_size, loss)
+            return batcher.for_training(checked, GLOBAL_BATCH, 1)
+
         cut_synchronized(cut, batcher, policy._engine.groups.dp)
     return len(calls)
 

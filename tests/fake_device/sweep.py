@@ -215,7 +215,7 @@ def _train(
     with rules.waits.watching(), forward_only():
         counts = count_valid(cut.data, engine.groups.dp)
         kept = step.run(engine, cut.microbatches, loss_fn, counts, forward_only=False)
-    faults = [wrong for _, _, each in kept for wrong in each]
+    faults = [fault for _, _, each in kept for fault in each]
     if faults:
         raise RuntimeError(f"{faults[0].what}\n{faults[0].trace}")
     expected = len(cut.microbatches) if engine.is_last_stage else 0
