@@ -30,7 +30,7 @@ from megatron_policy.lm_head.sampling import (
     sample,
 )
 from megatron_policy.training.checks import checked_prompts
-from megatron_policy.training.sync_microbatches import prepared_together
+from megatron_policy.training.sync_microbatches import prepare_together
 
 
 class TextGenerator:
@@ -140,7 +140,7 @@ class TextGenerator:
 
         if not self._engine.joins_replicas:
             return cut()
-        parts, most = prepared_together(cut, len, self._engine.groups.dp)
+        parts, most = prepare_together(cut, len, self._engine.groups.dp)
         prompts_BS, lengths_B = parts[0]
         return parts + [(prompts_BS[:0], lengths_B[:0])] * (most - len(parts))
 

@@ -37,7 +37,7 @@ from megatron_policy.policy.monitoring import PolicyMonitoring
 from megatron_policy.policy.scoring import PolicyScoring
 from megatron_policy.policy.session import Session
 from megatron_policy.training.accumulate import GradientAccumulator
-from megatron_policy.training.batching import batcher_of
+from megatron_policy.training.batching import Batcher
 from megatron_policy.training.checks import check_head
 from megatron_policy.training.dry_run import DryRun, dry_run
 from megatron_policy.training.empty_steps import EmptySteps
@@ -116,7 +116,7 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNa
             )
         self.rank, self.topology = self._session.rank, self._session.topology
         self.coords, self._engine = self._session.coords, self._session.engine
-        self._batcher = batcher_of(self.config, self.topology, self._engine.table)
+        self._batcher = Batcher.of(self.config, self.topology, self._engine.table)
         rows, filtered = self.config.logprob_batch_size, lambda: not self._session.uses_reference
         self._scorer = Scorer(self._engine, self._batcher, rows, filtered)
         self.exporter, self.memory = self._session.exporter, self._session.memory

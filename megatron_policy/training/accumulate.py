@@ -31,7 +31,7 @@ from megatron_policy.training.losses import (
 from megatron_policy.training.results import TrainResult, complete_metrics, result_of
 from megatron_policy.training.speed import SpeedMeter
 from megatron_policy.training.step import UNCHANGED, Step, Training, run_batch
-from megatron_policy.training.sync_microbatches import cut_synchronized
+from megatron_policy.training.sync_microbatches import cut_together
 
 BEGIN, PART, FINISH, ABORT = (
     "begin_train_step()",
@@ -128,7 +128,7 @@ class GradientAccumulator:
             checked = batcher.check(data, engine.vocab_size, now.loss_fn)
             return [batcher.for_part(checked, now.mbs)]
 
-        (batch,), workload = cut_synchronized(cut, self._training.batcher, engine.groups.dp)
+        (batch,), workload = cut_together(cut, self._training.batcher, engine.groups.dp)
         ones = ValidCounts(*torch.ones(2, device=current_device()))
         with _noting_abort(), now.step.adding("a part of the step", reduce=False):
             found = run_batch(engine, batch, now.loss_fn, ones, now.meter.stopwatch)

@@ -33,7 +33,7 @@ from megatron_policy.training.losses import (
     plain_metrics,
 )
 from megatron_policy.training.step import UNCHANGED, Rollback, Training
-from megatron_policy.training.sync_microbatches import prepared_together
+from megatron_policy.training.sync_microbatches import prepare_together
 
 CLOSE = 1e-3
 """Gradients of the same rows that differ by more, relative to the largest, differ on purpose: they
@@ -171,10 +171,10 @@ def dry_run(training: Training, data: BatchedDataDict, loss_fn: LossFunction) ->
         nothing = training.empty_steps.reason(loss_fn, ValidCounts(*own_counts(checked)))
         return checked, first_groups(checked, loss_fn), nothing
 
-    (own, rows, nothing), counting = prepared_together(
+    (own, rows, nothing), counting = prepare_together(
         choose_rows, lambda found: not found[2], engine.groups.dp
     )
-    microbatches = batcher.filled_up(batcher.of_rows(own, [rows]), 1, own)
+    microbatches = batcher.fill_up(batcher.of_rows(own, [rows]), 1, own)
     undo = Rollback.here(engine)
 
     def read(output: Output) -> tuple[DryRun | None, Sequence[LossFault]]:

@@ -60,7 +60,7 @@ def locate_faults(
     """The faults of each of these microbatches that is not a dummy, with its place in the
     `batch`-th global batch of a call.
     """
-    rows = [each.rows for each in microbatches if not each.filler]
+    rows = [each.rows for each in microbatches if not each.dummy]
     here = {"batch": batch, "replica": engine.groups.dp.rank()}
     return [
         replace(fault, microbatch=number, rows=rows[number], **here)

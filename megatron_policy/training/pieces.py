@@ -32,7 +32,7 @@ from megatron_policy.training.losses import ValidCounts, mtp_losses, own_counts
 from megatron_policy.training.replay import Replay
 from megatron_policy.training.results import OptimStats
 from megatron_policy.training.step import UNCHANGED, Step, Training, run_weighted
-from megatron_policy.training.sync_microbatches import prepared_together
+from megatron_policy.training.sync_microbatches import prepare_together
 from megatron_policy.training.temperature import with_temperature
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class StepPieces:
 
         with step.adding(FORWARD_BACKWARD, reduce=reduce):
             # Valid sequences and tokens of all microbatches of all data-parallel ranks.
-            real = [own_counts(each.host.data) for each in microbatches if not each.filler]
+            real = [own_counts(each.host.data) for each in microbatches if not each.dummy]
             numbers = to_device(sum(real, torch.zeros(2)))
             dist.all_reduce(numbers, group=engine.groups.dp)
             counts = ValidCounts(sequences=numbers[0], tokens=numbers[1])
@@ -275,8 +275,8 @@ class StepPieces:
             own = batcher.check(given, engine.vocab_size, replay=replay)
             return own, cut(own)
 
-        (own, parts), most = prepared_together(prepare, lambda made: len(made[1]), engine.groups.dp)
-        return batcher.filled_up(parts, most, own)
+        (own, parts), most = prepare_together(prepare, lambda made: len(made[1]), engine.groups.dp)
+        return batcher.fill_up(parts, most, own)
 
     def _check_read(
         self,

@@ -25,7 +25,7 @@ from megatron_policy.training.checks import (
     is_count,
 )
 from megatron_policy.training.replay import Replay
-from megatron_policy.training.sync_microbatches import prepared_together
+from megatron_policy.training.sync_microbatches import prepare_together
 
 Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """The shape `...` and the dtype of each result `[B, S, ...]`."""
@@ -174,10 +174,10 @@ class Scorer:
 
         if not self.engine.joins_replicas:
             return cut()
-        (checked, own), most = prepared_together(
+        (checked, own), most = prepare_together(
             cut, lambda made: len(made[1].microbatches), self.engine.groups.dp
         )
-        filled = self.batcher.filled_up(own.microbatches, most, checked)
+        filled = self.batcher.fill_up(own.microbatches, most, checked)
         return checked, replace(own, microbatches=filled)
 
 

@@ -41,7 +41,7 @@ from megatron_policy.training.speed import merged_speeds
 class ShardedBatch:
     """Each data-parallel rank's part of a caller's `size` rows.
 
-    `rows` are their indices, rank after rank; None if they are in the caller's order, with filler
+    `rows` are their indices, rank after rank; None if they are in the caller's order, with filling
     rows at the end.
     """
 

@@ -320,7 +320,7 @@ def run_weighted(
     """
     if not forward_only and engine.table.architecture.moe is not None:
         microbatches = [
-            each if each.filler else replace(each, shares=row_shares(loss_fn, each.data, counts))
+            each if each.dummy else replace(each, shares=row_shares(loss_fn, each.data, counts))
             for each in microbatches
         ]
     return engine.forward_backward(microbatches, loss, forward_only=forward_only)

@@ -16,7 +16,7 @@ from megatron_policy.training.losses import Metrics, ValidCounts, count_valid
 from megatron_policy.training.results import OptimStats, TrainResult, complete_metrics, result_of
 from megatron_policy.training.speed import SpeedMeter
 from megatron_policy.training.step import UNCHANGED, Rollback, Step, Training, run_batch
-from megatron_policy.training.sync_microbatches import cut_synchronized
+from megatron_policy.training.sync_microbatches import cut_together
 
 TRAIN = "train()"
 
@@ -51,7 +51,7 @@ def train(
         check_loss(loss_fn, engine.table.architecture.head)
         return own.for_training(checked, global_batch_size, micro_batch_size)
 
-    batches, meter.workload = cut_synchronized(cut, batcher, engine.groups.dp)
+    batches, meter.workload = cut_together(cut, batcher, engine.groups.dp)
     losses: list[float] = []
     counts: list[ValidCounts] = []
     metrics: list[Metrics] = []

@@ -27,7 +27,7 @@ from megatron_policy.policy import MegatronPolicy
 from megatron_policy.policy.profiling import Profile
 from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.training.batching import GlobalBatch
-from megatron_policy.training.sync_microbatches import cut_synchronized
+from megatron_policy.training.sync_microbatches import cut_together
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, SIZES, VOCAB, layout
@@ -181,7 +181,7 @@ def collectives(policy: MegatronPolicy, own: BatchedDataDict) -> int:
             checked = batcher.check(own, vocab_size, loss)
             return batcher.for_training(checked, GLOBAL_BATCH, 1)
 
-        cut_synchronized(cut, batcher, policy._engine.groups.dp)
+        cut_together(cut, batcher, policy._engine.groups.dp)
     return len(calls)
 
 
@@ -225,7 +225,7 @@ def check_times(speed: dict[str, float]) -> None:
 
 
 def check_efficiency(name: str, speed: dict[str, float], microbatches: int) -> None:
-    """`microbatches` are those that this rank has run, of both batches, without fillers."""
+    """`microbatches` are those that this rank has run, of both batches, without dummies."""
     efficiency, imbalance = speed["packing_efficiency"], speed["data_parallel_imbalance"]
     if name == "PP2xDP2, packed":
         assert efficiency > 0.9 and 1 < imbalance < 2

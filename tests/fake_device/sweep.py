@@ -29,7 +29,7 @@ from megatron_policy.engines.megatron import assemble, pipeline
 from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.training import step
-from megatron_policy.training.batching import Batcher, batcher_of
+from megatron_policy.training.batching import Batcher
 from megatron_policy.training.losses import count_valid
 from megatron_policy.training.replay import Replay
 from megatron_policy.training.scoring import Scorer
@@ -186,10 +186,10 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
             _check_model(engine)
             data = batch(layout.microbatches, architecture.vocab_size)
             if case.train:
-                _train(engine, batcher_of(config, topology, table), data, rules)
+                _train(engine, Batcher.of(config, topology, table), data, rules)
             if case.score:
                 padded = policy_config(path, layout, packed=False)
-                _score(engine, batcher_of(padded, topology, table), data)
+                _score(engine, Batcher.of(padded, topology, table), data)
         finally:
             engine.close()
     return {"collectives": rules.collectives.counts, "waits": sorted(rules.waits.found)}

@@ -37,7 +37,7 @@ def rows_of(lengths: list[int]) -> BatchedDataDict:
 
 def estimator_of(*, alike: bool, further: int = 0, **axes: int) -> Estimator:
     topology = Topology(dp=len(LENGTHS), **axes)
-    return Estimator(model(), topology, COST, filler=8, alike=alike, further=further)
+    return Estimator(model(), topology, COST, dummy=8, alike=alike, further=further)
 
 
 def packed(lengths: list[int]) -> list[Microbatch]:
@@ -49,14 +49,14 @@ def packed(lengths: list[int]) -> list[Microbatch]:
     ]
 
 
-def test_fillers_and_padding_count_as_positions_and_not_as_tokens() -> None:
+def test_dummies_and_padding_count_as_positions_and_not_as_tokens() -> None:
     estimator = estimator_of(alike=False, pp=2)
     cut = [packed(lengths) for lengths in LENGTHS]
     shares = [estimator.share(rows_of(own), each) for own, each in zip(LENGTHS, cut, strict=True)]
-    assert [Share.of(share.numbers) for share in shares] == shares
+    assert [Share.of(share) for share in shares] == shares
     found = estimator.workload(shares, 4)
-    filler = empty_microbatch(WIDTH, MULTIPLES)
-    filled = [each + [filler] * (4 - len(each)) for each in cut]
+    dummy = empty_microbatch(WIDTH, MULTIPLES)
+    filled = [each + [dummy] * (4 - len(each)) for each in cut]
     positions = [sum(m.layout.sources_CTR.numel() for m in each) for each in filled]
     assert found.tokens == 27 and found.positions == sum(positions)
     assert found.packing_efficiency == 27 / sum(positions)
@@ -67,7 +67,7 @@ def test_fillers_and_padding_count_as_positions_and_not_as_tokens() -> None:
     )
 
 
-def test_padded_fillers_are_as_long_as_the_ranks_own_microbatches() -> None:
+def test_padded_dummies_are_as_long_as_the_ranks_own_microbatches() -> None:
     estimator = estimator_of(alike=True)
     rows = rows_of([12, 3])
     share = estimator.share(rows, [padded_microbatch(rows, WIDTH, WIDTH, MULTIPLES)])

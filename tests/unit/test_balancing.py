@@ -49,7 +49,7 @@ def microbatches() -> list[Microbatch]:
     shares = torch.tensor([0.5, 0.0, 0.25])
     padded = replace(padded_microbatch(rows(), WIDTH, WIDTH, MULTIPLES), shares=shares)
     packed = replace(packed_microbatch(rows(), WIDTH, LENGTHS, MULTIPLES), shares=shares)
-    return [padded, packed, empty_microbatch(WIDTH, MULTIPLES), replace(packed, filler=True)]
+    return [padded, packed, empty_microbatch(WIDTH, MULTIPLES), replace(packed, dummy=True)]
 
 
 def test_only_text_of_rows_that_count_is_numbered_on_whichever_rank_it_is() -> None:
