@@ -20,7 +20,7 @@ from megatron_policy.device import to_device
 from megatron_policy.interfaces.loss import LossFunction, LossType
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch, counted
-from megatron_policy.training.checks import loss_kind, rows_per_group
+from megatron_policy.training.checks import rows_per_group
 from megatron_policy.training.loss_calls import try_loss
 from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.training.loss_faults import LossFault, check_finite, name_of, raise_faults
@@ -28,6 +28,7 @@ from megatron_policy.training.losses import (
     ValidCounts,
     add_results,
     call_loss,
+    differentiable,
     loss_inputs,
     own_counts,
     plain_metrics,
@@ -92,30 +93,15 @@ class _Evaluated:
 
 @dataclass(frozen=True)
 class _LossCall:
-    """One call of a loss: its rows, the numbers it differentiates, and its other arguments."""
+    """One call of a loss: its rows, the numbers it differentiates, and all of its arguments.
+    `draw_again` restores the random numbers before it.
+    """
 
     loss_fn: LossFunction
     data: BatchedDataDict
     numbers: Mapping[str, torch.Tensor]
-    others: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     draw_again: Callable[[], None]
-
-    @classmethod
-    def of(
-        cls,
-        loss_fn: LossFunction,
-        data: BatchedDataDict,
-        arguments: Mapping[str, Any],
-        draw_again: Callable[[], None],
-    ) -> _LossCall:
-        """The call with these arguments; `draw_again` restores the random numbers before it."""
-        numbers = {
-            name: each
-            for name, each in arguments.items()
-            if isinstance(each, torch.Tensor) and each.is_floating_point()
-        }
-        others = {name: each for name, each in arguments.items() if name not in numbers}
-        return cls(loss_fn, data, numbers, others, draw_again)
 
     def part(self, first: int, last: int) -> _LossCall:
         """The same for a range of the rows."""
@@ -126,13 +112,9 @@ class _LossCall:
         """Call the loss, with `factors` times the counts, and differentiate it."""
         self.draw_again()
         leaves = {name: each.detach().requires_grad_() for name, each in self.numbers.items()}
-        shared = {
-            "global_valid_seqs": counts.sequences * factors[0],
-            "global_valid_toks": counts.tokens * factors[1],
-        }
-        arguments = {**leaves, **self.others}
-        kind, given = loss_kind(self.loss_fn), list(leaves.values())
-        call = partial(call_loss, self.loss_fn, kind, self.data, arguments, shared)
+        counts = ValidCounts(counts.sequences * factors[0], counts.tokens * factors[1])
+        given, arguments = list(leaves.values()), {**self.arguments, **leaves}
+        call = partial(call_loss, self.loss_fn, self.data, arguments, counts)
         faults: list[LossFault] = []
         with torch.enable_grad():
             value, metrics = try_loss(self.loss_fn, call, self.data, given, faults)
@@ -178,9 +160,9 @@ def dry_run(training: Training, data: BatchedDataDict, loss_fn: LossFunction) ->
     undo = Rollback.here(engine)
 
     def read(output: Output) -> tuple[DryRun | None, Sequence[LossFault]]:
-        inputs = loss_inputs(loss_fn, loss_kind(loss_fn), output, engine.vocab_size, engine.groups)
         calls = [
-            _LossCall.of(loss_fn, own, arguments, undo.draw_again) for own, _, arguments in inputs
+            _LossCall(loss_fn, own, differentiable(arguments), arguments, undo.draw_again)
+            for own, arguments in loss_inputs(loss_fn, output, engine.vocab_size, engine.groups)
         ]
         return _try_calls(calls, output.microbatch, "" if counting else nothing)
 

@@ -9,13 +9,12 @@ from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.errors import LossError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.training.checks import candidates_key, loss_kind
-from megatron_policy.training.loss_calls import name_of
+from megatron_policy.training.loss_faults import name_of
 
 _COUNTS = ("global_valid_seqs", "global_valid_toks")
 _GROUPS = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group")
 
-
-_OF_SCALARS = {
+SCALAR_ARGUMENTS = {
     LossInputType.VALUE.value: "values",
     LossInputType.SCORE.value: "scores",
     LossInputType.LOGIT.value: "logits",
@@ -24,7 +23,7 @@ _OF_SCALARS = {
 
 _TAKEN = {
     LossInputType.LOGPROB: "next_token_logprobs",
-    **{LossInputType(kind): name for kind, name in _OF_SCALARS.items()},
+    **{LossInputType(kind): name for kind, name in SCALAR_ARGUMENTS.items()},
 }
 """The argument by which a loss of each kind is known."""
 
@@ -74,11 +73,11 @@ def _remedy(loss_fn: Any, signature: inspect.Signature) -> str:
 
 def _check_fits(loss_fn: Any, head: ScalarHead | None) -> None:
     kind, name = loss_kind(loss_fn), name_of(loss_fn)
-    if head is not None and kind not in _OF_SCALARS:
+    if head is not None and kind not in SCALAR_ARGUMENTS:
         raise LossError(
             f"{name} takes log-probabilities or logits of a vocabulary, but this policy has a "
             "scalar head (policy.reward_model_cfg): give it an input_type of "
-            f"{', '.join(_OF_SCALARS)}"
+            f"{', '.join(SCALAR_ARGUMENTS)}"
         )
     if head is None and kind in (LossInputType.VALUE.value, LossInputType.SCORE.value):
         raise LossError(
@@ -92,8 +91,8 @@ def _arguments(loss_fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     kind = loss_kind(loss_fn)
     if kind is None:
         return ("next_token_logits", "data", *_COUNTS), _GROUPS
-    if kind in _OF_SCALARS:
-        return (), ("data", *_COUNTS, _OF_SCALARS[kind])
+    if kind in SCALAR_ARGUMENTS:
+        return (), ("data", *_COUNTS, SCALAR_ARGUMENTS[kind])
     found = ["data", *_COUNTS, "next_token_logprobs"]
     if candidates_key(loss_fn) is not None:
         found.append("candidate_logprobs")

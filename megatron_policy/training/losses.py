@@ -6,6 +6,7 @@ Shapes: B rows, S positions, V this rank's slice of the vocabulary.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.device import to_device
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
@@ -25,6 +25,7 @@ from megatron_policy.packing.microbatch import counted, inside
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.training.checks import candidates_key, loss_kind, rows_per_group
 from megatron_policy.training.loss_calls import keep_graph, try_loss
+from megatron_policy.training.loss_checks import SCALAR_ARGUMENTS
 from megatron_policy.training.loss_faults import LossFault
 
 Metrics = dict[str, Any]
@@ -94,12 +95,11 @@ def evaluate_loss(
     is NaN but has all the gradients it would have had, so that no other rank is left waiting.
     """
     # A batch without a valid sample is a step of zero gradients, not a division by zero.
-    sequences, tokens = counts.sequences.clamp(min=1), counts.tokens.clamp(min=1)
-    kind = loss_kind(loss_fn)
-    common = {"global_valid_seqs": sequences, "global_valid_toks": tokens}
+    counts = ValidCounts(counts.sequences.clamp(min=1), counts.tokens.clamp(min=1))
     found = []
-    for data, given, arguments in loss_inputs(loss_fn, kind, output, vocab_size, groups):
-        call = partial(call_loss, loss_fn, kind, data, arguments, common)
+    for data, arguments in loss_inputs(loss_fn, output, vocab_size, groups):
+        call = partial(call_loss, loss_fn, data, arguments, counts)
+        given = list(differentiable(arguments).values())
         found.append(try_loss(loss_fn, call, data, given, faults))
     value, metrics = add_results(found)
     return keep_graph(value, [output.hidden_TRD]), metrics
@@ -131,23 +131,26 @@ def mtp_losses(
 
 
 def loss_inputs(
-    loss_fn: LossFunction, kind: str | None, output: Output, vocab_size: int, groups: Groups
-) -> Iterator[tuple[BatchedDataDict, list[torch.Tensor], dict[str, Any]]]:
-    """For each call: the rows, the tensors the loss differentiates, and its other arguments."""
+    loss_fn: LossFunction, output: Output, vocab_size: int, groups: Groups
+) -> Iterator[tuple[BatchedDataDict, dict[str, Any]]]:
+    """For each call of a loss: the rows, and its other arguments but the counts."""
+    kind, head, data = loss_kind(loss_fn), output.head.scalar, output.microbatch.data
+    of_logits = kind == LossInputType.LOGIT.value
     if kind == LossInputType.LOGPROB.value:
-        scores = _scores(loss_fn, output)
-        given = [score for score in scores.values() if score is not None]
-        yield output.microbatch.data, given, scores
-        return
-    if output.head.scalar is not None:
-        name, numbers = _numbers(kind, output, output.head.scalar)
-        yield output.microbatch.data, [numbers], {name: numbers}
-        return
-    for data, logits_BSV in output.logits(rows_per_group(loss_fn)):
-        if kind is None:
+        yield data, _score(loss_fn, output)
+    elif kind is not None and head is not None:
+        if kind == LossInputType.SCORE.value or (of_logits and not head.per_token):
+            numbers = output.row_scores()
+        else:
+            numbers = output.values(inside(output.microbatch.host.data))
+        yield data, {SCALAR_ARGUMENTS[kind]: numbers.unsqueeze(-1) if of_logits else numbers}
+    else:
+        for rows, logits_BSV in output.logits(rows_per_group(loss_fn)):
+            if of_logits:
+                yield rows, {"logits": gather_vocab(logits_BSV, groups.tp)[..., :vocab_size]}
+                continue
             yield (
-                data,
-                [logits_BSV],
+                rows,
                 {
                     "next_token_logits": logits_BSV,
                     "vocab_parallel_rank": groups.tp.rank(),
@@ -156,57 +159,51 @@ def loss_inputs(
                     "context_parallel_group": groups.cp if groups.cp.size() == 1 else None,
                 },
             )
-        else:
-            whole_BSV = gather_vocab(logits_BSV, groups.tp)[..., :vocab_size]
-            yield data, [whole_BSV], {"logits": whole_BSV}
 
 
-def _numbers(kind: str | None, output: Output, head: ScalarHead) -> tuple[str, torch.Tensor]:
-    """What a loss takes of a scalar head, under the name of its argument."""
-    if kind == LossInputType.SCORE.value:
-        return "scores", output.row_scores()
-    if kind == LossInputType.LOGIT.value and not head.per_token:
-        return "logits", output.row_scores().unsqueeze(-1)
-    values_BS = output.values(inside(output.microbatch.host.data))
-    if kind == LossInputType.LOGIT.value:
-        return "logits", values_BS.unsqueeze(-1)
-    return "values", values_BS
+def differentiable(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of a loss's arguments that it can differentiate."""
+    return {
+        name: each
+        for name, each in arguments.items()
+        if isinstance(each, torch.Tensor) and each.is_floating_point()
+    }
 
 
 def call_loss(
-    loss_fn: LossFunction,
-    kind: str | None,
-    data: BatchedDataDict,
-    arguments: Mapping[str, Any],
-    counts: Mapping[str, torch.Tensor],
+    loss_fn: LossFunction, data: BatchedDataDict, arguments: Mapping[str, Any], counts: ValidCounts
 ) -> Any:
     """Call a loss in the form of its kind with one of its `loss_inputs`."""
-    if kind is not None:
-        return loss_fn(data=data, **counts, **arguments)
     named = dict(arguments)
-    return loss_fn(named.pop("next_token_logits"), data, *counts.values(), **named)
+    if loss_kind(loss_fn) is None:
+        logits = named.pop("next_token_logits")
+        return loss_fn(logits, data, counts.sequences, counts.tokens, **named)
+    return loss_fn(
+        data=data, global_valid_seqs=counts.sequences, global_valid_toks=counts.tokens, **named
+    )
 
 
-def _scores(loss_fn: LossFunction, output: Output) -> dict[str, torch.Tensor | None]:
-    data = output.microbatch.data
-    on_host = output.microbatch.host.data
+def _score(loss_fn: LossFunction, output: Output) -> dict[str, Any]:
+    """What a loss that takes log-probabilities asks for."""
+    host, found = output.microbatch.host.data, dict[str, Any]()
     everywhere = getattr(loss_fn, "reads_masked_positions", False)
-    wanted_BS = inside(on_host) if everywhere else counted(on_host)
+    wanted_BS = inside(host) if everywhere else counted(host)
     with_entropy = getattr(loss_fn, "needs_entropy", False)
-    found: dict[str, torch.Tensor | None] = {}
     key = candidates_key(loss_fn)
-    with_unfiltered = getattr(loss_fn, "needs_unfiltered_logprobs", False)
     if key is None:
         logprobs, entropy = output.next_token_scores(wanted_BS, with_entropy)
     else:
-        candidates, logprobs, entropy = output.candidate_scores(data[key], wanted_BS, with_entropy)
-        found["candidate_logprobs"] = candidates
+        found["candidate_logprobs"], logprobs, entropy = output.candidate_scores(
+            output.microbatch.data[key], wanted_BS, with_entropy
+        )
     found["next_token_logprobs"] = logprobs
-    if with_unfiltered:
+    if getattr(loss_fn, "needs_unfiltered_logprobs", False):
         whole = output.unfiltered
         plain = logprobs if whole is output else whole.next_token_scores(wanted_BS)[0]
         found["next_token_logprobs_unfiltered"] = plain
-    return found | {"next_token_entropy": entropy} if with_entropy else found
+    if with_entropy:
+        found["next_token_entropy"] = entropy
+    return found
 
 
 def add_results(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Tensor, Metrics]:
@@ -216,15 +213,9 @@ def add_results(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Te
     metrics: Metrics = {}
     for _, found in calls:
         for name, value in found.items():
-            known = metrics.get(name)
-            metrics[name] = value if known is None else _joined(name, known, value)
+            join = min if "_min" in name else max if "_max" in name else operator.add
+            metrics[name] = join(metrics[name], value) if name in metrics else value
     return torch.stack([value for value, _ in calls]).sum(), metrics
-
-
-def _joined(name: str, one: Any, other: Any) -> Any:
-    if "_min" in name:
-        return min(one, other)
-    return max(one, other) if "_max" in name else one + other
 
 
 def plain_metrics(metrics: Metrics) -> Metrics:

@@ -24,7 +24,7 @@ from megatron_policy.lm_head.output import Output
 from megatron_policy.packing import tokens
 from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
 from megatron_policy.parallel.topology import Copy, Placement
-from megatron_policy.training import batching, losses, step
+from megatron_policy.training import batching, losses, train
 from megatron_policy.weights.load import Held
 from tests.invariance.cases import Cell
 from tests.invariance.measure import run_cell
@@ -166,7 +166,7 @@ ONE_PIECE = (TokenLayout, "pieces", _one_piece)
 NEIGHBOURS = (tokens, "_layout", _neighbours)
 OWN_GRADIENT = (context_parallel._Gather, "backward", _own_gradient)
 LEFT_OUT = (losses, "counted", _mask_of_all_but_the_first)
-OWN_COUNTS = (step, "count_valid", _counts_of_one_replica)
+OWN_COUNTS = (train, "count_valid", _counts_of_one_replica)
 REPEATED = (batching.Batcher, "for_training", _repetitions_for_dummies)
 FILLERS_LEARN = (Output, "nothing", _gradient_of_fillers)
 ORDER_OF_PLAN = (batching.Batcher, "for_scoring", _results_in_the_order_of_the_plan)
