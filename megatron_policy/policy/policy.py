@@ -44,8 +44,8 @@ from megatron_policy.training.empty_steps import EmptySteps
 from megatron_policy.training.pieces import StepPieces
 from megatron_policy.training.scoring import Scorer
 from megatron_policy.training.step import Training
-from megatron_policy.training.temperature import with_temperature
 from megatron_policy.training.train import train
+from megatron_policy.training.value_checks import with_temperature
 
 
 class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNames):

@@ -16,7 +16,7 @@ from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.policy.session import Session
 from megatron_policy.training.replay import Replay
 from megatron_policy.training.scoring import Scorer
-from megatron_policy.training.temperature import with_temperature
+from megatron_policy.training.value_checks import with_temperature
 
 
 class PolicyScoring:

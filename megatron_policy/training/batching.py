@@ -116,7 +116,7 @@ class Batcher:
         """
         checked = check_training_data(data, vocab_size, self.training)
         self.longest.check(checked)
-        checked = self.replay.prepared(checked, replay)
+        checked = self.replay.prepare(checked, replay)
         if loss_fn is not None:
             check_loss_inputs(loss_fn, checked, vocab_size)
         return checked

@@ -18,13 +18,18 @@ from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import inside
-from megatron_policy.training.temperature import check_temperature
 from megatron_policy.training.transformers_keys import (
     check_labels,
     refuse_unread_inputs,
     take_model_inputs,
 )
-from megatron_policy.training.value_checks import check_kind, check_mask, holds_integers, shape_of
+from megatron_policy.training.value_checks import (
+    check_kind,
+    check_mask,
+    check_temperature,
+    holds_integers,
+    shape_of,
+)
 
 PADDED = Batching("padded")
 

@@ -33,7 +33,7 @@ from megatron_policy.training.replay import Replay
 from megatron_policy.training.results import OptimStats
 from megatron_policy.training.step import UNCHANGED, Step, Training, run_weighted
 from megatron_policy.training.sync_microbatches import prepare_together
-from megatron_policy.training.temperature import with_temperature
+from megatron_policy.training.value_checks import with_temperature
 
 T = TypeVar("T")
 

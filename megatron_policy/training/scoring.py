@@ -29,6 +29,7 @@ from megatron_policy.training.sync_microbatches import prepare_together
 
 Kinds = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """The shape `...` and the dtype of each result `[B, S, ...]`."""
+_SCORES: Kinds = [((), torch.float32)]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Scorer:
         """fp32 `[B, S]`: position t holds `log p(token t | tokens before t)`; 0 at position 0,
         beyond `input_lengths`, and where the filters drop token t.
         """
-        (found,) = self._read(data, rows, self._logprobs, [((), torch.float32)], replay)
+        (found,) = self._read(data, rows, replay, self._logprobs)
         return found
 
     def logprobs_and_experts(
@@ -65,7 +66,7 @@ class Scorer:
         for own, part_BSLK in zip(cut.rows, experts, strict=True):
             kept = part_BSLK[: len(own)].to(taken_BSLK)
             taken_BSLK[torch.tensor(own), : kept.size(1)] = kept
-        (found,) = self._placed(checked, cut, parts, [((), torch.float32)])
+        (found,) = self._place(checked, cut, parts)
         return found, taken_BSLK
 
     def entropy(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
@@ -79,14 +80,18 @@ class Scorer:
             assert entropies is not None
             return [F.pad(entropies, (1, 0))]
 
-        (found,) = self._read(data, rows, read, [((), torch.float32)], replay)
+        (found,) = self._read(data, rows, replay, read)
         return found
 
     def values(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
         """fp32 `[B, S]`: what a scalar head makes of the tokens up to each position; 0 beyond
         `input_lengths`. ConfigError for a policy without such a head.
         """
-        (found,) = self._read(data, rows, _values, [((), torch.float32)], replay, scalar=True)
+
+        def read(output: Output) -> list[torch.Tensor]:
+            return [output.values(inside(output.microbatch.host.data))]
+
+        (found,) = self._read(data, rows, replay, read, scalar=True)
         return found
 
     def scores(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
@@ -111,7 +116,7 @@ class Scorer:
             return list(output.topk(k, inside(output.microbatch.host.data)))
 
         kinds = [((k,), torch.float32), ((k,), torch.int64)]
-        values, indices = self._read(data, rows, read, kinds, replay)
+        values, indices = self._read(data, rows, replay, read, kinds)
         return values, indices
 
     def _logprobs(self, output: Output) -> list[torch.Tensor]:
@@ -126,9 +131,9 @@ class Scorer:
         self,
         data: BatchedDataDict,
         rows: int | None,
-        read: Callable[[Output], list[torch.Tensor]],
-        kinds: Kinds,
         replay: Replay,
+        read: Callable[[Output], list[torch.Tensor]],
+        kinds: Kinds = _SCORES,
         scalar: bool = False,
     ) -> list[torch.Tensor]:
         """Apply `read` to all rows; returns `[B, S, ...]` for each of `kinds`. ConfigError unless
@@ -136,14 +141,14 @@ class Scorer:
         """
         check_head(self.engine.table.architecture, scalar)
         checked, cut = self._cut(data, rows, replay)
-        return self._placed(checked, cut, self.engine.forward(cut.microbatches, read), kinds)
+        return self._place(checked, cut, self.engine.forward(cut.microbatches, read), kinds)
 
-    def _placed(
+    def _place(
         self,
         data: BatchedDataDict,
         cut: ScoringBatches,
         parts: Sequence[list[torch.Tensor]],
-        kinds: Kinds,
+        kinds: Kinds = _SCORES,
     ) -> list[torch.Tensor]:
         """What the last stage has read of each microbatch, in the caller's rows, on every rank."""
         engine, where = self.engine, current_device()
@@ -169,7 +174,7 @@ class Scorer:
             checked = checked_batch(data, self.engine.vocab_size)
             checked_lengths(checked, self.batcher.scoring)
             self.batcher.longest.check(checked)
-            checked = self.batcher.replay.prepared(checked, replay)
+            checked = self.batcher.replay.prepare(checked, replay)
             return checked, self.batcher.for_scoring(checked, rows or self.rows)
 
         if not self.engine.joins_replicas:
@@ -179,7 +184,3 @@ class Scorer:
         )
         filled = self.batcher.fill_up(own.microbatches, most, checked)
         return checked, replace(own, microbatches=filled)
-
-
-def _values(output: Output) -> list[torch.Tensor]:
-    return [output.values(inside(output.microbatch.host.data))]

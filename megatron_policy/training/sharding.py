@@ -95,10 +95,8 @@ class BatchDispatcher:
         self, data: BatchedDataDict, loss_fn: LossFunction, gbs: int, mbs: int
     ) -> list[BatchedDataDict]:
         """Each rank's rows of every global batch of `gbs`; BatchError naming invalid data."""
-        _refuse_plan(data)
         check_sizes(gbs, mbs)
-        training = for_loss(self.training, loss_fn)
-        data = self._checked(data, loss_fn, training)
+        data, training = self._check(data, loss_fn)
         check_loss(loss_fn, self.head)
         if training.kind == "padded":
             training.check_whole_groups(mbs, f"mbs={mbs}")
@@ -107,23 +105,13 @@ class BatchDispatcher:
         lengths = checked_lengths(data, training)
         return planned_shards(data, lengths, training, self.topology, self.cost, gbs).shards
 
-    def _checked(
-        self, data: BatchedDataDict, loss_fn: LossFunction, training: Batching
-    ) -> BatchedDataDict:
-        data = check_training_data(data, self.vocab_size, training)
-        self.longest.check(data)
-        data = self.replay.prepared(data)
-        check_loss_inputs(loss_fn, data, self.vocab_size)
-        return data
-
     def to_dry_run(
         self, data: BatchedDataDict, loss_fn: LossFunction
     ) -> tuple[BatchedDataDict, list[int]]:
         """The rows on which every rank tries a loss, and their numbers; BatchError naming invalid
         data.
         """
-        _refuse_plan(data)
-        checked = self._checked(data, loss_fn, for_loss(self.training, loss_fn))
+        checked, _ = self._check(data, loss_fn)
         check_loss(loss_fn, self.head)
         rows = first_groups(checked, loss_fn)
         return checked.select_indices(rows), rows
@@ -134,14 +122,24 @@ class BatchDispatcher:
         """Each rank's rows of a part of a global batch; ranks may get different numbers of rows.
         BatchError naming invalid data.
         """
-        _refuse_plan(data)
-        training = for_loss(self.training, loss_fn)
-        data = self._checked(data, loss_fn, training)
+        data, training = self._check(data, loss_fn)
         if training.kind == "padded":
             training.check_whole_groups(mbs, f"mbs={mbs}")
             return part_shards(data, self.topology.dp, mbs)
         lengths = checked_lengths(data, training)
         return planned_shards(data, lengths, training, self.topology, self.cost).shards
+
+    def _check(
+        self, data: BatchedDataDict, loss_fn: LossFunction
+    ) -> tuple[BatchedDataDict, Batching]:
+        """The data as they can be trained on, and how microbatches are made for this loss."""
+        _refuse_plan(data)
+        training = for_loss(self.training, loss_fn)
+        data = check_training_data(data, self.vocab_size, training)
+        self.longest.check(data)
+        data = self.replay.prepare(data)
+        check_loss_inputs(loss_fn, data, self.vocab_size)
+        return data, training
 
     def to_score(self, data: BatchedDataDict, replay: Replay = Replay.IF_GIVEN) -> ShardedBatch:
         """Each rank's rows of the whole batch; BatchError naming invalid data."""
@@ -149,7 +147,7 @@ class BatchDispatcher:
         data = checked_batch(data, self.vocab_size)
         lengths = checked_lengths(data, self.scoring)
         self.longest.check(data)
-        data = self.replay.prepared(data, replay)
+        data = self.replay.prepare(data, replay)
         if self.scoring.kind == "padded":
             return ShardedBatch(even_shards(data, self.topology.dp), data.size)
         return planned_shards(data, lengths, self.scoring, self.topology, self.cost)
@@ -186,10 +184,11 @@ def planned_shards(
     size = global_batch_size or data.size
     _check_whole(data, size)
     batching.check_whole_groups(size, f"gbs={size}")
-    batching.check(lengths, data["input_ids"].size(1))
+    width = data["input_ids"].size(1)
+    batching.check(lengths, width)
     shares: list[list[RankPlan]] = []
     for start in range(0, data.size, size):
-        part, width = lengths[start : start + size], data["input_ids"].size(1)
+        part = lengths[start : start + size]
         shares.append(
             plan_rows(part, batching, topology.dp, microbatch_round(topology), cost, width)
         )
@@ -284,15 +283,9 @@ def _compact(shard: BatchedDataDict, rows: list[int] | None = None) -> BatchedDa
     """The shard, which has these `rows`, without the rest of the batch: a pickled view carries the
     whole storage.
     """
-    compact = BatchedDataDict(
-        {
-            key: value.clone() if isinstance(value, torch.Tensor) and _is_view(value) else value
-            for key, value in shard.items()
-        }
-    )
+    compact = BatchedDataDict(shard)
+    for key, value in shard.items():
+        if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+            compact[key] = value.clone()
     compact.caller_rows = rows
     return compact
-
-
-def _is_view(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
