@@ -32,10 +32,10 @@ from megatron_policy.parallel.groups import Groups
 from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dtypes
 from megatron_policy.policy.driver_names import DriverNames
 from megatron_policy.policy.generation import TextGenerator
-from megatron_policy.policy.handover import HandsOverWeights
 from megatron_policy.policy.monitoring import PolicyMonitoring
 from megatron_policy.policy.scoring import PolicyScoring
 from megatron_policy.policy.session import Session
+from megatron_policy.policy.weight_exports import WeightExports
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.batching import Batcher
 from megatron_policy.training.checks import check_head
@@ -48,7 +48,7 @@ from megatron_policy.training.train import train
 from megatron_policy.training.value_checks import with_temperature
 
 
-class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNames):
+class MegatronPolicy(PolicyScoring, WeightExports, PolicyMonitoring, DriverNames):
     """A Hugging Face checkpoint as a Megatron-Core model: train it, score with it, export it.
 
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
@@ -299,17 +299,12 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNa
 def _default_engine(config: PolicyConfig) -> EngineBuilder:
     """The engine that the configuration enables, imported only when used."""
     if engine_of(config) is Engine.MEGATRON_CORE:
-        return _megatron_core()
+        from megatron_policy.engines.megatron.platform import prepare_platform
+
+        prepare_platform()  # importing Megatron-Core then compiles nothing on a CPU
+        from megatron_policy.engines.megatron import assemble as megatron_core
+
+        return megatron_core
     from megatron_policy.engines.hugging_face import assemble
-
-    return assemble
-
-
-def _megatron_core() -> EngineBuilder:
-    """The platform is prepared first: importing Megatron-Core then compiles nothing on a CPU."""
-    from megatron_policy.engines.megatron.platform import prepare_platform
-
-    prepare_platform()
-    from megatron_policy.engines.megatron import assemble
 
     return assemble
