@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.lm_head.filters import Bounds, Filters, find_bounds
-from megatron_policy.lm_head.fused_gradients import gradients
 from megatron_policy.lm_head.fused_tiles import (
     LOWEST,
     HeadShape,
@@ -43,7 +42,7 @@ from megatron_policy.lm_head.fused_topk import fused_topk
 from megatron_policy.lm_head.tile_work import (
     Implementation,
     TileWork,
-    chosen,
+    choose_implementation,
     finish_logits,
     tile_work,
 )
@@ -86,7 +85,7 @@ def fused_scores(
         group,
         chunk,
         entropy,
-        implementation or chosen(weight_VD, head),
+        implementation or choose_implementation(weight_VD, head),
     )
     if head.filters is not None:
         logprobs_NK = logprobs_NK.masked_fill(logprobs_NK < LOWEST / 2, -math.inf)
@@ -141,7 +140,7 @@ class _FusedScores(torch.autograd.Function):
         of_entropy = grad_entropy_N is not None
         work = tile_work(ctx.implementation, plan, ctx.head, weight_VD, of_entropy, ctx.bounds)
         needed = ctx.needs_input_grad[:2]
-        grads = gradients(hidden_ND, weight_VD, known, plan, work, needed, products)
+        grads = _compute_gradients(hidden_ND, weight_VD, known, plan, work, needed, products)
         return *grads, None, None, None, None, None, None
 
 
@@ -176,6 +175,67 @@ def _combine(sums: Sums, group: dist.ProcessGroup) -> None:
     dist.all_reduce(peak_N, op=dist.ReduceOp.MAX, group=group)
     sums.raise_peak(peak_N)
     dist.all_reduce(sums.sums_MN, group=group)
+
+
+def _compute_gradients(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    known: Known,
+    plan: Tiling,
+    work: TileWork,
+    needed: tuple[bool, bool],
+    last: MatrixBuffer | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of `hidden_ND`, from this rank's slice alone, and of `weight_VD`, each if it is
+    `needed`.
+
+    Matrix products are in the weights' dtype; sums over tiles are in fp32. `last` can hold the
+    products of the last tile, and is overwritten.
+    """
+    dtype, device = calculation_dtype(weight_VD), weight_VD.device
+    products = last or buffer(plan.height, plan.width, weight_VD.dtype, device)
+    # Of sums in another dtype; where one tile has all tokens, the gradient of its weights is none.
+    height = plan.height if plan.tokens <= plan.height else max(plan.height, plan.width)
+    height = 0 if weight_VD.dtype == dtype else height
+    terms = buffer(height, hidden_ND.size(1), weight_VD.dtype, device)
+    grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=dtype) if needed[0] else None
+    grad_weight_VD = torch.empty_like(weight_VD) if needed[1] else None
+    if grad_weight_VD is not None:
+        grad_weight_VD[plan.real if plan.tokens else 0 :].zero_()
+    for column in reversed(list(plan.columns())):
+        total_WD = None
+        for tile in reversed(column):
+            hidden_RD, weight_WD = hidden_ND[tile.rows], weight_VD[tile.entries]
+            if last is None:
+                product_RW = multiply(hidden_ND, weight_VD, tile, products)
+            else:
+                product_RW, last = last.view(hidden_RD.size(0), weight_WD.size(0)), None
+            work.to_gradient(product_RW, tile, known)
+            if grad_hidden_ND is not None:
+                _add_product(grad_hidden_ND[tile.rows], product_RW, weight_WD, terms)
+            if grad_weight_VD is None:
+                continue
+            if len(column) == 1:
+                torch.mm(product_RW.t(), hidden_RD, out=grad_weight_VD[tile.entries])
+                continue
+            if total_WD is None:
+                total_WD = torch.zeros_like(weight_WD, dtype=dtype)
+            _add_product(total_WD, product_RW.t(), hidden_RD, terms)
+        if grad_weight_VD is not None and total_WD is not None:
+            grad_weight_VD[column[0].entries] = total_WD
+    if grad_hidden_ND is not None:
+        grad_hidden_ND = grad_hidden_ND.to(hidden_ND.dtype)
+    return grad_hidden_ND, grad_weight_VD
+
+
+def _add_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, terms: MatrixBuffer
+) -> None:
+    """`total += left @ right`, by a matrix product in their dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(torch.mm(left, right, out=terms.view(*total.shape)))
 
 
 def _tiling(

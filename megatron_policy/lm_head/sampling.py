@@ -98,10 +98,6 @@ class Progress:
         """Whether any row can still grow."""
         return bool(((self.ends_B < limit_B) & ~self.stopped_B).any())
 
-    def unread(self, cached: int) -> torch.Tensor:
-        """Tokens `[B, S]` that are not yet in the cache."""
-        return self.tokens_BT[:, cached : self.position]
-
     def append(
         self,
         tokens_B: torch.Tensor,

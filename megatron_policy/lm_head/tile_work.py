@@ -48,7 +48,7 @@ class TileWork(Protocol):
         """Replace products by the gradient with respect to them."""
 
 
-def chosen(weight_VD: torch.Tensor, head: HeadShape) -> Implementation:
+def choose_implementation(weight_VD: torch.Tensor, head: HeadShape) -> Implementation:
     """The implementation for a head with these weights: kernels wherever they run. They know of no
     filters, for which it is torch.
     """
@@ -106,7 +106,9 @@ class TorchTiles:
             if dropped_RW is not None:
                 logits_RW.masked_fill_(dropped_RW, LOWEST)
             strip = sums.of(rows)
-            _take_targets(strip, logits_RW, local_NK[rows], tile)
+            index_RK, here_RK = _locate_targets(local_NK[rows], tile)
+            found_RK = logits_RW.gather(1, index_RK)
+            strip.target_NK.copy_(torch.where(here_RK, found_RK, strip.target_NK))
             _add_logits(strip, logits_RW, self._powers.view(*logits_RW.shape), entropy)
 
     def to_gradient(self, product_RW: torch.Tensor, tile: VocabTile, known: Known) -> None:
@@ -143,7 +145,7 @@ class TorchTiles:
         if dropped_RW is not None:
             grad_RW.masked_fill_(dropped_RW, 0.0)
         # Added, since targets can repeat: targets elsewhere add 0 at an arbitrary place.
-        index_RK, here_RK = _place_of_targets(known.local_NK[rows], tile)
+        index_RK, here_RK = _locate_targets(known.local_NK[rows], tile)
         grad_RW.scatter_add_(1, index_RK, grad_RK * here_RK)
         return grad_RW if slope_RW is None else grad_RW.mul_(slope_RW)
 
@@ -167,14 +169,6 @@ def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: MatrixBuffer) 
     return logits_RW if factor == 1.0 else logits_RW.mul_(factor)
 
 
-def _take_targets(
-    sums: Sums, logits_RW: torch.Tensor, local_RK: torch.Tensor, tile: VocabTile
-) -> None:
-    index_RK, here_RK = _place_of_targets(local_RK, tile)
-    found_RK = logits_RW.gather(1, index_RK)
-    sums.target_NK.copy_(torch.where(here_RK, found_RK, sums.target_NK))
-
-
 def _add_logits(
     sums: Sums, logits_RW: torch.Tensor, powers_RW: torch.Tensor, entropy: bool
 ) -> None:
@@ -187,7 +181,7 @@ def _add_logits(
         sums.moment_N.add_(logits_RW.mul_(powers_RW).sum(-1))
 
 
-def _place_of_targets(local_RK: torch.Tensor, tile: VocabTile) -> tuple[torch.Tensor, torch.Tensor]:
+def _locate_targets(local_RK: torch.Tensor, tile: VocabTile) -> tuple[torch.Tensor, torch.Tensor]:
     """Each target's index among the entries of a tile, int64 `[R, K]`, and whether it is there; the
     index of a target outside the tile has no meaning.
     """

@@ -124,7 +124,7 @@ def mtp_losses(
     tokens = counts.tokens.clamp(min=1)
     losses = [
         -(scores_BS * shifted(mask_BS, number)[:, 1:]).sum() / tokens
-        for number, scores_BS in enumerate(output.further_scores(wanted_BS), start=1)
+        for number, scores_BS in enumerate(output.mtp_scores(wanted_BS), start=1)
     ]
     names = {f"mtp_{k}_loss": loss.detach() for k, loss in enumerate(losses, start=1)}
     return output.mtp.loss_factor * torch.stack(losses).mean(), names
