@@ -111,7 +111,7 @@ class _FusedScores(torch.autograd.Function):
         search = _Search.of(hidden_ND, weight_VD, plan, head, group)
         bounds = None if search is None else search.bounds
         work = tile_work(implementation, plan, head, weight_VD, entropy, bounds)
-        sums = _local_sums(hidden_ND, weight_VD, local_NK, plan, products, work, entropy, search)
+        sums = _sum_locally(hidden_ND, weight_VD, local_NK, plan, products, work, entropy, search)
         if group.size() > 1:
             _combine(sums, group)
         log_total_N = sums.total_N.log()
@@ -144,7 +144,7 @@ class _FusedScores(torch.autograd.Function):
         return *grads, None, None, None, None, None, None
 
 
-def _local_sums(
+def _sum_locally(
     hidden_ND: torch.Tensor,
     weight_VD: torch.Tensor,
     local_NK: torch.Tensor,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_policy.lm_head.filters import ordered
+from megatron_policy.lm_head.filters import order_bits
 from megatron_policy.lm_head.fused_tiles import (
     HeadShape,
     buffer,
@@ -53,7 +53,7 @@ def fused_topk(
         parts = [torch.empty_like(best_NK) for _ in range(group.size())]
         dist.all_gather(parts, best_NK, group=group)
         best_NK = torch.cat(parts, dim=1).topk(k).values
-    values_NK = ordered((best_NK >> 32).int()).view(torch.float32)
+    values_NK = order_bits((best_NK >> 32).int()).view(torch.float32)
     return values_NK, 2**32 - 1 - (best_NK & (2**32 - 1))
 
 
@@ -63,4 +63,4 @@ def _keys(logits_RW: torch.Tensor, first: int) -> torch.Tensor:
     """
     entries_W = torch.arange(first, first + logits_RW.size(1), device=logits_RW.device)
     bits_RW = logits_RW.add_(0.0).view(torch.int32)  # adding 0 makes -0 equal to 0
-    return ordered(bits_RW).long().mul_(2**32).add_(2**32 - 1 - entries_W)
+    return order_bits(bits_RW).long().mul_(2**32).add_(2**32 - 1 - entries_W)

@@ -55,7 +55,7 @@ def sample(
     kept_BV = logits_BV
     if sampling.filters is not None:
         bounds = find_bounds(logits_BV, 0, logits_BV.size(-1), sampling.filters)
-        kept_BV = logits_BV.masked_fill(bounds.dropped(logits_BV, 0), -torch.inf)
+        kept_BV = logits_BV.masked_fill(bounds.mask_dropped(logits_BV, 0), -torch.inf)
     if sampling.greedy or sampling.temperature == 0:
         tokens_B = kept_BV.argmax(-1)
     else:

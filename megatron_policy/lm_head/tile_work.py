@@ -102,7 +102,7 @@ class TorchTiles:
     ) -> None:
         for rows, inside in self._plan.strips(tile):
             logits_RW = finish_logits(product_RW[inside], self._head, self._work)
-            dropped_RW = self._dropped(logits_RW, rows, tile)
+            dropped_RW = self._mask_dropped(logits_RW, rows, tile)
             if dropped_RW is not None:
                 logits_RW.masked_fill_(dropped_RW, LOWEST)
             strip = sums.of(rows)
@@ -121,7 +121,7 @@ class TorchTiles:
         """The gradient with respect to the products `h.w` of a strip."""
         head = self._head
         logits_RW = finish_logits(product_RW, head, self._work)
-        dropped_RW = self._dropped(logits_RW, rows, tile)
+        dropped_RW = self._mask_dropped(logits_RW, rows, tile)
         slope_RW = None
         if head.softcap is not None:
             capped_RW = logits_RW * (head.temperature / head.softcap)
@@ -149,14 +149,14 @@ class TorchTiles:
         grad_RW.scatter_add_(1, index_RK, grad_RK * here_RK)
         return grad_RW if slope_RW is None else grad_RW.mul_(slope_RW)
 
-    def _dropped(
+    def _mask_dropped(
         self, logits_RW: torch.Tensor, rows: slice, tile: VocabTile
     ) -> torch.Tensor | None:
         """Where a strip's logits are not kept; None if everything is."""
         if self._bounds is None:
             return None
         first = self._head.vocab_start + tile.entries.start
-        return self._bounds.of(rows).dropped(logits_RW, first)
+        return self._bounds.of(rows).mask_dropped(logits_RW, first)
 
 
 def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: MatrixBuffer) -> torch.Tensor:

@@ -29,7 +29,7 @@ from megatron_policy.lm_head.sampling import (
     nothing_generated,
     sample,
 )
-from megatron_policy.training.checks import checked_prompts
+from megatron_policy.training.checks import check_prompts
 from megatron_policy.training.sync_microbatches import prepare_together
 
 
@@ -137,7 +137,7 @@ class TextGenerator:
         """
 
         def cut() -> list[tuple[torch.Tensor, torch.Tensor]]:
-            prompts_BS, lengths_B = checked_prompts(data, self._engine.vocab_size, self._longest)
+            prompts_BS, lengths_B = check_prompts(data, self._engine.vocab_size, self._longest)
             rows = self._config.generation_batch_size
             return list(zip(prompts_BS.split(rows), lengths_B.split(rows), strict=True))
 

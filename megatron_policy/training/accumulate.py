@@ -26,7 +26,7 @@ from megatron_policy.training.losses import (
     LossNormalization,
     Metrics,
     ValidCounts,
-    own_counts,
+    count_own,
 )
 from megatron_policy.training.results import TrainResult, complete_metrics, result_of
 from megatron_policy.training.speed import SpeedMeter
@@ -134,7 +134,7 @@ class GradientAccumulator:
             found = run_batch(engine, batch, now.loss_fn, ones, now.meter.stopwatch)
             if any_fault(found.faults, engine.groups):
                 raise_everywhere(found.faults, engine.groups, UNCHANGED)
-        now.counts += to_device(own_counts(batch.data))
+        now.counts += to_device(count_own(batch.data))
         now.parts += 1
         now.loss += found.loss
         now.metrics += found.metrics
@@ -171,7 +171,7 @@ class GradientAccumulator:
         divisors = now.normalization.divisors(counts)
         metrics = [complete_metrics(each, divisors, counts, stats) for each in now.metrics]
         result = result_of([now.loss / divisor], stats, [counts], metrics, engine.groups.dp)
-        return self._recorded(now.meter.added_to(result))
+        return self._recorded(now.meter.add_to(result))
 
     def abort(self) -> None:
         """Drop the step and its gradients; weights, optimizer and schedule are as before the step.

@@ -29,10 +29,10 @@ from megatron_policy.packing.plan import MicrobatchSpan, Plan, plan_rows
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.checks import (
     PADDED,
+    check_lengths,
     check_loss_inputs,
     check_size,
     check_training_data,
-    checked_lengths,
     for_loss,
 )
 from megatron_policy.training.longest import Longest
@@ -163,7 +163,7 @@ class Batcher:
         """The caller's own microbatches: the i-th has rows `rows[i]` of `data`, in that order.
         BatchError unless they are rows of it, and alike where all microbatches must be.
         """
-        width, lengths = data["input_ids"].size(1), checked_lengths(data, PADDED)
+        width, lengths = data["input_ids"].size(1), check_lengths(data, PADDED)
         kind = self.training.kind
         if kind == "padded" and len({len(each) for each in rows}) > 1:
             raise BatchError(
@@ -267,7 +267,7 @@ class Batcher:
         self, data: BatchedDataDict, settings: Batching
     ) -> tuple[BatchedDataDict, Plan, Sequence[int]]:
         """One global batch reordered by a plan, the plan, and each row's original index."""
-        lengths, width = checked_lengths(data, settings), data["input_ids"].size(1)
+        lengths, width = check_lengths(data, settings), data["input_ids"].size(1)
         multiple = microbatch_round(self.topology)
         (share,) = plan_rows(lengths, settings, 1, multiple, self.cost, width)
         return data.select_indices(share.rows), share.plan, share.rows

@@ -28,10 +28,10 @@ from megatron_policy.training.losses import (
     ValidCounts,
     add_results,
     call_loss,
-    differentiable,
-    loss_inputs,
-    own_counts,
-    plain_metrics,
+    count_own,
+    list_loss_inputs,
+    select_differentiable,
+    to_plain_metrics,
 )
 from megatron_policy.training.step import UNCHANGED, Rollback, Training
 from megatron_policy.training.sync_microbatches import prepare_together
@@ -103,7 +103,7 @@ class _LossCall:
     arguments: Mapping[str, Any]
     draw_again: Callable[[], None]
 
-    def part(self, first: int, last: int) -> _LossCall:
+    def cut_rows(self, first: int, last: int) -> _LossCall:
         """The same for a range of the rows."""
         numbers = {name: each[first:last] for name, each in self.numbers.items()}
         return replace(self, data=self.data.slice(first, last), numbers=numbers)
@@ -145,24 +145,26 @@ def dry_run(training: Training, data: BatchedDataDict, loss_fn: LossFunction) ->
 
     engine, batcher = training.engine, training.batcher
 
-    def choose_rows() -> tuple[BatchedDataDict, list[int], str]:
+    def prepare() -> tuple[BatchedDataDict, list[int], str]:
         # Without a plan of microbatches.
         plain = BatchedDataDict(dict(data)) if isinstance(data, Mapping) else data
         checked = batcher.for_loss(loss_fn).check(plain, engine.vocab_size, loss_fn)
         check_loss(loss_fn, engine.table.architecture.head)
-        nothing = training.empty_steps.reason(loss_fn, ValidCounts(*own_counts(checked)))
-        return checked, first_groups(checked, loss_fn), nothing
+        nothing = training.empty_steps.reason(loss_fn, ValidCounts(*count_own(checked)))
+        return checked, choose_rows(checked, loss_fn), nothing
 
     (own, rows, nothing), counting = prepare_together(
-        choose_rows, lambda found: not found[2], engine.groups.dp
+        prepare, lambda found: not found[2], engine.groups.dp
     )
     microbatches = batcher.fill_up(batcher.of_rows(own, [rows]), 1, own)
     undo = Rollback.here(engine)
 
     def read(output: Output) -> tuple[DryRun | None, Sequence[LossFault]]:
         calls = [
-            _LossCall(loss_fn, own, differentiable(arguments), arguments, undo.draw_again)
-            for own, arguments in loss_inputs(loss_fn, output, engine.vocab_size, engine.groups)
+            _LossCall(loss_fn, own, select_differentiable(arguments), arguments, undo.draw_again)
+            for own, arguments in list_loss_inputs(
+                loss_fn, output, engine.vocab_size, engine.groups
+            )
         ]
         return _try_calls(calls, output.microbatch, "" if counting else nothing)
 
@@ -176,7 +178,7 @@ def dry_run(training: Training, data: BatchedDataDict, loss_fn: LossFunction) ->
     return found
 
 
-def first_groups(data: BatchedDataDict, loss_fn: LossFunction) -> list[int]:
+def choose_rows(data: BatchedDataDict, loss_fn: LossFunction) -> list[int]:
     """The first two groups of rows that the loss reads together in which a token counts, twice the
     same if there is one; the first ones if no token counts.
     """
@@ -194,11 +196,11 @@ def _try_calls(
     """What the calls for a microbatch make. `nothing` says why no replica has anything that counts;
     empty if one has.
     """
-    own_2 = own_counts(microbatch.host.data)
+    own_2 = count_own(microbatch.host.data)
     counts, tokens = ValidCounts(*to_device(own_2.clamp(min=1))), int(own_2[1])
     found = [call.evaluate(counts) for call in calls]
     first, whole = calls[0], found[0]
-    warnings = () if whole.failed else tuple(_warnings(first, whole, counts, len(calls) == 1))
+    warnings = () if whole.failed else tuple(_find_warnings(first, whole, counts, len(calls) == 1))
     if nothing and not whole.failed:
         warnings = (f"train() would skip every step of these data: {nothing} in them", *warnings)
     faults = [each for one in found for each in one.faults]
@@ -209,13 +211,13 @@ def _try_calls(
         name: math.sqrt(sum(float(each.gradients[name].square().sum()) for each in found))
         for name in whole.gradients
     }
-    shapes = {f"data[{key!r}]": _shape(each) for key, each in first.data.items()}
-    shapes |= {name: _shape(each) for name, each in first.numbers.items()}
-    made = float(value), plain_metrics(metrics), shapes, norms, warnings
+    shapes = {f"data[{key!r}]": _describe_value(each) for key, each in first.data.items()}
+    shapes |= {name: _describe_value(each) for name, each in first.numbers.items()}
+    made = float(value), to_plain_metrics(metrics), shapes, norms, warnings
     return DryRun(microbatch.rows, tokens, *made), []
 
 
-def _warnings(
+def _find_warnings(
     call: _LossCall, whole: _Evaluated, counts: ValidCounts, alone: bool
 ) -> Iterator[str]:
     """What training relies on and the loss does not keep. `alone` is whether all rows are in this
@@ -224,7 +226,7 @@ def _warnings(
     # All calls come first: a loss may communicate, and ranks see different slices of logits.
     size = call.data.size
     halves = ((0, size // 2), (size // 2, size)) if alone else ()
-    parts = [call.part(*ends).evaluate(counts) for ends in halves]
+    parts = [call.cut_rows(*ends).evaluate(counts) for ends in halves]
     both, by_sequences, by_tokens = (
         whole.is_multiple(2.0, call.evaluate(counts, factors).gradients) for factors in _DOUBLED
     )
@@ -235,7 +237,7 @@ def _warnings(
         )
         return
     if parts:
-        yield from _of_parts(whole, parts)
+        yield from _compare_parts(whole, parts)
     if not both:
         yield (
             "the loss is not divided by global_valid_seqs or global_valid_toks: its step depends "
@@ -258,7 +260,7 @@ _DOUBLED = ((2, 2), (2, 1), (1, 2))
 """Factors on the counts of sequences and of tokens, by which a loss is divided."""
 
 
-def _of_parts(whole: _Evaluated, parts: Sequence[_Evaluated]) -> Iterator[str]:
+def _compare_parts(whole: _Evaluated, parts: Sequence[_Evaluated]) -> Iterator[str]:
     """What is wrong with the loss of both groups of rows in a microbatch each."""
     if faults := [each for part in parts for each in part.faults]:
         yield f"with these rows in two microbatches, this is wrong in one of them: {faults[0].what}"
@@ -274,7 +276,7 @@ def _of_parts(whole: _Evaluated, parts: Sequence[_Evaluated]) -> Iterator[str]:
         )
 
 
-def _shape(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     size = f" of {len(value)}" if isinstance(value, Sequence) else ""

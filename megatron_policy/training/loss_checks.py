@@ -42,7 +42,7 @@ def check_loss(loss_fn: Any, head: ScalarHead | None) -> None:
             "__call__, see docs/losses.md"
         )
     _check_fits(loss_fn, head)
-    args, named = _arguments(loss_fn)
+    args, named = _list_arguments(loss_fn)
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):
@@ -53,12 +53,12 @@ def check_loss(loss_fn: Any, head: ScalarHead | None) -> None:
         call = ", ".join([*args, *[f"{name}=" for name in named]])
         raise LossError(
             f"{name_of(loss_fn)}({', '.join(signature.parameters)}) cannot be called as a loss of "
-            f"its kind is, with ({call}): {error}. {_remedy(loss_fn, signature)}. See "
+            f"its kind is, with ({call}): {error}. {_describe_remedy(loss_fn, signature)}. See "
             "docs/losses.md"
         ) from error
 
 
-def _remedy(loss_fn: Any, signature: inspect.Signature) -> str:
+def _describe_remedy(loss_fn: Any, signature: inspect.Signature) -> str:
     """What to change of a loss whose signature does not fit its kind."""
     kind = loss_kind(loss_fn)
     if kind is not None:
@@ -86,7 +86,7 @@ def _check_fits(loss_fn: Any, head: ScalarHead | None) -> None:
         )
 
 
-def _arguments(loss_fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _list_arguments(loss_fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The arguments passed by position and by name."""
     kind = loss_kind(loss_fn)
     if kind is None:

@@ -49,24 +49,24 @@ class ValidCounts:
 
 def count_valid(batch: BatchedDataDict, group: dist.ProcessGroup) -> ValidCounts:
     """Valid sequences and tokens of the whole global batch, summed over the data-parallel `group`,
-    on the device; see `own_counts`.
+    on the device; see `count_own`.
     """
-    counts = to_device(own_counts(batch))
+    counts = to_device(count_own(batch))
     dist.all_reduce(counts, group=group)
     return ValidCounts(sequences=counts[0], tokens=counts[1])
 
 
-def own_counts(batch: BatchedDataDict) -> torch.Tensor:
+def count_own(batch: BatchedDataDict) -> torch.Tensor:
     """Valid sequences and tokens of this rank's rows, fp32 `[2]`.
 
     A token counts where `token_mask[:, 1:]` and its row's `sample_mask` are set: position 0
     predicts nothing. Without a `token_mask` every position within `input_lengths` counts.
     """
-    return counts_of_rows(batch).sum(0)
+    return count_rows(batch).sum(0)
 
 
-def counts_of_rows(batch: BatchedDataDict) -> torch.Tensor:
-    """For each row, what it adds to valid sequences and tokens, fp32 `[B, 2]`; see `own_counts`."""
+def count_rows(batch: BatchedDataDict) -> torch.Tensor:
+    """For each row, what it adds to valid sequences and tokens, fp32 `[B, 2]`; see `count_own`."""
     sample_mask_B = batch["sample_mask"].float()
     masked = "token_mask" in batch
     tokens_BS = batch["token_mask"][:, 1:] if masked else inside(batch)
@@ -97,9 +97,9 @@ def evaluate_loss(
     # A batch without a valid sample is a step of zero gradients, not a division by zero.
     counts = ValidCounts(counts.sequences.clamp(min=1), counts.tokens.clamp(min=1))
     found = []
-    for data, arguments in loss_inputs(loss_fn, output, vocab_size, groups):
+    for data, arguments in list_loss_inputs(loss_fn, output, vocab_size, groups):
         call = partial(call_loss, loss_fn, data, arguments, counts)
-        given = list(differentiable(arguments).values())
+        given = list(select_differentiable(arguments).values())
         found.append(try_loss(loss_fn, call, data, given, faults))
     value, metrics = add_results(found)
     return keep_graph(value, [output.hidden_TRD]), metrics
@@ -130,7 +130,7 @@ def mtp_losses(
     return output.mtp.loss_factor * torch.stack(losses).mean(), names
 
 
-def loss_inputs(
+def list_loss_inputs(
     loss_fn: LossFunction, output: Output, vocab_size: int, groups: Groups
 ) -> Iterator[tuple[BatchedDataDict, dict[str, Any]]]:
     """For each call of a loss: the rows, and its other arguments but the counts."""
@@ -161,7 +161,7 @@ def loss_inputs(
             )
 
 
-def differentiable(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def select_differentiable(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Those of a loss's arguments that it can differentiate."""
     return {
         name: each
@@ -173,7 +173,7 @@ def differentiable(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def call_loss(
     loss_fn: LossFunction, data: BatchedDataDict, arguments: Mapping[str, Any], counts: ValidCounts
 ) -> Any:
-    """Call a loss in the form of its kind with one of its `loss_inputs`."""
+    """Call a loss in the form of its kind with one of its `list_loss_inputs`."""
     named = dict(arguments)
     if loss_kind(loss_fn) is None:
         logits = named.pop("next_token_logits")
@@ -218,7 +218,7 @@ def add_results(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Te
     return torch.stack([value for value, _ in calls]).sum(), metrics
 
 
-def plain_metrics(metrics: Metrics) -> Metrics:
+def to_plain_metrics(metrics: Metrics) -> Metrics:
     """Metrics as Python numbers, so that they can be sent between processes and pickle small."""
     return {
         key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -282,13 +282,13 @@ def is_by_sequence(loss_fn: Callable[..., object]) -> bool:
     return bool(_value(getattr(loss_fn, "loss_type", None)) == LossType.SEQUENCE_LEVEL.value)
 
 
-def row_shares(
+def weigh_rows(
     loss_fn: Callable[..., object], batch: BatchedDataDict, counts: ValidCounts
 ) -> torch.Tensor:
     """What each row of `batch` weighs in a mean over the global batch, fp32 `[B]`: as much as in
     the loss. That is a sequence in a loss that says it is at sequence level, otherwise its tokens.
     """
-    number_B2 = counts_of_rows(batch)
+    number_B2 = count_rows(batch)
     if is_by_sequence(loss_fn):
         return number_B2[:, 0] / counts.sequences.clamp(min=1)
     return number_B2[:, 1] / counts.tokens.clamp(min=1)

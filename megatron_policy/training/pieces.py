@@ -28,7 +28,7 @@ from megatron_policy.training.loss_faults import (
     fault_of_exception,
     raise_faults,
 )
-from megatron_policy.training.losses import ValidCounts, mtp_losses, own_counts
+from megatron_policy.training.losses import ValidCounts, count_own, mtp_losses
 from megatron_policy.training.replay import Replay
 from megatron_policy.training.results import OptimStats
 from megatron_policy.training.step import UNCHANGED, Step, Training, run_weighted
@@ -160,7 +160,7 @@ class StepPieces:
 
         with step.adding(FORWARD_BACKWARD, reduce=reduce):
             # Valid sequences and tokens of all microbatches of all data-parallel ranks.
-            real = [own_counts(each.host.data) for each in microbatches if not each.dummy]
+            real = [count_own(each.host.data) for each in microbatches if not each.dummy]
             numbers = to_device(sum(real, torch.zeros(2)))
             dist.all_reduce(numbers, group=engine.groups.dp)
             counts = ValidCounts(sequences=numbers[0], tokens=numbers[1])

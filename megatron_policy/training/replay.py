@@ -55,7 +55,7 @@ class RouterReplay:
         )
 
     def prepare(self, data: BatchedDataDict, replay: Replay = Replay.REQUIRED) -> BatchedDataDict:
-        """`data`, which have passed `checked_batch`, with `routed_experts` `[B, S, L, K]` in the
+        """`data`, which have passed `check_batch`, with `routed_experts` `[B, S, L, K]` in the
         smallest dtype, NOT_RECORDED beyond `input_lengths`; without them for Replay.NEVER.
 
         L can be all layers of the model before. BatchError naming row and layer unless every token

@@ -19,9 +19,9 @@ from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import inside
 from megatron_policy.training.batching import Batcher, ScoringBatches
 from megatron_policy.training.checks import (
+    check_batch,
     check_head,
-    checked_batch,
-    checked_lengths,
+    check_lengths,
     is_count,
 )
 from megatron_policy.training.replay import Replay
@@ -97,7 +97,7 @@ class Scorer:
     def scores(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
         """fp32 `[B]`: `values` at the last token of each row."""
         values_BS = self.values(data, rows, replay)
-        lengths = checked_lengths(checked_batch(data, self.engine.vocab_size), self.batcher.scoring)
+        lengths = check_lengths(check_batch(data, self.engine.vocab_size), self.batcher.scoring)
         return values_BS.gather(1, torch.tensor(lengths).unsqueeze(1) - 1).squeeze(1)
 
     def topk_logits(
@@ -171,8 +171,8 @@ class Scorer:
         """
 
         def cut() -> tuple[BatchedDataDict, ScoringBatches]:
-            checked = checked_batch(data, self.engine.vocab_size)
-            checked_lengths(checked, self.batcher.scoring)
+            checked = check_batch(data, self.engine.vocab_size)
+            check_lengths(checked, self.batcher.scoring)
             self.batcher.longest.check(checked)
             checked = self.batcher.replay.prepare(checked, replay)
             return checked, self.batcher.for_scoring(checked, rows or self.rows)

@@ -21,20 +21,20 @@ from megatron_policy.packing.cost import Cost, sequence_cost
 from megatron_policy.packing.plan import RankPlan, consecutive, plan_rows
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.checks import (
+    check_batch,
+    check_lengths,
     check_loss_inputs,
+    check_prompts,
     check_sizes,
     check_training_data,
-    checked_batch,
-    checked_lengths,
-    checked_prompts,
     for_loss,
 )
-from megatron_policy.training.dry_run import first_groups
+from megatron_policy.training.dry_run import choose_rows
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.training.replay import Replay, RouterReplay
 from megatron_policy.training.results import TrainResult
-from megatron_policy.training.speed import merged_speeds
+from megatron_policy.training.speed import merge_speeds
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class BatchDispatcher:
         if training.kind == "padded":
             training.check_whole_groups(mbs, f"mbs={mbs}")
             microbatches(gbs, mbs, self.topology)
-            return training_shards(data, self.topology.dp, gbs)
-        lengths = checked_lengths(data, training)
-        return planned_shards(data, lengths, training, self.topology, self.cost, gbs).shards
+            return shard_for_training(data, self.topology.dp, gbs)
+        lengths = check_lengths(data, training)
+        return shard_by_plan(data, lengths, training, self.topology, self.cost, gbs).shards
 
     def to_dry_run(
         self, data: BatchedDataDict, loss_fn: LossFunction
@@ -113,7 +113,7 @@ class BatchDispatcher:
         """
         checked, _ = self._check(data, loss_fn)
         check_loss(loss_fn, self.head)
-        rows = first_groups(checked, loss_fn)
+        rows = choose_rows(checked, loss_fn)
         return checked.select_indices(rows), rows
 
     def to_train_part(
@@ -125,9 +125,9 @@ class BatchDispatcher:
         data, training = self._check(data, loss_fn)
         if training.kind == "padded":
             training.check_whole_groups(mbs, f"mbs={mbs}")
-            return part_shards(data, self.topology.dp, mbs)
-        lengths = checked_lengths(data, training)
-        return planned_shards(data, lengths, training, self.topology, self.cost).shards
+            return shard_part(data, self.topology.dp, mbs)
+        lengths = check_lengths(data, training)
+        return shard_by_plan(data, lengths, training, self.topology, self.cost).shards
 
     def _check(
         self, data: BatchedDataDict, loss_fn: LossFunction
@@ -144,19 +144,19 @@ class BatchDispatcher:
     def to_score(self, data: BatchedDataDict, replay: Replay = Replay.IF_GIVEN) -> ShardedBatch:
         """Each rank's rows of the whole batch; BatchError naming invalid data."""
         _refuse_plan(data)
-        data = checked_batch(data, self.vocab_size)
-        lengths = checked_lengths(data, self.scoring)
+        data = check_batch(data, self.vocab_size)
+        lengths = check_lengths(data, self.scoring)
         self.longest.check(data)
         data = self.replay.prepare(data, replay)
         if self.scoring.kind == "padded":
-            return ShardedBatch(even_shards(data, self.topology.dp), data.size)
-        return planned_shards(data, lengths, self.scoring, self.topology, self.cost)
+            return ShardedBatch(shard_evenly(data, self.topology.dp), data.size)
+        return shard_by_plan(data, lengths, self.scoring, self.topology, self.cost)
 
     def to_generate(self, prompts: BatchedDataDict) -> ShardedBatch:
         """Each rank's prompts; BatchError naming one that cannot be continued."""
-        prompts = checked_batch(prompts, self.vocab_size)
-        checked_prompts(prompts, self.vocab_size, self.longest.tokens)
-        return ShardedBatch(even_shards(prompts, self.topology.dp), prompts.size)
+        prompts = check_batch(prompts, self.vocab_size)
+        check_prompts(prompts, self.vocab_size, self.longest.tokens)
+        return ShardedBatch(shard_evenly(prompts, self.topology.dp), prompts.size)
 
 
 def _refuse_plan(data: BatchedDataDict) -> None:
@@ -167,7 +167,7 @@ def _refuse_plan(data: BatchedDataDict) -> None:
         )
 
 
-def planned_shards(
+def shard_by_plan(
     data: BatchedDataDict,
     lengths: Sequence[int],
     batching: Batching,
@@ -205,7 +205,7 @@ def planned_shards(
     return ShardedBatch(shards, data.size, order)
 
 
-def training_shards(
+def shard_for_training(
     data: BatchedDataDict, ranks: int, global_batch_size: int
 ) -> list[BatchedDataDict]:
     """Each rank's part of every global batch, one after another, of which it has equal shares;
@@ -221,7 +221,7 @@ def training_shards(
     ]
 
 
-def part_shards(data: BatchedDataDict, ranks: int, micro_batch_size: int) -> list[BatchedDataDict]:
+def shard_part(data: BatchedDataDict, ranks: int, micro_batch_size: int) -> list[BatchedDataDict]:
     """Contiguous parts of whole microbatches in order, as equal as possible; there may be fewer
     microbatches than ranks. ConfigError for an incomplete microbatch.
     """
@@ -235,7 +235,7 @@ def part_shards(data: BatchedDataDict, ranks: int, micro_batch_size: int) -> lis
     return [_compact(data.slice(*ends), [*range(*ends)]) for ends in pairwise(borders)]
 
 
-def even_shards(data: BatchedDataDict, ranks: int) -> list[BatchedDataDict]:
+def shard_evenly(data: BatchedDataDict, ranks: int) -> list[BatchedDataDict]:
     """Contiguous parts of equal size in order; the last row is repeated to fill them up."""
     _check_whole(data, data.size)
     missing = -data.size % ranks
@@ -264,7 +264,7 @@ def merged_training(results: Sequence[Mapping[str, Any]]) -> TrainResult:
         for name, values in result["microbatch_metrics"].items():
             metrics.setdefault(name, []).extend(values)
     first = {key: value for key, value in results[0].items() if key != "rank"}
-    speed = merged_speeds([result["speed"] for result in results])
+    speed = merge_speeds([result["speed"] for result in results])
     return TrainResult(first | {"microbatch_metrics": metrics, "speed": speed})
 
 

@@ -186,7 +186,7 @@ class SpeedMeter:
         """Start the clock, also if an error has kept it from being stopped."""
         self._began = time.perf_counter()
 
-    def added_to(self, result: TrainResult) -> TrainResult:
+    def add_to(self, result: TrainResult) -> TrainResult:
         """The result with its `speed`. Its losses are in host memory, so the device has finished,
         and reading times does not wait.
         """
@@ -221,7 +221,7 @@ class SpeedMeter:
         return found
 
 
-def merged_speeds(speeds: Sequence[Mapping[str, float]]) -> Speed:
+def merge_speeds(speeds: Sequence[Mapping[str, float]]) -> Speed:
     """One for several ranks of a call: the longest times, the largest peak, and the rates of the
     slowest rank; what is counted is the same on all.
     """

@@ -33,8 +33,8 @@ from megatron_policy.training.losses import (
     ValidCounts,
     evaluate_loss,
     mtp_losses,
-    plain_metrics,
-    row_shares,
+    to_plain_metrics,
+    weigh_rows,
 )
 from megatron_policy.training.results import OptimStats
 from megatron_policy.training.speed import FORWARD_BACKWARD, STEP
@@ -272,7 +272,7 @@ def run_batch(
             for loss, (_, _, own) in zip(losses, kept, strict=True)
         ]
         located = locate_faults(engine, batch.microbatches, faults, number)
-        metrics = tuple(plain_metrics(each) for _, each, _ in kept)
+        metrics = tuple(to_plain_metrics(each) for _, each, _ in kept)
         found = BatchLosses(sum(losses), metrics, tuple(located))
     return engine.share_object(found)
 
@@ -320,7 +320,7 @@ def run_weighted(
     """
     if not forward_only and engine.table.architecture.moe is not None:
         microbatches = [
-            each if each.dummy else replace(each, shares=row_shares(loss_fn, each.data, counts))
+            each if each.dummy else replace(each, shares=weigh_rows(loss_fn, each.data, counts))
             for each in microbatches
         ]
     return engine.forward_backward(microbatches, loss, forward_only=forward_only)

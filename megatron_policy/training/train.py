@@ -88,7 +88,7 @@ def train(
         training.trainable(TRAIN).advance_schedule(global_batch_size)
     stats = replace(stats, skipped=skipped)
     made = result_of(losses, stats, counts, metrics, engine.groups.dp, eval_mode=eval_mode)
-    return meter.added_to(made)
+    return meter.add_to(made)
 
 
 def describe_state(steps: int) -> str:

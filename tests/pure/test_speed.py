@@ -21,7 +21,7 @@ from megatron_policy.packing.microbatch import (
 )
 from megatron_policy.packing.multiples import Multiples
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.training.speed import Estimator, Share, Workload, merged_speeds
+from megatron_policy.training.speed import Estimator, Share, Workload, merge_speeds
 from tests.pure.test_rows import model
 
 COST = sequence_cost(hidden_size=8)
@@ -102,7 +102,7 @@ def test_the_driver_reports_the_slowest_rank() -> None:
         {"seconds": 4.0, "step_seconds": 0.1, "tokens": 8, "tokens_per_second": 2.0},
     ]
     slowest = {"seconds": 4.0, "step_seconds": 0.5, "tokens": 8, "tokens_per_second": 2.0}
-    assert merged_speeds(ranks) == merged_speeds(ranks[::-1]) == slowest
+    assert merge_speeds(ranks) == merge_speeds(ranks[::-1]) == slowest
 
 
 def test_figures_are_known_by_the_drivers_name_only() -> None:
