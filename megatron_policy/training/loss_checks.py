@@ -41,37 +41,6 @@ def check_loss(loss_fn: Any, head: ScalarHead | None) -> None:
             f"the loss is a {type(loss_fn).__name__}, which cannot be called: give its class a "
             "__call__, see docs/losses.md"
         )
-    _check_fits(loss_fn, head)
-    args, named = _list_arguments(loss_fn)
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):
-        return  # no signature is available, for example for a C function
-    try:
-        signature.bind(*[None] * len(args), **dict.fromkeys(named))
-    except TypeError as error:
-        call = ", ".join([*args, *[f"{name}=" for name in named]])
-        raise LossError(
-            f"{name_of(loss_fn)}({', '.join(signature.parameters)}) cannot be called as a loss of "
-            f"its kind is, with ({call}): {error}. {_describe_remedy(loss_fn, signature)}. See "
-            "docs/losses.md"
-        ) from error
-
-
-def _describe_remedy(loss_fn: Any, signature: inspect.Signature) -> str:
-    """What to change of a loss whose signature does not fit its kind."""
-    kind = loss_kind(loss_fn)
-    if kind is not None:
-        return f"Its input_type is {kind!r}: give it these arguments, or another input_type"
-    fits = next((m for m, name in _TAKEN.items() if name in signature.parameters), None)
-    member = "LOGPROB, LOGIT, VALUE or SCORE, by what it takes" if fits is None else fits.name
-    return (
-        "It has no attribute input_type, without which a loss is called in this older form: set "
-        f"input_type = LossInputType.{member}"
-    )
-
-
-def _check_fits(loss_fn: Any, head: ScalarHead | None) -> None:
     kind, name = loss_kind(loss_fn), name_of(loss_fn)
     if head is not None and kind not in SCALAR_ARGUMENTS:
         raise LossError(
@@ -84,11 +53,35 @@ def _check_fits(loss_fn: Any, head: ScalarHead | None) -> None:
             f"{name}.input_type is {kind!r}, but this policy has the head of a language model: "
             "make it with policy.reward_model_cfg.enabled"
         )
+    args, named = _list_arguments(loss_fn, kind)
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return  # no signature is available, for example for a C function
+    try:
+        signature.bind(*[None] * len(args), **dict.fromkeys(named))
+    except TypeError as error:
+        call = ", ".join([*args, *[f"{each}=" for each in named]])
+        raise LossError(
+            f"{name}({', '.join(signature.parameters)}) cannot be called as a loss of its kind is, "
+            f"with ({call}): {error}. {_describe_remedy(kind, signature)}. See docs/losses.md"
+        ) from error
 
 
-def _list_arguments(loss_fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _describe_remedy(kind: str | None, signature: inspect.Signature) -> str:
+    """What to change of a loss whose signature does not fit its kind."""
+    if kind is not None:
+        return f"Its input_type is {kind!r}: give it these arguments, or another input_type"
+    fits = next((m for m, name in _TAKEN.items() if name in signature.parameters), None)
+    member = "LOGPROB, LOGIT, VALUE or SCORE, by what it takes" if fits is None else fits.name
+    return (
+        "It has no attribute input_type, without which a loss is called in this older form: set "
+        f"input_type = LossInputType.{member}"
+    )
+
+
+def _list_arguments(loss_fn: Any, kind: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The arguments passed by position and by name."""
-    kind = loss_kind(loss_fn)
     if kind is None:
         return ("next_token_logits", "data", *_COUNTS), _GROUPS
     if kind in SCALAR_ARGUMENTS:

@@ -191,12 +191,9 @@ class SpeedMeter:
         and reading times does not wait.
         """
         self.pause()
-        result["speed"] = self._speed(sum(result["valid_tokens"]))
-        return result
-
-    def _speed(self, predicted: float) -> Speed:
         work, seconds = self.workload, self._seconds
-        flops = self._estimator.flops(work, round(predicted), self._trained)
+        predicted = round(sum(result["valid_tokens"]))
+        flops = self._estimator.flops(work, predicted, self._trained)
         reduced = self.stopwatch.seconds(REDUCE)
         peak = "peak_memory_bytes" if is_accelerated() else "peak_resident_bytes"
         found: Speed = {
@@ -211,14 +208,14 @@ class SpeedMeter:
             "pipeline_bubble": work.pipeline_bubble,
             peak: memory_info().peak,
         }
-        if not self._estimator.architecture.in_full:
-            return found
-        found["model_flops"] = flops
-        figures = figures_of(device_name()) if is_accelerated() else None
-        if figures is not None:
-            devices = self._estimator.topology.world_size
-            found["mfu"] = flops / (seconds * devices * figures.bf16_flops)
-        return found
+        if self._estimator.architecture.in_full:
+            found["model_flops"] = flops
+            figures = figures_of(device_name()) if is_accelerated() else None
+            if figures is not None:
+                devices = self._estimator.topology.world_size
+                found["mfu"] = flops / (seconds * devices * figures.bf16_flops)
+        result["speed"] = found
+        return result
 
 
 def merge_speeds(speeds: Sequence[Mapping[str, float]]) -> Speed:
