@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from megatron_policy.estimate.timeline import Timeline, Track, read_trace, trace
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.policy.profiling import Profile
 from megatron_policy.refit.transports.disk import HfDirectory
-from megatron_policy.training.batching import GlobalBatch
+from megatron_policy.training import train
 from megatron_policy.training.sync_microbatches import cut_together
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
@@ -174,14 +175,8 @@ def collectives(policy: MegatronPolicy, own: BatchedDataDict) -> int:
         for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast_object_list"):
             stack.enter_context(replaced(dist, name, counting))
         stack.enter_context(replaced(dist, "barrier", counting))
-        batcher = policy._batcher
-        vocab_size, loss = policy._engine.vocab_size, TokenNLL()
-
-        def cut() -> list[GlobalBatch]:
-            checked = batcher.check(own, vocab_size, loss)
-            return batcher.for_training(checked, GLOBAL_BATCH, 1)
-
-        cut_together(cut, batcher, policy._engine.groups.dp)
+        cut = partial(train._cut, policy._training, own, TokenNLL(), GLOBAL_BATCH, 1)
+        cut_together(cut, policy._batcher, policy._engine.groups.dp)
     return len(calls)
 
 
