@@ -117,8 +117,8 @@ class MegatronPolicy(PolicyScoring, WeightExports, PolicyMonitoring, DriverNames
         self.rank, self.topology = self._session.rank, self._session.topology
         self.coords, self._engine = self._session.coords, self._session.engine
         self._batcher = Batcher.of(self.config, self.topology, self._engine.table)
-        rows, filtered = self.config.logprob_batch_size, lambda: not self._session.uses_reference
-        self._scorer = Scorer(self._engine, self._batcher, rows, filtered)
+        rows, of_reference = self.config.logprob_batch_size, lambda: self._session.uses_reference
+        self._scorer = Scorer(self._engine, self._batcher, rows, of_reference)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         empty_steps = EmptySteps.of(self.config, self._engine.table.architecture)
         held = (self._engine, self._batcher, self.memory, self._session.state)

@@ -41,18 +41,18 @@ class Scorer:
     engine: TrainingEngine
     batcher: Batcher
     rows: int
-    filtered: Callable[[], bool]
-    """Whether the policy's filters of sampling apply now: they do not to its reference."""
+    uses_reference: Callable[[], bool]
+    """Whether the reference computes now, which has no filters and chooses its own experts."""
 
-    def logprobs(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
+    def logprobs(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
         """fp32 `[B, S]`: position t holds `log p(token t | tokens before t)`; 0 at position 0,
         beyond `input_lengths`, and where the filters drop token t.
         """
-        (found,) = self._read(data, rows, replay, self._logprobs)
+        (found,) = self._read(data, rows, self._logprobs, replay=Replay.REQUIRED)
         return found
 
     def logprobs_and_experts(
-        self, data: BatchedDataDict, rows: int | None, replay: Replay
+        self, data: BatchedDataDict, rows: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs`, and the experts `[B, S, L, K]` that tokens took; -1 beyond `input_lengths`.
         BatchError for a model without experts.
@@ -60,7 +60,7 @@ class Scorer:
         check_head(self.engine.table.architecture)
         routes = self.batcher.replay
         routes.check_has_experts()
-        checked, cut = self._cut(data, rows, replay)
+        checked, cut = self._cut(data, rows)
         parts, experts = self.engine.forward_with_experts(cut.microbatches, self._logprobs)
         taken_BSLK = routes.empty(*checked["input_ids"].shape)
         for own, part_BSLK in zip(cut.rows, experts, strict=True):
@@ -69,21 +69,21 @@ class Scorer:
         (found,) = self._place(checked, cut, parts)
         return found, taken_BSLK
 
-    def entropy(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
+    def entropy(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
         """fp32 `[B, S]`, in nats: position t holds the entropy of the distribution that token t is
         drawn from; 0 at position 0 and beyond `input_lengths`.
         """
 
         def read(output: Output) -> list[torch.Tensor]:
             wanted_BS = inside(output.microbatch.host.data)
-            _, entropies = self._scored(output).next_token_scores(wanted_BS, entropy=True)
+            _, entropies = self._filter(output).next_token_scores(wanted_BS, entropy=True)
             assert entropies is not None
             return [F.pad(entropies, (1, 0))]
 
-        (found,) = self._read(data, rows, replay, read)
+        (found,) = self._read(data, rows, read)
         return found
 
-    def values(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
+    def values(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
         """fp32 `[B, S]`: what a scalar head makes of the tokens up to each position; 0 beyond
         `input_lengths`. ConfigError for a policy without such a head.
         """
@@ -91,17 +91,17 @@ class Scorer:
         def read(output: Output) -> list[torch.Tensor]:
             return [output.values(inside(output.microbatch.host.data))]
 
-        (found,) = self._read(data, rows, replay, read, scalar=True)
+        (found,) = self._read(data, rows, read, scalar=True)
         return found
 
-    def scores(self, data: BatchedDataDict, rows: int | None, replay: Replay) -> torch.Tensor:
+    def scores(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
         """fp32 `[B]`: `values` at the last token of each row."""
-        values_BS = self.values(data, rows, replay)
+        values_BS = self.values(data, rows)
         lengths = check_lengths(check_batch(data, self.engine.vocab_size), self.batcher.scoring)
         return values_BS.gather(1, torch.tensor(lengths).unsqueeze(1) - 1).squeeze(1)
 
     def topk_logits(
-        self, data: BatchedDataDict, k: int, rows: int | None, replay: Replay
+        self, data: BatchedDataDict, k: int, rows: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `k` largest logits after each position and their token ids, fp32 and int64
         `[B, S, k]`, largest first, at temperature 1; 0 beyond `input_lengths`.
@@ -116,25 +116,26 @@ class Scorer:
             return list(output.topk(k, inside(output.microbatch.host.data)))
 
         kinds = [((k,), torch.float32), ((k,), torch.int64)]
-        values, indices = self._read(data, rows, replay, read, kinds)
+        values, indices = self._read(data, rows, read, kinds)
         return values, indices
 
     def _logprobs(self, output: Output) -> list[torch.Tensor]:
         wanted_BS = inside(output.microbatch.host.data)
-        scores, _ = self._scored(output).next_token_scores(wanted_BS)
+        scores, _ = self._filter(output).next_token_scores(wanted_BS)
         return [F.pad(scores, (1, 0))]
 
-    def _scored(self, output: Output) -> Output:
-        return output if self.filtered() else output.unfiltered
+    def _filter(self, output: Output) -> Output:
+        return output.unfiltered if self.uses_reference() else output
 
     def _read(
         self,
         data: BatchedDataDict,
         rows: int | None,
-        replay: Replay,
         read: Callable[[Output], list[torch.Tensor]],
         kinds: Kinds = _SCORES,
+        *,
         scalar: bool = False,
+        replay: Replay = Replay.IF_GIVEN,
     ) -> list[torch.Tensor]:
         """Apply `read` to all rows; returns `[B, S, ...]` for each of `kinds`. ConfigError unless
         the policy's head is of the kind that it reads, a `scalar` one or not.
@@ -164,7 +165,7 @@ class Scorer:
         return found
 
     def _cut(
-        self, data: BatchedDataDict, rows: int | None, replay: Replay
+        self, data: BatchedDataDict, rows: int | None, replay: Replay = Replay.IF_GIVEN
     ) -> tuple[BatchedDataDict, ScoringBatches]:
         """Check and cut the data. Replicas that use each other's experts run the same number of
         microbatches, and all refuse what one of them refuses.
@@ -174,7 +175,8 @@ class Scorer:
             checked = check_batch(data, self.engine.vocab_size)
             check_lengths(checked, self.batcher.scoring)
             self.batcher.longest.check(checked)
-            checked = self.batcher.replay.prepare(checked, replay)
+            own = Replay.NEVER if self.uses_reference() else replay
+            checked = self.batcher.replay.prepare(checked, own)
             return checked, self.batcher.for_scoring(checked, rows or self.rows)
 
         if not self.engine.joins_replicas:

@@ -31,7 +31,6 @@ from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.training import step
 from megatron_policy.training.batching import Batcher
 from megatron_policy.training.losses import count_valid
-from megatron_policy.training.replay import Replay
 from megatron_policy.training.scoring import Scorer
 from tests.fake_device.cases import FOUND, HIDDEN, WAITING, Case, cases
 from tests.fake_device.collectives import WrongCallError
@@ -224,7 +223,7 @@ def _train(
 
 def _score(engine: MegatronEngine, batcher: Batcher, data: BatchedDataDict) -> None:
     """Log-probabilities, as scoring returns them."""
-    found = Scorer(engine, batcher, 2, lambda: True).logprobs(data, None, Replay.NEVER)
+    found = Scorer(engine, batcher, 2, lambda: False).logprobs(data, None)
     assert found.shape == data["input_ids"].shape and found.device.type == "cpu"
 
 
