@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ DATA = BatchedDataDict(input_ids=torch.ones(2, 3), sample_mask=torch.ones(2))
 def fault_of(loss: Any, rows: int = 2) -> LossFault:
     given = torch.ones(rows, requires_grad=True)
     faults: list[LossFault] = []
-    try_loss(loss, lambda: loss(DATA, given), DATA, [given], faults)
+    try_loss(loss, partial(loss, DATA, given), DATA, [given], faults)
     (found,) = faults
     return found
 
@@ -96,6 +96,12 @@ class WithHelpers:
         return torch.nn.functional.pad(given, (1, "2")), {}
 
 
+class OfAPartial:
+    """A loss whose own code is in C."""
+
+    __call__ = partial(calls_a_library)
+
+
 def test_frames_are_those_of_the_function_that_was_passed() -> None:
     def lines(fault: LossFault) -> list[str]:
         return [line.split(", in ")[1] for line in fault.trace.split("\n") if ", in " in line]
@@ -103,10 +109,9 @@ def test_frames_are_those_of_the_function_that_was_passed() -> None:
     for loss in (WithHelpers(), partial(WithHelpers()), WithHelpers().__call__):
         fault = fault_of(loss)
         assert lines(fault)[:2] == ["__call__", "masked"] and "in masked)" in fault.what
-    # Wrapped in something of C, and refused before it runs.
-    assert lines(fault_of(cache(calls_a_library)))[0] == "calls_a_library"
-    fault = fault_of(cache(lambda data: None))
-    assert "TypeError" in fault.what and "(" not in fault.what.split("arguments")[-1]
+    assert lines(fault_of(OfAPartial()))[0] == "calls_a_library"
+    refused = fault_of(lambda data: None)
+    assert refused.what.endswith("were given") and not lines(refused)
 
 
 def test_what_is_wrong_in_every_microbatch_is_said_once() -> None:
