@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
@@ -106,7 +107,7 @@ class Batcher:
 
     def check(
         self,
-        data: BatchedDataDict,
+        data: Mapping[str, Any],
         vocab_size: int,
         loss_fn: LossFunction | None = None,
         replay: Replay = Replay.REQUIRED,

@@ -61,9 +61,9 @@ def locate_faults(
     `batch`-th global batch of a call.
     """
     rows = [each.rows for each in microbatches if not each.dummy]
-    here = {"batch": batch, "replica": engine.groups.dp.rank()}
+    replica = engine.groups.dp.rank()
     return [
-        replace(fault, microbatch=number, rows=rows[number], **here)
+        replace(fault, batch=batch, replica=replica, microbatch=number, rows=rows[number])
         for number, several in enumerate(faults)
         for fault in several
     ]
