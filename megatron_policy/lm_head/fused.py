@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_policy.lm_head.filters import Bounds, Filters, find_bounds
+from megatron_policy.lm_head.filters import Bounds, find_bounds
 from megatron_policy.lm_head.fused_tiles import (
     LOWEST,
     HeadShape,
@@ -31,7 +32,6 @@ from megatron_policy.lm_head.fused_tiles import (
     MatrixBuffer,
     Sums,
     Tiling,
-    VocabTile,
     buffer,
     calculation_dtype,
     multiply,
@@ -43,7 +43,6 @@ from megatron_policy.lm_head.tile_work import (
     Implementation,
     TileWork,
     choose_implementation,
-    finish_logits,
     tile_work,
 )
 
@@ -108,10 +107,21 @@ class _FusedScores(torch.autograd.Function):
         local_NK = (targets_NK - head.vocab_start).contiguous()
         plan = _tiling(hidden_ND, weight_VD, head, chunk)
         products = buffer(plan.height, plan.width, weight_VD.dtype, weight_VD.device)
-        search = _Search.of(hidden_ND, weight_VD, plan, head, group)
-        bounds = None if search is None else search.bounds
-        work = tile_work(implementation, plan, head, weight_VD, entropy, bounds)
-        sums = _sum_locally(hidden_ND, weight_VD, local_NK, plan, products, work, entropy, search)
+        dtype, device = calculation_dtype(weight_VD), weight_VD.device
+        bounds = find = None
+        if head.filters is not None:
+            bounds = Bounds.of_nothing(hidden_ND.size(0), dtype, device)
+            vocab = weight_VD.size(0) * group.size()
+            find = partial(find_bounds, vocab=vocab, filters=head.filters, group=group)
+        work = tile_work(implementation, plan, head, weight_VD, entropy, bounds, find)
+        sums = Sums.of_nothing(local_NK, dtype, device)
+        for tile in chain.from_iterable(plan.columns()):
+            product_RW = multiply(hidden_ND, weight_VD, tile, products)
+            work.add_logits(product_RW, tile, sums, local_NK, entropy)
+        if find is not None and not plan.real:
+            # The other ranks search, and this one has to tell them that it has nothing.
+            for rows in plan.strip_rows():
+                find(torch.empty(rows.stop - rows.start, 0, dtype=dtype, device=device), 0)
         if group.size() > 1:
             _combine(sums, group)
         log_total_N = sums.total_N.log()
@@ -142,31 +152,6 @@ class _FusedScores(torch.autograd.Function):
         needed = ctx.needs_input_grad[:2]
         grads = _compute_gradients(hidden_ND, weight_VD, known, plan, work, needed, products)
         return *grads, None, None, None, None, None, None
-
-
-def _sum_locally(
-    hidden_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    local_NK: torch.Tensor,
-    plan: Tiling,
-    products: MatrixBuffer,
-    work: TileWork,
-    entropy: bool,
-    search: _Search | None,
-) -> Sums:
-    """Sums over this rank's slice of the vocabulary; leaves the last tile in `products`."""
-    sums = Sums.of_nothing(local_NK, calculation_dtype(weight_VD), weight_VD.device)
-    for column in plan.columns():
-        for tile in column:
-            product_RW = multiply(hidden_ND, weight_VD, tile, products)
-            if search is not None:
-                search.fill(product_RW, tile)
-            work.add_logits(product_RW, tile, sums, local_NK, entropy)
-    if search is not None and not plan.real:
-        # The other ranks search, and this one has to tell them that it has nothing.
-        for rows in plan.rows():
-            search.fill(products.view(rows.stop - rows.start, 0), VocabTile(rows, slice(0, 0)))
-    return sums
 
 
 def _combine(sums: Sums, group: dist.ProcessGroup) -> None:
@@ -243,47 +228,3 @@ def _tiling(
 ) -> Tiling:
     divide = tiling if head.filters is None else row_tiling
     return divide(hidden_ND.size(0), weight_VD.size(0), head.real, chunk)
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Finds what is kept of each token, in tiles that have all of this rank's entries."""
-
-    bounds: Bounds
-    plan: Tiling
-    head: HeadShape
-    filters: Filters
-    group: dist.ProcessGroup
-    vocab: int
-    work: MatrixBuffer
-
-    @classmethod
-    def of(
-        cls,
-        hidden_ND: torch.Tensor,
-        weight_VD: torch.Tensor,
-        plan: Tiling,
-        head: HeadShape,
-        group: dist.ProcessGroup,
-    ) -> _Search | None:
-        """None for a head without filters."""
-        if head.filters is None:
-            return None
-        dtype, device = calculation_dtype(weight_VD), weight_VD.device
-        return cls(
-            bounds=Bounds.of_nothing(hidden_ND.size(0), dtype, device),
-            plan=plan,
-            head=head,
-            filters=head.filters,
-            group=group,
-            vocab=weight_VD.size(0) * group.size(),
-            work=buffer(plan.strip, plan.width, dtype, device),
-        )
-
-    def fill(self, product_RW: torch.Tensor, tile: VocabTile) -> None:
-        """Fill in the bounds of a tile's tokens. Collective over the group."""
-        first = self.head.vocab_start + tile.entries.start
-        for rows, inside in self.plan.strips(tile):
-            logits_RW = finish_logits(product_RW[inside], self.head, self.work)
-            found = find_bounds(logits_RW, first, self.vocab, self.filters, self.group)
-            self.bounds.fill(rows, found)

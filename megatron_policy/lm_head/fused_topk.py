@@ -7,6 +7,8 @@ a tile, K candidates.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 import torch.distributed as dist
 
@@ -41,14 +43,13 @@ def fused_topk(
     products = buffer(plan.height, plan.width, weight_VD.dtype, device)
     work = buffer(plan.strip, plan.width, torch.float32, device)
     best_NK = torch.full((hidden_ND.size(0), k), NO_CANDIDATE, device=device)
-    for column in plan.columns():
-        for tile in column:
-            product_RW = multiply(hidden_ND, weight_VD, tile, products)
-            for rows, inside in plan.strips(tile):
-                logits_RW = finish_logits(product_RW[inside], head, work)
-                keys_RW = _keys(logits_RW, head.vocab_start + tile.entries.start)
-                found = keys_RW.topk(min(k, keys_RW.size(1))).values
-                best_NK[rows] = torch.cat([best_NK[rows], found], dim=1).topk(k).values
+    for tile in chain.from_iterable(plan.columns()):
+        product_RW = multiply(hidden_ND, weight_VD, tile, products)
+        for rows, inside in plan.strips(tile):
+            logits_RW = finish_logits(product_RW[inside], head, work)
+            keys_RW = _keys(logits_RW, head.vocab_start + tile.entries.start)
+            found = keys_RW.topk(min(k, keys_RW.size(1))).values
+            best_NK[rows] = torch.cat([best_NK[rows], found], dim=1).topk(k).values
     if group.size() > 1:
         parts = [torch.empty_like(best_NK) for _ in range(group.size())]
         dist.all_gather(parts, best_NK, group=group)

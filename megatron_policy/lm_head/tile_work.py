@@ -6,6 +6,7 @@ Shapes: N tokens, R rows and W entries of a tile or strip, K targets of a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
@@ -63,9 +64,11 @@ def tile_work(
     weight_VD: torch.Tensor,
     entropy: bool,
     bounds: Bounds | None = None,
+    find: Callable[[torch.Tensor, int], Bounds] | None = None,
 ) -> TileWork:
     """The work of one pass over all tiles, with what memory it needs. `entropy`: whether the pass
-    asks for the entropy, or its gradient. `bounds`: of what is kept, by the time a tile comes.
+    asks for the entropy, or its gradient. `bounds` are those of what is kept; `find` makes them of
+    a strip's logits, whose entries begin at a number, when a tile comes first.
     """
     if implementation == "triton":
         assert bounds is None, "the kernels know of no filters"
@@ -73,7 +76,7 @@ def tile_work(
         from megatron_policy.lm_head.triton_tiles import TritonTiles
 
         return TritonTiles(head)
-    return TorchTiles(plan, head, calculation_dtype(weight_VD), weight_VD.device, entropy, bounds)
+    return TorchTiles(plan, head, weight_VD, entropy, bounds, find)
 
 
 class TorchTiles:
@@ -83,12 +86,13 @@ class TorchTiles:
         self,
         plan: Tiling,
         head: HeadShape,
-        dtype: torch.dtype,
-        device: torch.device,
+        weight_VD: torch.Tensor,
         entropy: bool,
         bounds: Bounds | None,
+        find: Callable[[torch.Tensor, int], Bounds] | None,
     ) -> None:
-        self._plan, self._head, self._bounds = plan, head, bounds
+        self._plan, self._head, self._bounds, self._find = plan, head, bounds, find
+        dtype, device = calculation_dtype(weight_VD), weight_VD.device
         self._work = buffer(plan.strip, plan.width, dtype, device)
         self._powers = buffer(plan.strip, plan.width, dtype, device) if entropy else self._work
 
@@ -102,6 +106,10 @@ class TorchTiles:
     ) -> None:
         for rows, inside in self._plan.strips(tile):
             logits_RW = finish_logits(product_RW[inside], self._head, self._work)
+            if self._find is not None:
+                assert self._bounds is not None, "what is found is kept"
+                first = self._head.vocab_start + tile.entries.start
+                self._bounds.fill(rows, self._find(logits_RW, first))
             dropped_RW = self._mask_dropped(logits_RW, rows, tile)
             if dropped_RW is not None:
                 logits_RW.masked_fill_(dropped_RW, LOWEST)
