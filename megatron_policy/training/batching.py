@@ -85,7 +85,7 @@ class Batcher:
             cost,
             dummy=multiples.row,
             alike=training.kind == "padded",
-            further=config.megatron_cfg.mtp_num_layers,
+            mtp_depth=config.megatron_cfg.mtp_num_layers,
             adapters=ModelAdapters.of_model(config, table),
         )
         return cls(

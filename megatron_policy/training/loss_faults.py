@@ -101,13 +101,13 @@ def raise_everywhere(faults: Iterable[LossFault], groups: Groups, consequence: s
     places: dict[str, list[LossFault]] = {}
     for fault in found:
         places.setdefault(fault.what, []).append(fault)
-    said = []
+    sentences = []
     for what, alike in list(places.items())[: _NAMED + 1]:
         more = f", and so in {len(alike) - 1} more" if alike[1:] else ""
-        said.append(f"{what.rstrip('.')}. This is {alike[0].where()}{more}.")
-    if len(places) > len(said):
-        said.append(f"{len(places) - len(said)} more.")
-    error = LossError(f"{' Also: '.join(said)} {consequence}")
+        sentences.append(f"{what.rstrip('.')}. This is {alike[0].where()}{more}.")
+    if len(places) > len(sentences):
+        sentences.append(f"{len(places) - len(sentences)} more.")
+    error = LossError(f"{' Also: '.join(sentences)} {consequence}")
     if found[0].trace:
         error.add_note(found[0].trace)
     raise error

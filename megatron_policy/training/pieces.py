@@ -154,9 +154,9 @@ class StepPieces:
             )
             call = partial(loss, scores)
             value, kept = try_loss(loss, call, scores.data, scores.tensors, faults, keeps=True)
-            further, _ = mtp_losses(output, counts)
+            mtp_loss, _ = mtp_losses(output, counts)
             found = value.detach().clone()
-            return keep_graph(value, [output.hidden_TRD]) + further, (kept, found, faults)
+            return keep_graph(value, [output.hidden_TRD]) + mtp_loss, (kept, found, faults)
 
         with step.adding(FORWARD_BACKWARD, reduce=reduce):
             # Valid sequences and tokens of all microbatches of all data-parallel ranks.

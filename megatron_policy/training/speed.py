@@ -70,7 +70,7 @@ class Workload:
 
     def __add__(self, other: Workload) -> Workload:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Workload(*(own + further for own, further in pairs))
+        return Workload(*(own + more for own, more in pairs))
 
     @property
     def packing_efficiency(self) -> float:
@@ -95,7 +95,7 @@ class Estimator:
     """Counts what a policy's ranks compute.
 
     A microbatch that only keeps ranks synchronised has `dummy` positions or, if `alike`, as many
-    as the rank's others. `further` tokens are predicted besides the next one (MTP). Beside
+    as the rank's others. `mtp_depth` tokens are predicted besides the next one (MTP). Beside
     `adapters` nothing else is trained.
     """
 
@@ -104,7 +104,7 @@ class Estimator:
     cost: Cost
     dummy: int
     alike: bool
-    further: int
+    mtp_depth: int
     adapters: ModelAdapters | None = None
 
     def share(self, data: BatchedDataDict, microbatches: Iterable[Microbatch]) -> Share:
@@ -150,7 +150,7 @@ class Estimator:
         return forward + backward if trained else forward
 
     def _flops(self, lengths: Sequence[int], predicted: int) -> ForwardFlops:
-        return forward_flops(self.architecture, lengths, predicted, self.further, self.adapters)
+        return forward_flops(self.architecture, lengths, predicted, self.mtp_depth, self.adapters)
 
     def _fill_up(self, share: Share, microbatches: int) -> Share:
         missing = microbatches - share.microbatches

@@ -300,8 +300,8 @@ def run(
         )
         # The schedule scales the value it differentiates in place.
         kept = value.detach().clone()
-        further, named = mtp_losses(output, counts)
-        return value + further, (kept, metrics | named, faults)
+        mtp_loss, named = mtp_losses(output, counts)
+        return value + mtp_loss, (kept, metrics | named, faults)
 
     return run_weighted(engine, microbatches, loss, loss_fn, counts, forward_only=forward_only)
 

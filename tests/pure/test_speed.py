@@ -35,9 +35,9 @@ def rows_of(lengths: list[int]) -> BatchedDataDict:
     return BatchedDataDict({"input_ids": tokens, "input_lengths": torch.tensor(lengths)})
 
 
-def estimator_of(*, alike: bool, further: int = 0, **axes: int) -> Estimator:
+def estimator_of(*, alike: bool, mtp_depth: int = 0, **axes: int) -> Estimator:
     topology = Topology(dp=len(LENGTHS), **axes)
-    return Estimator(model(), topology, COST, dummy=8, alike=alike, further=further)
+    return Estimator(model(), topology, COST, dummy=8, alike=alike, mtp_depth=mtp_depth)
 
 
 def packed(lengths: list[int]) -> list[Microbatch]:
