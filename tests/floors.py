@@ -113,7 +113,7 @@ FRAGMENTS = {
     "lm_head.fused_topk": _LONG,
     "policy.driver_names": _LONG,
     "packing.dynamic": _LONG,
-    "policy.handover": _LONG,
+    "policy.weight_exports": _LONG,
     "refit.receive.staging": _LONG,
     "refit.transports.carried": _TRANSPORT,
     "refit.transports.ipc.sockets.replies": _TRANSPORT,

@@ -352,8 +352,8 @@ class PlainEngine:
         with torch.set_grad_enabled(not forward_only):
             for microbatch in microbatches:
                 output = self._output(microbatch)
-                value, found = (output.nothing(), None) if microbatch.filler else loss(output)
-                kept += [] if microbatch.filler else [found]
+                value, found = (output.nothing(), None) if microbatch.dummy else loss(output)
+                kept += [] if microbatch.dummy else [found]
                 if not forward_only:
                     value.backward()
         return kept
@@ -362,7 +362,7 @@ class PlainEngine:
     def forward(
         self, microbatches: Sequence[Microbatch], read: Callable[[Output], Any]
     ) -> list[Any]:
-        return [read(self._output(each)) for each in microbatches if not each.filler]
+        return [read(self._output(each)) for each in microbatches if not each.dummy]
 
     def forward_with_experts(
         self, microbatches: Sequence[Microbatch], read: Callable[[Output], Any]

@@ -277,7 +277,7 @@ class TrainingEngine(Protocol):
         """Run the microbatches in training mode; collective. Gradients are accumulated and, unless
         `accumulating`, summed over data-parallel ranks.
 
-        Returns what `loss` kept, in order and without fillers, on the last stage; nothing on the
+        Returns what `loss` kept, in order and without dummies, on the last stage; nothing on the
         others.
         """
 
@@ -290,7 +290,7 @@ class TrainingEngine(Protocol):
         self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]
     ) -> tuple[list[T], list[torch.Tensor]]:
         """As `forward`; also, on every rank, the experts that tokens take in each microbatch that
-        is not a filler: int32 `[B, S, L, K]` for its B rows of S positions, the L layers with
+        is not a dummy: int32 `[B, S, L, K]` for its B rows of S positions, the L layers with
         experts of the model and the K experts of a token; -1 beyond `input_lengths`. Only for
         models with experts.
         """

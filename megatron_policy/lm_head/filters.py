@@ -64,8 +64,8 @@ class Bounds:
     def fill(self, rows: slice, found: Bounds) -> None:
         self.logit_N[rows], self.entry_N[rows] = found.logit_N, found.entry_N
 
-    def dropped(self, logits_RW: torch.Tensor, first: int) -> torch.Tensor:
-        """Where logits, of entries from `first` on, are not kept. NaN is kept: it has to show."""
+    def mask_dropped(self, logits_RW: torch.Tensor, first: int) -> torch.Tensor:
+        """Mask of filtered logits, of entries from `first` on; NaN stays visible."""
         logit_R1, entry_R1 = self.logit_N.unsqueeze(1), self.entry_N.unsqueeze(1)
         entries_W = torch.arange(first, first + logits_RW.size(1), device=logits_RW.device)
         tied_RW = (logits_RW == logit_R1) & (entries_W < entry_R1)
@@ -84,43 +84,43 @@ def find_bounds(
 
     The same on every rank of the group, which calls it together.
     """
-    peak_R = _peak(logits_RW, group)
+    peak_R = _find_peak(logits_RW, group)
     found = Bounds.of_nothing(len(peak_R), peak_R.dtype, peak_R.device)
-    logit_R, low_R, high_R = found.logit_N, _key(found.logit_N), _key(peak_R)
+    logit_R, low_R, high_R = found.logit_N, _to_key(found.logit_N), _to_key(peak_R)
     steps = 8 * peak_R.element_size()
     if filters.min_p > 0:
         logit_R = peak_R + math.log(filters.min_p)
     if filters.top_k is not None:
 
         def count(key_R: torch.Tensor) -> torch.Tensor:
-            reached_RW = logits_RW >= _value(key_R, peak_R.dtype).unsqueeze(1)
-            return _total(reached_RW, group)
+            reached_RW = logits_RW >= _from_key(key_R, peak_R.dtype).unsqueeze(1)
+            return _sum_over_vocab(reached_RW, group)
 
         need_R = torch.full_like(peak_R, filters.top_k, dtype=torch.float64)
-        kth_R = _largest(count, need_R, low_R, high_R, steps)
-        logit_R = torch.maximum(logit_R, _value(kth_R, peak_R.dtype))
+        kth_R = _find_largest(count, need_R, low_R, high_R, steps)
+        logit_R = torch.maximum(logit_R, _from_key(kth_R, peak_R.dtype))
     if filters.top_p == 1:
         return Bounds(logit_R, found.entry_N)
     powers_RW = (logits_RW - peak_R.unsqueeze(1)).exp_()
     powers_RW.masked_fill_(logits_RW < logit_R.unsqueeze(1), 0.0)
-    need_R = _total(powers_RW, group) * filters.top_p
+    need_R = _sum_over_vocab(powers_RW, group) * filters.top_p
 
     def share(key_R: torch.Tensor) -> torch.Tensor:
-        reached_RW = logits_RW >= _value(key_R, peak_R.dtype).unsqueeze(1)
-        return _total(torch.where(reached_RW, powers_RW, 0.0), group)
+        reached_RW = logits_RW >= _from_key(key_R, peak_R.dtype).unsqueeze(1)
+        return _sum_over_vocab(torch.where(reached_RW, powers_RW, 0.0), group)
 
-    logit_R = _value(_largest(share, need_R, low_R, high_R, steps), peak_R.dtype)
+    logit_R = _from_key(_find_largest(share, need_R, low_R, high_R, steps), peak_R.dtype)
 
     def share_from(entry_R: torch.Tensor) -> torch.Tensor:
-        dropped_RW = Bounds(logit_R, entry_R).dropped(logits_RW, first)
-        return _total(powers_RW.masked_fill(dropped_RW, 0.0), group)
+        dropped_RW = Bounds(logit_R, entry_R).mask_dropped(logits_RW, first)
+        return _sum_over_vocab(powers_RW.masked_fill(dropped_RW, 0.0), group)
 
     last_R = torch.full_like(found.entry_N, vocab - 1)
-    entry_R = _largest(share_from, need_R, found.entry_N, last_R, vocab.bit_length())
+    entry_R = _find_largest(share_from, need_R, found.entry_N, last_R, vocab.bit_length())
     return Bounds(logit_R, entry_R)
 
 
-def _largest(
+def _find_largest(
     weight: Callable[[torch.Tensor], torch.Tensor],
     need_R: torch.Tensor,
     low_R: torch.Tensor,
@@ -138,7 +138,7 @@ def _largest(
     return low_R
 
 
-def _peak(logits_RW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _find_peak(logits_RW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The largest logit of each token."""
     if logits_RW.size(1):
         peak_R = logits_RW.amax(-1)
@@ -149,7 +149,7 @@ def _peak(logits_RW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
     return peak_R
 
 
-def _total(values_RW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _sum_over_vocab(values_RW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The sum over the whole vocabulary, fp64."""
     total_R = values_RW.sum(-1, dtype=torch.float64)
     if group is not None and group.size() > 1:
@@ -157,17 +157,17 @@ def _total(values_RW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
     return total_R
 
 
-def _key(values: torch.Tensor) -> torch.Tensor:
+def _to_key(values: torch.Tensor) -> torch.Tensor:
     """Integers in the order of these floats; for 0 and -0 the same."""
     integer = torch.int32 if values.dtype == torch.float32 else torch.int64
-    return ordered((values + 0.0).view(integer))
+    return order_bits((values + 0.0).view(integer))
 
 
-def _value(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return ordered(keys).view(dtype)
+def _from_key(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return order_bits(keys).view(dtype)
 
 
-def ordered(bits: torch.Tensor) -> torch.Tensor:
+def order_bits(bits: torch.Tensor) -> torch.Tensor:
     """Maps bits of floats to integers of the same order, and back: negative floats are stored as
     sign and magnitude, integers in two's complement.
     """

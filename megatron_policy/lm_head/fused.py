@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_policy.lm_head.filters import Bounds, Filters, find_bounds
-from megatron_policy.lm_head.fused_gradients import gradients
+from megatron_policy.lm_head.filters import Bounds, find_bounds
 from megatron_policy.lm_head.fused_tiles import (
     LOWEST,
     HeadShape,
@@ -32,7 +32,6 @@ from megatron_policy.lm_head.fused_tiles import (
     MatrixBuffer,
     Sums,
     Tiling,
-    VocabTile,
     buffer,
     calculation_dtype,
     multiply,
@@ -43,8 +42,7 @@ from megatron_policy.lm_head.fused_topk import fused_topk
 from megatron_policy.lm_head.tile_work import (
     Implementation,
     TileWork,
-    chosen,
-    finish_logits,
+    choose_implementation,
     tile_work,
 )
 
@@ -86,7 +84,7 @@ def fused_scores(
         group,
         chunk,
         entropy,
-        implementation or chosen(weight_VD, head),
+        implementation or choose_implementation(weight_VD, head),
     )
     if head.filters is not None:
         logprobs_NK = logprobs_NK.masked_fill(logprobs_NK < LOWEST / 2, -math.inf)
@@ -109,10 +107,21 @@ class _FusedScores(torch.autograd.Function):
         local_NK = (targets_NK - head.vocab_start).contiguous()
         plan = _tiling(hidden_ND, weight_VD, head, chunk)
         products = buffer(plan.height, plan.width, weight_VD.dtype, weight_VD.device)
-        search = _Search.of(hidden_ND, weight_VD, plan, head, group)
-        bounds = None if search is None else search.bounds
-        work = tile_work(implementation, plan, head, weight_VD, entropy, bounds)
-        sums = _local_sums(hidden_ND, weight_VD, local_NK, plan, products, work, entropy, search)
+        dtype, device = calculation_dtype(weight_VD), weight_VD.device
+        bounds = find = None
+        if head.filters is not None:
+            bounds = Bounds.of_nothing(hidden_ND.size(0), dtype, device)
+            vocab = weight_VD.size(0) * group.size()
+            find = partial(find_bounds, vocab=vocab, filters=head.filters, group=group)
+        work = tile_work(implementation, plan, head, weight_VD, entropy, bounds, find)
+        sums = Sums.of_nothing(local_NK, dtype, device)
+        for tile in chain.from_iterable(plan.columns()):
+            product_RW = multiply(hidden_ND, weight_VD, tile, products)
+            work.add_logits(product_RW, tile, sums, local_NK, entropy)
+        if find is not None and not plan.real:
+            # The other ranks search, and this one has to tell them that it has nothing.
+            for rows in plan.strip_rows():
+                find(torch.empty(rows.stop - rows.start, 0, dtype=dtype, device=device), 0)
         if group.size() > 1:
             _combine(sums, group)
         log_total_N = sums.total_N.log()
@@ -141,33 +150,8 @@ class _FusedScores(torch.autograd.Function):
         of_entropy = grad_entropy_N is not None
         work = tile_work(ctx.implementation, plan, ctx.head, weight_VD, of_entropy, ctx.bounds)
         needed = ctx.needs_input_grad[:2]
-        grads = gradients(hidden_ND, weight_VD, known, plan, work, needed, products)
+        grads = _compute_gradients(hidden_ND, weight_VD, known, plan, work, needed, products)
         return *grads, None, None, None, None, None, None
-
-
-def _local_sums(
-    hidden_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    local_NK: torch.Tensor,
-    plan: Tiling,
-    products: MatrixBuffer,
-    work: TileWork,
-    entropy: bool,
-    search: _Search | None,
-) -> Sums:
-    """Sums over this rank's slice of the vocabulary; leaves the last tile in `products`."""
-    sums = Sums.of_nothing(local_NK, calculation_dtype(weight_VD), weight_VD.device)
-    for column in plan.columns():
-        for tile in column:
-            product_RW = multiply(hidden_ND, weight_VD, tile, products)
-            if search is not None:
-                search.fill(product_RW, tile)
-            work.add_logits(product_RW, tile, sums, local_NK, entropy)
-    if search is not None and not plan.real:
-        # The other ranks search, and this one has to tell them that it has nothing.
-        for rows in plan.rows():
-            search.fill(products.view(rows.stop - rows.start, 0), VocabTile(rows, slice(0, 0)))
-    return sums
 
 
 def _combine(sums: Sums, group: dist.ProcessGroup) -> None:
@@ -178,52 +162,69 @@ def _combine(sums: Sums, group: dist.ProcessGroup) -> None:
     dist.all_reduce(sums.sums_MN, group=group)
 
 
+def _compute_gradients(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    known: Known,
+    plan: Tiling,
+    work: TileWork,
+    needed: tuple[bool, bool],
+    last: MatrixBuffer | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of `hidden_ND`, from this rank's slice alone, and of `weight_VD`, each if it is
+    `needed`.
+
+    Matrix products are in the weights' dtype; sums over tiles are in fp32. `last` can hold the
+    products of the last tile, and is overwritten.
+    """
+    dtype, device = calculation_dtype(weight_VD), weight_VD.device
+    products = last or buffer(plan.height, plan.width, weight_VD.dtype, device)
+    # Of sums in another dtype; where one tile has all tokens, the gradient of its weights is none.
+    height = plan.height if plan.tokens <= plan.height else max(plan.height, plan.width)
+    height = 0 if weight_VD.dtype == dtype else height
+    terms = buffer(height, hidden_ND.size(1), weight_VD.dtype, device)
+    grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=dtype) if needed[0] else None
+    grad_weight_VD = torch.empty_like(weight_VD) if needed[1] else None
+    if grad_weight_VD is not None:
+        grad_weight_VD[plan.real if plan.tokens else 0 :].zero_()
+    for column in reversed(list(plan.columns())):
+        total_WD = None
+        for tile in reversed(column):
+            hidden_RD, weight_WD = hidden_ND[tile.rows], weight_VD[tile.entries]
+            if last is None:
+                product_RW = multiply(hidden_ND, weight_VD, tile, products)
+            else:
+                product_RW, last = last.view(hidden_RD.size(0), weight_WD.size(0)), None
+            work.to_gradient(product_RW, tile, known)
+            if grad_hidden_ND is not None:
+                _add_product(grad_hidden_ND[tile.rows], product_RW, weight_WD, terms)
+            if grad_weight_VD is None:
+                continue
+            if len(column) == 1:
+                torch.mm(product_RW.t(), hidden_RD, out=grad_weight_VD[tile.entries])
+                continue
+            if total_WD is None:
+                total_WD = torch.zeros_like(weight_WD, dtype=dtype)
+            _add_product(total_WD, product_RW.t(), hidden_RD, terms)
+        if grad_weight_VD is not None and total_WD is not None:
+            grad_weight_VD[column[0].entries] = total_WD
+    if grad_hidden_ND is not None:
+        grad_hidden_ND = grad_hidden_ND.to(hidden_ND.dtype)
+    return grad_hidden_ND, grad_weight_VD
+
+
+def _add_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, terms: MatrixBuffer
+) -> None:
+    """`total += left @ right`, by a matrix product in their dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(torch.mm(left, right, out=terms.view(*total.shape)))
+
+
 def _tiling(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, head: HeadShape, chunk: int
 ) -> Tiling:
     divide = tiling if head.filters is None else row_tiling
     return divide(hidden_ND.size(0), weight_VD.size(0), head.real, chunk)
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Finds what is kept of each token, in tiles that have all of this rank's entries."""
-
-    bounds: Bounds
-    plan: Tiling
-    head: HeadShape
-    filters: Filters
-    group: dist.ProcessGroup
-    vocab: int
-    work: MatrixBuffer
-
-    @classmethod
-    def of(
-        cls,
-        hidden_ND: torch.Tensor,
-        weight_VD: torch.Tensor,
-        plan: Tiling,
-        head: HeadShape,
-        group: dist.ProcessGroup,
-    ) -> _Search | None:
-        """None for a head without filters."""
-        if head.filters is None:
-            return None
-        dtype, device = calculation_dtype(weight_VD), weight_VD.device
-        return cls(
-            bounds=Bounds.of_nothing(hidden_ND.size(0), dtype, device),
-            plan=plan,
-            head=head,
-            filters=head.filters,
-            group=group,
-            vocab=weight_VD.size(0) * group.size(),
-            work=buffer(plan.strip, plan.width, dtype, device),
-        )
-
-    def fill(self, product_RW: torch.Tensor, tile: VocabTile) -> None:
-        """Fill in the bounds of a tile's tokens. Collective over the group."""
-        first = self.head.vocab_start + tile.entries.start
-        for rows, inside in self.plan.strips(tile):
-            logits_RW = finish_logits(product_RW[inside], self.head, self.work)
-            found = find_bounds(logits_RW, first, self.vocab, self.filters, self.group)
-            self.bounds.fill(rows, found)

@@ -105,6 +105,11 @@ class Tiling:
         """The rows of each tile, whatever its entries."""
         return _ranges(0, self.tokens, self.height)
 
+    def strip_rows(self) -> Iterator[slice]:
+        """The rows of each strip, among all tokens, in the order of tiles."""
+        for rows in self.rows():
+            yield from _ranges(rows.start, rows.stop, self.strip)
+
     def strips(self, tile: VocabTile) -> Iterator[tuple[slice, slice]]:
         """The rows of each strip, among all tokens and among those of the tile."""
         for rows in _ranges(tile.rows.start, tile.rows.stop, self.strip):

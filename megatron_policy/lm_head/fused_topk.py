@@ -7,10 +7,12 @@ a tile, K candidates.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 import torch.distributed as dist
 
-from megatron_policy.lm_head.filters import ordered
+from megatron_policy.lm_head.filters import order_bits
 from megatron_policy.lm_head.fused_tiles import (
     HeadShape,
     buffer,
@@ -41,19 +43,19 @@ def fused_topk(
     products = buffer(plan.height, plan.width, weight_VD.dtype, device)
     work = buffer(plan.strip, plan.width, torch.float32, device)
     best_NK = torch.full((hidden_ND.size(0), k), NO_CANDIDATE, device=device)
-    for column in plan.columns():
-        for tile in column:
-            product_RW = multiply(hidden_ND, weight_VD, tile, products)
-            for rows, inside in plan.strips(tile):
-                logits_RW = finish_logits(product_RW[inside], head, work)
-                keys_RW = _keys(logits_RW, head.vocab_start + tile.entries.start)
-                found = keys_RW.topk(min(k, keys_RW.size(1))).values
-                best_NK[rows] = torch.cat([best_NK[rows], found], dim=1).topk(k).values
+    for tile in chain.from_iterable(plan.columns()):
+        product_RW = multiply(hidden_ND, weight_VD, tile, products)
+        for rows, inside in plan.strips(tile):
+            logits_RW = finish_logits(product_RW[inside], head, work)
+            keys_RW = _keys(logits_RW, head.vocab_start + tile.entries.start)
+            found = keys_RW.topk(min(k, keys_RW.size(1))).values
+            best_NK[rows] = torch.cat([best_NK[rows], found], dim=1).topk(k).values
     if group.size() > 1:
         parts = [torch.empty_like(best_NK) for _ in range(group.size())]
         dist.all_gather(parts, best_NK, group=group)
         best_NK = torch.cat(parts, dim=1).topk(k).values
-    return _of_keys(best_NK)
+    values_NK = order_bits((best_NK >> 32).int()).view(torch.float32)
+    return values_NK, 2**32 - 1 - (best_NK & (2**32 - 1))
 
 
 def _keys(logits_RW: torch.Tensor, first: int) -> torch.Tensor:
@@ -62,9 +64,4 @@ def _keys(logits_RW: torch.Tensor, first: int) -> torch.Tensor:
     """
     entries_W = torch.arange(first, first + logits_RW.size(1), device=logits_RW.device)
     bits_RW = logits_RW.add_(0.0).view(torch.int32)  # adding 0 makes -0 equal to 0
-    return ordered(bits_RW).long().mul_(2**32).add_(2**32 - 1 - entries_W)
-
-
-def _of_keys(keys_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values_NK = ordered((keys_NK >> 32).int()).view(torch.float32)
-    return values_NK, 2**32 - 1 - (keys_NK & (2**32 - 1))
+    return order_bits(bits_RW).long().mul_(2**32).add_(2**32 - 1 - entries_W)

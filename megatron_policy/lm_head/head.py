@@ -68,8 +68,8 @@ class LanguageModelHead(Protocol):
 
 @dataclass(frozen=True)
 class MatrixHead:
-    """See `LanguageModelHead`. At most `chunk` times V logits are held at a time unless logits
-    themselves are asked for.
+    """A `LanguageModelHead` whose logits are products with one matrix. At most `chunk` times V
+    logits are held at a time unless logits themselves are asked for.
     """
 
     shape: HeadShape

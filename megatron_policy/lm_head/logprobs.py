@@ -46,7 +46,15 @@ class _VocabParallelLogprob(torch.autograd.Function):
         group: dist.ProcessGroup,
         chunk: int,
     ) -> torch.Tensor:
-        normaliser_BS = _logsumexp(logits_BSV, group, chunk)
+        peak_BS = logits_BSV.amax(-1)
+        if group.size() > 1:
+            dist.all_reduce(peak_BS, op=dist.ReduceOp.MAX, group=group)
+        total_BS = torch.empty_like(peak_BS)
+        for part in _parts(logits_BSV, chunk):
+            total_BS[part] = (logits_BSV[part] - peak_BS[part].unsqueeze(-1)).exp_().sum(-1)
+        if group.size() > 1:
+            dist.all_reduce(total_BS, group=group)
+        normaliser_BS = peak_BS + total_BS.log_()
         local_BS = targets_BS - vocab_start
         mine_BS = (local_BS >= 0) & (local_BS < logits_BSV.size(-1))
         local_BS = local_BS.masked_fill(~mine_BS, 0)
@@ -66,19 +74,6 @@ class _VocabParallelLogprob(torch.autograd.Function):
             grad_BSV[part] = softmax.mul_(-grad_BS[part].unsqueeze(-1))
         grad_BSV.scatter_add_(-1, local_BS.unsqueeze(-1), (grad_BS * mine_BS).unsqueeze(-1))
         return grad_BSV, None, None, None, None
-
-
-def _logsumexp(logits_BSV: torch.Tensor, group: dist.ProcessGroup, chunk: int) -> torch.Tensor:
-    """`log sum exp` over the whole vocabulary, fp32 `[B, S]`, the same on every rank of `group`."""
-    peak_BS = logits_BSV.amax(-1)
-    if group.size() > 1:
-        dist.all_reduce(peak_BS, op=dist.ReduceOp.MAX, group=group)
-    total_BS = torch.empty_like(peak_BS)
-    for part in _parts(logits_BSV, chunk):
-        total_BS[part] = (logits_BSV[part] - peak_BS[part].unsqueeze(-1)).exp_().sum(-1)
-    if group.size() > 1:
-        dist.all_reduce(total_BS, group=group)
-    return peak_BS + total_BS.log_()
 
 
 def _parts(logits_BSV: torch.Tensor, chunk: int) -> Iterator[tuple[slice, slice]]:
@@ -102,24 +97,20 @@ def gather_vocab(logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
 class _GatherVocab(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group, ctx.width = group, logits_BSV.size(-1)
-        return _gather_last(logits_BSV, group)
+        ranks, width = group.size(), logits_BSV.size(-1)
+        ctx.group, ctx.width = group, width
+        whole = logits_BSV.new_empty(*logits_BSV.shape[:-1], ranks * width)
+        own_NV, whole_NRV = logits_BSV.reshape(-1, width), whole.view(-1, ranks, width)
+        # Some positions at a time: little more is held than what is returned.
+        step = max(1, _GATHERED // max(1, ranks * width))
+        for start in range(0, own_NV.size(0), step):
+            part_NV = own_NV[start : start + step].contiguous()
+            part_RNV = part_NV.new_empty(ranks, *part_NV.shape)
+            dist.all_gather_into_tensor(part_RNV.flatten(0, 1), part_NV, group=group)
+            whole_NRV[start : start + step] = part_RNV.transpose(0, 1)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         # Each rank holds the whole gradient of the same loss, so its own slice is enough.
         return grad.narrow(-1, ctx.group.rank() * ctx.width, ctx.width).contiguous(), None
-
-
-def _gather_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Holds little more than what it returns: positions are gathered some at a time."""
-    ranks, width = group.size(), x.size(-1)
-    whole = x.new_empty(*x.shape[:-1], ranks * width)
-    own_NV, whole_NRV = x.reshape(-1, width), whole.view(-1, ranks, width)
-    step = max(1, _GATHERED // max(1, ranks * width))
-    for start in range(0, own_NV.size(0), step):
-        part_NV = own_NV[start : start + step].contiguous()
-        part_RNV = part_NV.new_empty(ranks, *part_NV.shape)
-        dist.all_gather_into_tensor(part_RNV.flatten(0, 1), part_NV, group=group)
-        whole_NRV[start : start + step] = part_RNV.transpose(0, 1)
-    return whole

@@ -59,13 +59,13 @@ class Output:
             logprobs_BS = logprobs_BS.masked_fill(logprobs_BS == -torch.inf, 0.0)
         return logprobs_BS, entropy_BS
 
-    def further_scores(self, wanted_BS: torch.Tensor) -> list[torch.Tensor]:
+    def mtp_scores(self, wanted_BS: torch.Tensor) -> list[torch.Tensor]:
         """fp32 `[B, S - 1]` for k = 1, 2, ...: the log-probability that the k-th of the further
         tokens has at temperature 1, token t + k + 1 given those up to t + k; 0 where
         `wanted_BS[:, t + k + 1]` is not set. Empty without layers for multi-token prediction.
         """
         found = []
-        for number, output in enumerate(self._further(), start=1):
+        for number, output in enumerate(self._mtp_outputs(), start=1):
             targets_BS1 = shifted(self.microbatch.tokens_BS, number + 1).unsqueeze(-1)
             logprobs_BS1, _ = output._scores(targets_BS1, shifted(wanted_BS, number), False)
             found.append(logprobs_BS1.squeeze(-1))
@@ -90,7 +90,7 @@ class Output:
         """fp32 `[B, S]`: what a scalar head makes of the tokens up to each position; 0 where
         `wanted_BS` is not set.
         """
-        chosen_N = self._chosen(wanted_BS)
+        chosen_N = self._find_wanted(wanted_BS)
         return self._put(self._values(chosen_N), chosen_N)
 
     def row_scores(self) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Output:
         """The `k` largest logits after each wanted position at temperature 1, fp32, and their
         entries, int64: `[B, S, K]`.
         """
-        chosen_N = self._chosen(wanted_BS)
+        chosen_N = self._find_wanted(wanted_BS)
         values_NK, indices_NK = self.head.plain.topk(self._hidden(chosen_N), k)
         return self._put(values_NK, chosen_N), self._put(indices_NK, chosen_N)
 
@@ -144,11 +144,11 @@ class Output:
         if self.head.scalar is not None:
             return self._values(none).sum()
         logprobs_N, _ = self.head.scores(self._hidden(none), none)
-        for output in self._further():
+        for output in self._mtp_outputs():
             logprobs_N = logprobs_N.sum() + output.nothing()
         return logprobs_N.sum()
 
-    def _further(self) -> list[Output]:
+    def _mtp_outputs(self) -> list[Output]:
         """What predicts each of the further tokens."""
         if self.mtp is None:
             return []
@@ -189,14 +189,14 @@ class Output:
         head: LanguageModelHead,
         wanted_BS: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `_scores`: by this head, whatever temperature rows have."""
-        chosen_N = self._chosen(shifted(wanted_BS, 1))
+        """The same by this head, whatever temperature rows have."""
+        chosen_N = self._find_wanted(shifted(wanted_BS, 1))
         targets_NK = self._take(targets_BSK).flatten(0, 1)[chosen_N]
         logprobs_NK, entropy_N = head.scores(hidden_ND[chosen_N], targets_NK, entropy)
         logprobs_BSK = self._put(logprobs_NK, chosen_N)[:, :-1]
         return logprobs_BSK, None if entropy_N is None else self._put(entropy_N, chosen_N)[:, :-1]
 
-    def _chosen(self, wanted_BS: torch.Tensor) -> torch.Tensor:
+    def _find_wanted(self, wanted_BS: torch.Tensor) -> torch.Tensor:
         """This rank's wanted positions among its `T * R`, int64 `[N]`, found on the host."""
         layout = self.microbatch.host.layout
         wanted_TR = layout.take(wanted_BS.cpu().long(), self.context_group.rank())

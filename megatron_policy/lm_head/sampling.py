@@ -55,7 +55,7 @@ def sample(
     kept_BV = logits_BV
     if sampling.filters is not None:
         bounds = find_bounds(logits_BV, 0, logits_BV.size(-1), sampling.filters)
-        kept_BV = logits_BV.masked_fill(bounds.dropped(logits_BV, 0), -torch.inf)
+        kept_BV = logits_BV.masked_fill(bounds.mask_dropped(logits_BV, 0), -torch.inf)
     if sampling.greedy or sampling.temperature == 0:
         tokens_B = kept_BV.argmax(-1)
     else:
@@ -97,10 +97,6 @@ class Progress:
     def unfinished(self, limit_B: torch.Tensor) -> bool:
         """Whether any row can still grow."""
         return bool(((self.ends_B < limit_B) & ~self.stopped_B).any())
-
-    def unread(self, cached: int) -> torch.Tensor:
-        """Tokens `[B, S]` that are not yet in the cache."""
-        return self.tokens_BT[:, cached : self.position]
 
     def append(
         self,

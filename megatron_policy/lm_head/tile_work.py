@@ -6,6 +6,7 @@ Shapes: N tokens, R rows and W entries of a tile or strip, K targets of a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
@@ -48,7 +49,7 @@ class TileWork(Protocol):
         """Replace products by the gradient with respect to them."""
 
 
-def chosen(weight_VD: torch.Tensor, head: HeadShape) -> Implementation:
+def choose_implementation(weight_VD: torch.Tensor, head: HeadShape) -> Implementation:
     """The implementation for a head with these weights: kernels wherever they run. They know of no
     filters, for which it is torch.
     """
@@ -63,9 +64,11 @@ def tile_work(
     weight_VD: torch.Tensor,
     entropy: bool,
     bounds: Bounds | None = None,
+    find: Callable[[torch.Tensor, int], Bounds] | None = None,
 ) -> TileWork:
     """The work of one pass over all tiles, with what memory it needs. `entropy`: whether the pass
-    asks for the entropy, or its gradient. `bounds`: of what is kept, by the time a tile comes.
+    asks for the entropy, or its gradient. `bounds` are those of what is kept; `find` makes them of
+    a strip's logits, whose entries begin at a number, when a tile comes first.
     """
     if implementation == "triton":
         assert bounds is None, "the kernels know of no filters"
@@ -73,7 +76,7 @@ def tile_work(
         from megatron_policy.lm_head.triton_tiles import TritonTiles
 
         return TritonTiles(head)
-    return TorchTiles(plan, head, calculation_dtype(weight_VD), weight_VD.device, entropy, bounds)
+    return TorchTiles(plan, head, weight_VD, entropy, bounds, find)
 
 
 class TorchTiles:
@@ -83,12 +86,13 @@ class TorchTiles:
         self,
         plan: Tiling,
         head: HeadShape,
-        dtype: torch.dtype,
-        device: torch.device,
+        weight_VD: torch.Tensor,
         entropy: bool,
         bounds: Bounds | None,
+        find: Callable[[torch.Tensor, int], Bounds] | None,
     ) -> None:
-        self._plan, self._head, self._bounds = plan, head, bounds
+        self._plan, self._head, self._bounds, self._find = plan, head, bounds, find
+        dtype, device = calculation_dtype(weight_VD), weight_VD.device
         self._work = buffer(plan.strip, plan.width, dtype, device)
         self._powers = buffer(plan.strip, plan.width, dtype, device) if entropy else self._work
 
@@ -102,11 +106,17 @@ class TorchTiles:
     ) -> None:
         for rows, inside in self._plan.strips(tile):
             logits_RW = finish_logits(product_RW[inside], self._head, self._work)
-            dropped_RW = self._dropped(logits_RW, rows, tile)
+            if self._find is not None:
+                assert self._bounds is not None, "what is found is kept"
+                first = self._head.vocab_start + tile.entries.start
+                self._bounds.fill(rows, self._find(logits_RW, first))
+            dropped_RW = self._mask_dropped(logits_RW, rows, tile)
             if dropped_RW is not None:
                 logits_RW.masked_fill_(dropped_RW, LOWEST)
             strip = sums.of(rows)
-            _take_targets(strip, logits_RW, local_NK[rows], tile)
+            index_RK, here_RK = _locate_targets(local_NK[rows], tile)
+            found_RK = logits_RW.gather(1, index_RK)
+            strip.target_NK.copy_(torch.where(here_RK, found_RK, strip.target_NK))
             _add_logits(strip, logits_RW, self._powers.view(*logits_RW.shape), entropy)
 
     def to_gradient(self, product_RW: torch.Tensor, tile: VocabTile, known: Known) -> None:
@@ -119,7 +129,7 @@ class TorchTiles:
         """The gradient with respect to the products `h.w` of a strip."""
         head = self._head
         logits_RW = finish_logits(product_RW, head, self._work)
-        dropped_RW = self._dropped(logits_RW, rows, tile)
+        dropped_RW = self._mask_dropped(logits_RW, rows, tile)
         slope_RW = None
         if head.softcap is not None:
             capped_RW = logits_RW * (head.temperature / head.softcap)
@@ -143,18 +153,18 @@ class TorchTiles:
         if dropped_RW is not None:
             grad_RW.masked_fill_(dropped_RW, 0.0)
         # Added, since targets can repeat: targets elsewhere add 0 at an arbitrary place.
-        index_RK, here_RK = _place_of_targets(known.local_NK[rows], tile)
+        index_RK, here_RK = _locate_targets(known.local_NK[rows], tile)
         grad_RW.scatter_add_(1, index_RK, grad_RK * here_RK)
         return grad_RW if slope_RW is None else grad_RW.mul_(slope_RW)
 
-    def _dropped(
+    def _mask_dropped(
         self, logits_RW: torch.Tensor, rows: slice, tile: VocabTile
     ) -> torch.Tensor | None:
         """Where a strip's logits are not kept; None if everything is."""
         if self._bounds is None:
             return None
         first = self._head.vocab_start + tile.entries.start
-        return self._bounds.of(rows).dropped(logits_RW, first)
+        return self._bounds.of(rows).mask_dropped(logits_RW, first)
 
 
 def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: MatrixBuffer) -> torch.Tensor:
@@ -165,14 +175,6 @@ def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: MatrixBuffer) 
         return logits_RW.mul_(head.softcap / head.temperature)
     factor = head.scale / head.temperature
     return logits_RW if factor == 1.0 else logits_RW.mul_(factor)
-
-
-def _take_targets(
-    sums: Sums, logits_RW: torch.Tensor, local_RK: torch.Tensor, tile: VocabTile
-) -> None:
-    index_RK, here_RK = _place_of_targets(local_RK, tile)
-    found_RK = logits_RW.gather(1, index_RK)
-    sums.target_NK.copy_(torch.where(here_RK, found_RK, sums.target_NK))
 
 
 def _add_logits(
@@ -187,7 +189,7 @@ def _add_logits(
         sums.moment_N.add_(logits_RW.mul_(powers_RW).sum(-1))
 
 
-def _place_of_targets(local_RK: torch.Tensor, tile: VocabTile) -> tuple[torch.Tensor, torch.Tensor]:
+def _locate_targets(local_RK: torch.Tensor, tile: VocabTile) -> tuple[torch.Tensor, torch.Tensor]:
     """Each target's index among the entries of a tile, int64 `[R, K]`, and whether it is there; the
     index of a target outside the tile has no meaning.
     """

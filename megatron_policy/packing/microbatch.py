@@ -36,7 +36,7 @@ class HostRows:
 @dataclass(frozen=True)
 class Microbatch:
     """Rows and the layout of their tokens, on the device, and the same on the host. `text_length`
-    is the width of the caller's batch, which some rotary embeddings depend on. A filler only keeps
+    is the width of the caller's batch, which some rotary embeddings depend on. A dummy only keeps
     ranks synchronised: its results are dropped. `rows` are the numbers of its rows in the data they
     were cut from. `shares`, fp32 `[B]`, are what its rows weigh in a mean over the global batch;
     None if nothing is averaged.
@@ -46,7 +46,7 @@ class Microbatch:
     layout: TokenLayout
     host: HostRows
     text_length: int
-    filler: bool = False
+    dummy: bool = False
     rows: tuple[int, ...] = ()
     shares: torch.Tensor | None = None
 
@@ -108,10 +108,10 @@ def packed_microbatch(
 
 
 def empty_microbatch(text_length: int, multiples: Multiples) -> Microbatch:
-    """A filler without rows: the fewest positions that the layout can split."""
+    """A dummy without rows: the fewest positions that the layout can split."""
     data = BatchedDataDict({"input_ids": torch.zeros(0, 1, dtype=torch.long)})
     layout = packed_layout([], 1, multiples.sequence, multiples.row, multiples.context_ranks)
-    return replace(_microbatch(data, layout, text_length), filler=True)
+    return replace(_microbatch(data, layout, text_length), dummy=True)
 
 
 def numbered(microbatches: Sequence[Microbatch], rows: Sequence[int]) -> list[Microbatch]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -33,7 +32,6 @@ from megatron_policy.converters.formats.side_files import (
 )
 from megatron_policy.coordination.barrier import Coordinator
 from megatron_policy.errors import ConfigError
-from megatron_policy.interfaces.engine import Adapters
 from megatron_policy.memory.states import SAVE, SEND_WEIGHTS
 from megatron_policy.policy.session import Session
 from megatron_policy.weights.load import refuse_unfilled
@@ -63,7 +61,8 @@ class Checkpoints:
         side_paths(locate(config.model_name))  # raises on every rank or on none
         self._kept = KeptFiles(self._side_files(), tokenizer) if session.rank == 0 else None
         self._saved = saved_by(session.engine)
-        described = _described(session.engine.adapters)
+        adapters = session.engine.adapters
+        described = {} if adapters is None else peft_contents(adapters.spec, adapters.table)
         model = SavedModel(self._saved.table, session.topology, self._kept, described)
         self._saver = Saver(model, self._coordinator)
         session.engine.pending_reads.add(self._saver.copied)
@@ -149,14 +148,22 @@ class Checkpoints:
         assert weights is not None
         purpose = f"load {weights}, its optimizer from {optimizer}, {fresh_optimizer=}"
         loader = Loader(self._saved.table, self._engine.place, self._coordinator, purpose)
-        loader.together("ready", self._before_loading)
+
+        def prepare() -> None:
+            self._saver.finish()
+            need = SAVE if self._contents.has_optimizer else SEND_WEIGHTS
+            self._session.memory.ready("load_checkpoint()", need, repairs=True)
+
+        loader.together("ready", prepare)
         moments = self._contents.kept_states
         found = loader.find(weights, optimizer, moments=moments, fresh=fresh_optimizer)
         loader.verify(found)
-        prepared = loader.opened(partial(self._prepared, found))
-        with prepared as (plan, rest), self._changing(found):
+        state = self._session.state
+        with loader.opened(partial(self._look_up, found)) as (plan, rest):
+            state.begin_load(str(found.root))  # unusable until all of it has succeeded
             loader.together("read", lambda: self._fill(plan))
             report = loader.together("restored", lambda: self._contents.restored(found, rest))
+            state.end_load()
         loader.leave()
         if self._session.rank == 0:
             _log.log(logging.WARNING if report.not_restored else logging.INFO, "%s", report)
@@ -185,19 +192,7 @@ class Checkpoints:
             self._kept.close()
         self._session.leave(self._coordinator.lost_a_rank)
 
-    def _before_loading(self) -> None:
-        self._saver.finish()
-        need = SAVE if self._contents.has_optimizer else SEND_WEIGHTS
-        self._session.memory.ready("load_checkpoint()", need, repairs=True)
-
-    @contextmanager
-    def _changing(self, found: FoundCheckpoint) -> Iterator[None]:
-        """During a load the policy is unusable; it stays marked as such if the load fails."""
-        self._session.state.begin_load(str(found.root))
-        yield
-        self._session.state.end_load()
-
-    def _prepared(self, found: FoundCheckpoint, files: RawFiles) -> tuple[LoadPlan, NonTensorState]:
+    def _look_up(self, found: FoundCheckpoint, files: RawFiles) -> tuple[LoadPlan, NonTensorState]:
         """Look up everything that will be read and set, before anything is changed."""
         self._contents.check_kind(found)
         held = self._contents.held(with_states=found.optimizer is not None)
@@ -236,11 +231,6 @@ def check_export(export: AnyPath | None, *saved: AnyPath | None) -> None:
                 f"hf_export={target} overlaps checkpoints in {root}: choose a separate directory"
             )
     check_replaceable(target, overwrite=True)
-
-
-def _described(adapters: Adapters | None) -> dict[str, bytes]:
-    """The files that say what adapters are, if there are any."""
-    return {} if adapters is None else peft_contents(adapters.spec, adapters.table)
 
 
 def _refuse_checkpoints(*roots: Path | None) -> None:

@@ -29,8 +29,8 @@ from megatron_policy.lm_head.sampling import (
     nothing_generated,
     sample,
 )
-from megatron_policy.training.checks import checked_prompts
-from megatron_policy.training.sync_microbatches import prepared_together
+from megatron_policy.training.checks import check_prompts
+from megatron_policy.training.sync_microbatches import prepare_together
 
 
 class TextGenerator:
@@ -60,13 +60,16 @@ class TextGenerator:
         """Continue right-padded prompts; ConfigError if settings or tokenizer are missing.
         `generation_batch_size` rows at a time share a KV cache.
         """
-        sampling = _sampling(self._config, self._tokenizer, greedy)
-        pad_id = _pad_id(self._tokenizer)
-        parts = self._parts(data)
-        with torch.no_grad(), self._engine.inference() as new_cache:
-            return _joined(
-                [self._continue(new_cache, *part, sampling, pad_id) for part in parts], pad_id
+        sampling = _sampling_of(self._config, self._tokenizer, greedy)
+        pad_id = getattr(self._tokenizer, "pad_token_id", None)
+        if pad_id is None:
+            raise ConfigError(
+                "generate needs a tokenizer with a pad_token_id; pass one as `tokenizer`"
             )
+        pad_id, parts = int(pad_id), self._cut(data)
+        with torch.no_grad(), self._engine.inference() as new_cache:
+            found = [self._continue(new_cache, *part, sampling, pad_id) for part in parts]
+        return _concatenate(found, pad_id)
 
     def _continue(
         self,
@@ -128,24 +131,24 @@ class TextGenerator:
         drawn_2B = self._engine.share_tensor(None if logits_BV is None else drawn_2B, drawn_2B)
         return drawn_2B[0].long(), drawn_2B[1].float()
 
-    def _parts(self, data: BatchedDataDict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _cut(self, data: BatchedDataDict) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Prompts and lengths of the rows that share a cache. Replicas that use each other's
         experts get the same number of parts, and all refuse what one of them refuses.
         """
 
         def cut() -> list[tuple[torch.Tensor, torch.Tensor]]:
-            prompts_BS, lengths_B = checked_prompts(data, self._engine.vocab_size, self._longest)
+            prompts_BS, lengths_B = check_prompts(data, self._engine.vocab_size, self._longest)
             rows = self._config.generation_batch_size
             return list(zip(prompts_BS.split(rows), lengths_B.split(rows), strict=True))
 
         if not self._engine.joins_replicas:
             return cut()
-        parts, most = prepared_together(cut, len, self._engine.groups.dp)
+        parts, most = prepare_together(cut, len, self._engine.groups.dp)
         prompts_BS, lengths_B = parts[0]
         return parts + [(prompts_BS[:0], lengths_B[:0])] * (most - len(parts))
 
 
-def _joined(parts: Sequence[Continuations], pad_id: int) -> Continuations:
+def _concatenate(parts: Sequence[Continuations], pad_id: int) -> Continuations:
     """Concatenate all rows, padded to the widest part."""
     width = max(part.tokens_BT.size(1) for part in parts)
     return Continuations(
@@ -160,7 +163,7 @@ def _joined(parts: Sequence[Continuations], pad_id: int) -> Continuations:
     )
 
 
-def _sampling(config: PolicyConfig, tokenizer: Any, greedy: bool) -> Sampling:
+def _sampling_of(config: PolicyConfig, tokenizer: Any, greedy: bool) -> Sampling:
     settings = config.generation
     if settings is None:
         raise ConfigError(
@@ -175,10 +178,3 @@ def _sampling(config: PolicyConfig, tokenizer: Any, greedy: bool) -> Sampling:
         greedy=greedy,
         stop_ids=(*settings.stop_token_ids, *([] if eos is None else [int(eos)])),
     )
-
-
-def _pad_id(tokenizer: Any) -> int:
-    pad = getattr(tokenizer, "pad_token_id", None)
-    if pad is None:
-        raise ConfigError("generate needs a tokenizer with a pad_token_id; pass one as `tokenizer`")
-    return int(pad)

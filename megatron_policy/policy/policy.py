@@ -32,22 +32,23 @@ from megatron_policy.parallel.groups import Groups
 from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dtypes
 from megatron_policy.policy.driver_names import DriverNames
 from megatron_policy.policy.generation import TextGenerator
-from megatron_policy.policy.handover import HandsOverWeights
 from megatron_policy.policy.monitoring import PolicyMonitoring
 from megatron_policy.policy.scoring import PolicyScoring
 from megatron_policy.policy.session import Session
-from megatron_policy.training import step
+from megatron_policy.policy.weight_exports import WeightExports
 from megatron_policy.training.accumulate import GradientAccumulator
-from megatron_policy.training.batching import batcher_of
+from megatron_policy.training.batching import Batcher
 from megatron_policy.training.checks import check_head
 from megatron_policy.training.dry_run import DryRun, dry_run
 from megatron_policy.training.empty_steps import EmptySteps
 from megatron_policy.training.pieces import StepPieces
 from megatron_policy.training.scoring import Scorer
-from megatron_policy.training.temperature import with_temperature
+from megatron_policy.training.step import Training
+from megatron_policy.training.train import train
+from megatron_policy.training.value_checks import with_temperature
 
 
-class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNames):
+class MegatronPolicy(PolicyScoring, WeightExports, PolicyMonitoring, DriverNames):
     """A Hugging Face checkpoint as a Megatron-Core model: train it, score with it, export it.
 
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
@@ -115,15 +116,15 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNa
             )
         self.rank, self.topology = self._session.rank, self._session.topology
         self.coords, self._engine = self._session.coords, self._session.engine
-        self._batcher = batcher_of(self.config, self.topology, self._engine.table)
-        rows, filtered = self.config.logprob_batch_size, lambda: not self._session.uses_reference
-        self._scorer = Scorer(self._engine, self._batcher, rows, filtered)
+        self._batcher = Batcher.of(self.config, self.topology, self._engine.table)
+        rows, of_reference = self.config.logprob_batch_size, lambda: self._session.uses_reference
+        self._scorer = Scorer(self._engine, self._batcher, rows, of_reference)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         empty_steps = EmptySteps.of(self.config, self._engine.table.architecture)
         held = (self._engine, self._batcher, self.memory, self._session.state)
-        parts = (*held, empty_steps, self._step_taken)
-        self.pieces = StepPieces(*parts)
-        self.accumulator = GradientAccumulator(self.config, *parts, self._trained)
+        self._training = Training(*held, empty_steps, self._step_taken)
+        self.pieces = StepPieces(self._training)
+        self.accumulator = GradientAccumulator(self._training, self.config, self._trained)
         self._continue = TextGenerator(
             self.config, tokenizer, self._engine, self.coords.dp, self._batcher.longest.tokens
         )
@@ -168,9 +169,14 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNa
         self.memory.check("train()", TRAIN_STEP if trainable else FORWARD)
         if trainable:
             self._session.state.take_step()
-        sizes = step.sizes_of(self.config, gbs, mbs)
-        given = with_temperature(data, temperature)
-        result = step.train(self.pieces, given, loss_fn, *sizes, eval_mode=eval_mode)
+        result = train(
+            self._training,
+            with_temperature(data, temperature),
+            loss_fn,
+            gbs or self.config.train_global_batch_size,
+            mbs or self.config.train_micro_batch_size,
+            eval_mode=eval_mode,
+        )
         return self._trained(result, eval_mode)
 
     def dry_run(
@@ -187,8 +193,7 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNa
         steps are those before. Errors are those of `train`.
         """
         self.memory.ready("dry_run()")
-        given = with_temperature(data, temperature)
-        return dry_run(self._engine, self._batcher, given, loss_fn, self.pieces.empty_steps)
+        return dry_run(self._training, with_temperature(data, temperature), loss_fn)
 
     def _step_taken(self) -> None:
         self._session.state.take_step()
@@ -294,17 +299,12 @@ class MegatronPolicy(PolicyScoring, HandsOverWeights, PolicyMonitoring, DriverNa
 def _default_engine(config: PolicyConfig) -> EngineBuilder:
     """The engine that the configuration enables, imported only when used."""
     if engine_of(config) is Engine.MEGATRON_CORE:
-        return _megatron_core()
+        from megatron_policy.engines.megatron.platform import prepare_platform
+
+        prepare_platform()  # importing Megatron-Core then compiles nothing on a CPU
+        from megatron_policy.engines.megatron import assemble as megatron_core
+
+        return megatron_core
     from megatron_policy.engines.hugging_face import assemble
-
-    return assemble
-
-
-def _megatron_core() -> EngineBuilder:
-    """The platform is prepared first: importing Megatron-Core then compiles nothing on a CPU."""
-    from megatron_policy.engines.megatron.platform import prepare_platform
-
-    prepare_platform()
-    from megatron_policy.engines.megatron import assemble
 
     return assemble

@@ -58,19 +58,13 @@ class Profile:
         return "\n".join([*_lines(self.summary), *map(str, self.files)])
 
 
-@dataclass(frozen=True)
-class _OfRank:
-    """What one rank sends to the others."""
-
-    track: Track
-    operations: list[Operation]
-
-
 @contextmanager
 def profiling(
     engine: TrainingEngine, topology: Topology, folder: str | os.PathLike[str], operations: bool
 ) -> Iterator[Profile]:
-    """See `MegatronPolicy.profile`."""
+    """In this context, record what the policy does, and at its end write it to `folder`, on request
+    with the `operations` of each rank; collective.
+    """
     if engine.recorder.on:
         raise ConfigError("profile(): a profile is open already; leave its context first")
     found = Profile.at(folder)
@@ -94,10 +88,14 @@ def profiling(
     stage = topology.coords(rank).pp
     world = dist.group.WORLD
     assert world is not None
-    ranks = gathered([_OfRank(Track(rank, stage, spans), own)], world)
-    found.timeline = Timeline(tuple(each.track for each in ranks), topology.vpp, expected=False)
-    found.summary = _summary(found.timeline, topology, [each.operations for each in ranks])
-    found.files = _files(found, len(ranks), operations)
+    ranks = gathered([(Track(rank, stage, spans), own)], world)
+    found.timeline = Timeline(tuple(track for track, _ in ranks), topology.vpp, expected=False)
+    found.summary = _summarize(found.timeline, topology, [each for _, each in ranks])
+    from megatron_policy.pictures.canvas import can_draw
+
+    names = [SUMMARY, TEXT, TIMELINE, *([PICTURE] if can_draw() else [])]
+    names += map(_trace_name, range(len(ranks) if operations else 0))
+    found.files = tuple(found.folder / name for name in names)
     if rank == 0:
         _write(found)
         _log.info("profile written: %s", ", ".join(map(str, found.files)))
@@ -105,14 +103,6 @@ def profiling(
 
 def _trace_name(rank: int) -> str:
     return f"rank_{rank}.json.gz"
-
-
-def _files(found: Profile, ranks: int, operations: bool) -> tuple[Path, ...]:
-    from megatron_policy.pictures.canvas import can_draw
-
-    names = [SUMMARY, TEXT, TIMELINE, *([PICTURE] if can_draw() else [])]
-    names += map(_trace_name, range(ranks if operations else 0))
-    return tuple(found.folder / name for name in names)
 
 
 def _write(found: Profile) -> None:
@@ -131,7 +121,7 @@ def _write(found: Profile) -> None:
         _log.info("no %s: the extra `pictures`, which has matplotlib, is not installed", PICTURE)
 
 
-def _summary(
+def _summarize(
     timeline: Timeline, topology: Topology, operations: Sequence[Sequence[Operation]]
 ) -> dict[str, Any]:
     """The profile as JSON: seconds and counts."""

@@ -13,17 +13,14 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.packing.microbatch import ROUTED_EXPERTS
-from megatron_policy.policy.session import Session
-from megatron_policy.training.replay import Replay
 from megatron_policy.training.scoring import Scorer
-from megatron_policy.training.temperature import with_temperature
+from megatron_policy.training.value_checks import with_temperature
 
 
 class PolicyScoring:
     """The methods of `MegatronPolicy` that score; all are collective."""
 
     memory: DeviceMemory
-    _session: Session
     _scorer: Scorer
 
     @overload
@@ -63,9 +60,8 @@ class PolicyScoring:
         self.memory.ready("logprobs()")
         data = with_temperature(data, temperature)
         if return_routed_experts:
-            replay = self._replay(Replay.IF_GIVEN)
-            return self._scorer.logprobs_and_experts(data, micro_batch_size, replay)
-        return self._scorer.logprobs(data, micro_batch_size, self._replay(Replay.REQUIRED))
+            return self._scorer.logprobs_and_experts(data, micro_batch_size)
+        return self._scorer.logprobs(data, micro_batch_size)
 
     def get_logprobs(
         self,
@@ -94,7 +90,7 @@ class PolicyScoring:
         """
         self.memory.ready("entropy()")
         data = with_temperature(data, temperature)
-        return self._scorer.entropy(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
+        return self._scorer.entropy(data, micro_batch_size)
 
     def get_entropy(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
@@ -107,8 +103,7 @@ class PolicyScoring:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The `k` largest logits at each position, fp32, and their tokens, int64: `[B, S, K]`."""
         self.memory.ready("topk_logits()")
-        replay = self._replay(Replay.IF_GIVEN)
-        return self._scorer.topk_logits(data, k, micro_batch_size, replay)
+        return self._scorer.topk_logits(data, k, micro_batch_size)
 
     def get_topk_logits(
         self, data: BatchedDataDict, k: int, micro_batch_size: int | None = None
@@ -122,7 +117,7 @@ class PolicyScoring:
         position; 0 beyond `input_lengths`.
         """
         self.memory.ready("values()")
-        return self._scorer.values(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
+        return self._scorer.values(data, micro_batch_size)
 
     def get_values(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
@@ -133,8 +128,4 @@ class PolicyScoring:
     def score(self, data: BatchedDataDict, *, micro_batch_size: int | None = None) -> torch.Tensor:
         """fp32 `[B]`: `values` at the last token of each row."""
         self.memory.ready("score()")
-        return self._scorer.scores(data, micro_batch_size, self._replay(Replay.IF_GIVEN))
-
-    def _replay(self, replay: Replay) -> Replay:
-        """`replay`, unless the reference computes: it chooses its own experts."""
-        return Replay.NEVER if self._session.uses_reference else replay
+        return self._scorer.scores(data, micro_batch_size)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
@@ -27,9 +28,16 @@ from megatron_policy.packing.microbatch import (
 from megatron_policy.packing.multiples import Multiples, round_up
 from megatron_policy.packing.plan import MicrobatchSpan, Plan, plan_rows
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.training.checks import PADDED, check_size, checked_lengths, for_loss
+from megatron_policy.training.checks import (
+    PADDED,
+    check_lengths,
+    check_loss_inputs,
+    check_size,
+    check_training_data,
+    for_loss,
+)
 from megatron_policy.training.longest import Longest
-from megatron_policy.training.replay import RouterReplay
+from megatron_policy.training.replay import Replay, RouterReplay
 from megatron_policy.training.speed import Estimator
 
 
@@ -43,7 +51,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class ScoringBatches:
-    """Microbatches, and for each that is not a filler the caller's rows it holds."""
+    """Microbatches, and for each that is not a dummy the caller's rows it holds."""
 
     microbatches: list[Microbatch]
     rows: list[Sequence[int]]
@@ -65,11 +73,54 @@ class Batcher:
     replay: RouterReplay
     estimator: Estimator
 
+    @classmethod
+    def of(cls, config: PolicyConfig, topology: Topology, table: Table) -> Batcher:
+        """The batcher that the configuration asks for, for this model."""
+        architecture = table.architecture
+        multiples, training = multiples_of(config), batching_of(config, training=True)
+        cost = sequence_cost(architecture.hidden_size)
+        estimator = Estimator(
+            architecture,
+            topology,
+            cost,
+            dummy=multiples.row,
+            alike=training.kind == "padded",
+            mtp_depth=config.megatron_cfg.mtp_num_layers,
+            adapters=ModelAdapters.of_model(config, table),
+        )
+        return cls(
+            training=training,
+            scoring=batching_of(config, training=False),
+            multiples=multiples,
+            topology=topology,
+            cost=cost,
+            longest=Longest.of(config, architecture),
+            replay=RouterReplay.of(config, architecture),
+            estimator=estimator,
+        )
+
     def for_loss(self, loss_fn: LossFunction) -> Batcher:
         """The batcher of this loss's training data, which keeps rows together that it reads
         together.
         """
         return replace(self, training=for_loss(self.training, loss_fn))
+
+    def check(
+        self,
+        data: Mapping[str, Any],
+        vocab_size: int,
+        loss_fn: LossFunction | None = None,
+        replay: Replay = Replay.REQUIRED,
+    ) -> BatchedDataDict:
+        """`data` as a step computes with them; BatchError naming what cannot be trained on, by any
+        loss or by `loss_fn`.
+        """
+        checked = check_training_data(data, vocab_size, self.training)
+        self.longest.check(checked)
+        checked = self.replay.prepare(checked, replay)
+        if loss_fn is not None:
+            check_loss_inputs(loss_fn, checked, vocab_size)
+        return checked
 
     def for_training(
         self, data: BatchedDataDict, global_batch_size: int, micro_batch_size: int
@@ -78,34 +129,28 @@ class Batcher:
         `global_batch_size` rows each, cut into microbatches of `micro_batch_size` rows or by
         tokens.
         """
-        batches = self._for_training(data, global_batch_size, micro_batch_size)
-        return [_as_the_caller_counts(batch, data) for batch in batches]
-
-    def _for_training(
-        self, data: BatchedDataDict, global_batch_size: int, micro_batch_size: int
-    ) -> list[GlobalBatch]:
-        plan = _given(data, self.training)
+        plan = _plan_of(data, self.training)
         if plan is not None:
-            return self._planned(data, plan)
-        if self.training.kind != "padded":
-            return [
-                batch
+            batches = self._cut_planned(data, plan)
+        else:
+            if self.training.kind == "padded":
+                self.training.check_whole_groups(micro_batch_size, f"mbs={micro_batch_size}")
+                count_microbatches(global_batch_size, micro_batch_size, self.topology)
+            batches = [
+                self._cut_unplanned(share, micro_batch_size, start)
                 for start, share in self._shares(data, global_batch_size)
-                for batch in self._by_own_plan(share, start)
             ]
-        self.training.check_whole_groups(micro_batch_size, f"mbs={micro_batch_size}")
-        count_microbatches(global_batch_size, micro_batch_size, self.topology)
-        return [
-            GlobalBatch(share, self._side_by_side(share, micro_batch_size, start))
-            for start, share in self._shares(data, global_batch_size)
-        ]
+        return [_as_the_caller_counts(batch, data) for batch in batches]
 
     def for_part(self, data: BatchedDataDict, micro_batch_size: int) -> GlobalBatch:
         """All rows of `data` as one part of a global batch: cut by the plan they carry, or into
         microbatches of `micro_batch_size` rows or by tokens.
         """
-        plan = _given(data, self.training)
-        if plan is None and self.training.kind == "padded":
+        plan = _plan_of(data, self.training)
+        if plan is not None:
+            batch = _only(self._cut_planned(data, plan), "a part of a global batch")
+            return _as_the_caller_counts(batch, data)
+        if self.training.kind == "padded":
             self.training.check_whole_groups(micro_batch_size, f"mbs={micro_batch_size}")
             if data.size % micro_batch_size:
                 raise BatchError(
@@ -113,16 +158,13 @@ class Batcher:
                     f"mbs={micro_batch_size}: pass a multiple, filled up with rows whose "
                     "sample_mask is 0, or use dynamic_batching or sequence_packing"
                 )
-            batch = GlobalBatch(data, self._side_by_side(data, micro_batch_size))
-            return _as_the_caller_counts(batch, data)
-        batches = self._by_own_plan(data) if plan is None else self._planned(data, plan)
-        return _as_the_caller_counts(self._only(batches, "a part of a global batch"), data)
+        return _as_the_caller_counts(self._cut_unplanned(data, micro_batch_size), data)
 
     def of_rows(self, data: BatchedDataDict, rows: Sequence[Sequence[int]]) -> list[Microbatch]:
         """The caller's own microbatches: the i-th has rows `rows[i]` of `data`, in that order.
         BatchError unless they are rows of it, and alike where all microbatches must be.
         """
-        width, lengths = data["input_ids"].size(1), checked_lengths(data, PADDED)
+        width, lengths = data["input_ids"].size(1), check_lengths(data, PADDED)
         kind = self.training.kind
         if kind == "padded" and len({len(each) for each in rows}) > 1:
             raise BatchError(
@@ -149,28 +191,26 @@ class Batcher:
     def for_scoring(self, data: BatchedDataDict, at_once: int) -> ScoringBatches:
         """All rows of `data`, `at_once` rows or one microbatch's token budget at a time."""
         check_size("micro_batch_size, rows that are scored at once,", at_once)
-        plan = _given(data, self.scoring)
+        plan = _plan_of(data, self.scoring)
         order: Sequence[int] = range(data.size)
-        rows: list[Sequence[int]]
         if self.scoring.kind == "padded":
             size = min(at_once, data.size)
             rows = [order[start : start + size] for start in range(0, data.size, size)]
             # All microbatches must have the same shape: the last row is repeated to fill up.
             filled = data.select_indices([*order, *[data.size - 1] * (-data.size % size)])
-            return ScoringBatches(
-                self.filled_up(self._side_by_side(filled, size), len(rows), data), rows
-            )
-        if plan is None:
-            data, plan, order = self._own_plan(data, self.scoring)
-        batch = self._only(self._planned(data, plan), "what is only scored")
-        rows = [[order[row] for row in own.rows] for own in batch.microbatches if own.rows]
-        count = len(batch.microbatches)
-        return ScoringBatches(self.filled_up(batch.microbatches, count, data), rows)
+            microbatches = self._cut_side_by_side(filled, size)
+        else:
+            if plan is None:
+                data, plan, order = self._plan(data, self.scoring)
+            batch = _only(self._cut_planned(data, plan), "what is only scored")
+            microbatches = batch.microbatches
+            rows = [[order[row] for row in own.rows] for own in microbatches if own.rows]
+        return ScoringBatches(self.fill_up(microbatches, len(microbatches), data), rows)
 
-    def filled_up(
+    def fill_up(
         self, microbatches: Sequence[Microbatch], count: int, data: BatchedDataDict
     ) -> list[Microbatch]:
-        """`count` microbatches, rounded up to whole rounds of the interleaved schedule; fillers
+        """`count` microbatches, rounded up to whole rounds of the interleaved schedule; dummies
         make up the missing ones.
         """
         count = round_up(max(count, 1), microbatch_round(self.topology))
@@ -178,10 +218,10 @@ class Batcher:
         if not missing:
             return list(microbatches)
         alike = self.training.kind == "padded" and microbatches
-        filler = replace(microbatches[-1], filler=True) if alike else self._filler(data)
-        return [*microbatches, *[filler] * missing]
+        dummy = replace(microbatches[-1], dummy=True) if alike else self._dummy(data)
+        return [*microbatches, *[dummy] * missing]
 
-    def _filler(self, data: BatchedDataDict) -> Microbatch:
+    def _dummy(self, data: BatchedDataDict) -> Microbatch:
         return empty_microbatch(data["input_ids"].size(1), self.multiples)
 
     def _shares(
@@ -200,80 +240,78 @@ class Batcher:
             )
         return [(i * share, data.get_batch(i, share)) for i in range(data.size // share)]
 
-    def _side_by_side(self, data: BatchedDataDict, rows: int, first: int = 0) -> list[Microbatch]:
+    def _cut_unplanned(self, data: BatchedDataDict, rows: int, first: int = 0) -> GlobalBatch:
+        """One global batch, whose row 0 is number `first`: `rows` rows in each microbatch, or by a
+        plan made here.
+        """
+        if self.training.kind == "padded":
+            return GlobalBatch(data, self._cut_side_by_side(data, rows, first))
+        ordered, plan, order = self._plan(data, self.training)
+        (batch,) = self._cut_planned(ordered, plan)
+        return GlobalBatch(batch.data, numbered(batch.microbatches, [first + row for row in order]))
+
+    def _cut_side_by_side(
+        self, data: BatchedDataDict, rows: int, first: int = 0
+    ) -> list[Microbatch]:
         """Cut into `rows` rows each; the first row of `data` is number `first`."""
         width = data["input_ids"].size(1)
-        parts = enumerate(data.make_microbatch_iterator(rows))
+        starts = range(first, first + data.size, rows)
         return [
             replace(
                 padded_microbatch(part, width, width, self.multiples),
-                rows=tuple(range(first + number * rows, first + (number + 1) * rows)),
+                rows=tuple(range(start, start + rows)),
             )
-            for number, part in parts
+            for start, part in zip(starts, data.make_microbatch_iterator(rows), strict=True)
         ]
 
-    def _by_own_plan(self, data: BatchedDataDict, first: int = 0) -> list[GlobalBatch]:
-        """One global batch, whose row 0 is number `first`, cut by a plan made here."""
-        ordered, plan, order = self._own_plan(data, self.training)
-        rows = [first + row for row in order]
-        return [
-            GlobalBatch(batch.data, numbered(batch.microbatches, rows))
-            for batch in self._planned(ordered, plan)
-        ]
-
-    def _own_plan(
+    def _plan(
         self, data: BatchedDataDict, settings: Batching
     ) -> tuple[BatchedDataDict, Plan, Sequence[int]]:
         """One global batch reordered by a plan, the plan, and each row's original index."""
-        lengths = checked_lengths(data, settings)
-        width = data["input_ids"].size(1)
-        (share,) = plan_rows(
-            lengths, settings, 1, microbatch_round(self.topology), self.cost, width
-        )
+        lengths, width = check_lengths(data, settings), data["input_ids"].size(1)
+        multiple = microbatch_round(self.topology)
+        (share,) = plan_rows(lengths, settings, 1, multiple, self.cost, width)
         return data.select_indices(share.rows), share.plan, share.rows
 
-    def _planned(self, data: BatchedDataDict, plan: Plan) -> list[GlobalBatch]:
+    def _cut_planned(self, data: BatchedDataDict, plan: Plan) -> list[GlobalBatch]:
         """The plan's global batches, each with its costliest microbatch first, whatever the order
         of the plan: ranks that wait for each other in every microbatch then wait the least.
         """
         width = data["input_ids"].size(1)
+
+        def cost_of(batch: BatchedDataDict, span: MicrobatchSpan) -> float:
+            if not plan.packed:
+                return (span.end - span.start) * self.cost(span.length)
+            return sum(map(self.cost, batch["input_lengths"][span.start : span.end].tolist()))
+
+        def cut(batch: BatchedDataDict, span: MicrobatchSpan) -> Microbatch:
+            if span.start == span.end:
+                return self._dummy(batch)
+            rows = batch.slice(span.start, span.end)
+            if not plan.packed:
+                return padded_microbatch(rows, width, min(span.length, width), self.multiples)
+            lengths = rows["input_lengths"].tolist()
+            return packed_microbatch(rows, width, lengths, self.multiples)
+
         found, start = [], 0
         for spans, rows in zip(plan.batches, plan.rows, strict=True):
             batch = data.slice(start, start + rows)
-            costs = [self._span_cost(batch, span, plan.packed) for span in spans]
+            order = decreasing([cost_of(batch, span) for span in spans])
             parts = [
-                replace(
-                    self._microbatch(batch, span, plan.packed, width),
-                    rows=tuple(range(start + span.start, start + span.end)),
-                )
-                for span in (spans[number] for number in decreasing(costs))
+                replace(cut(batch, span), rows=tuple(range(start + span.start, start + span.end)))
+                for span in (spans[number] for number in order)
             ]
             found.append(GlobalBatch(batch, parts))
             start += rows
         return found
 
-    def _span_cost(self, batch: BatchedDataDict, span: MicrobatchSpan, packed: bool) -> float:
-        if not packed:
-            return (span.end - span.start) * self.cost(span.length)
-        return sum(map(self.cost, batch["input_lengths"][span.start : span.end].tolist()))
 
-    def _only(self, batches: Sequence[GlobalBatch], what: str) -> GlobalBatch:
-        if len(batches) != 1:
-            raise BatchError(
-                f"the data were planned for {len(batches)} global batches; {what} is planned as one"
-            )
-        return batches[0]
-
-    def _microbatch(
-        self, batch: BatchedDataDict, span: MicrobatchSpan, packed: bool, width: int
-    ) -> Microbatch:
-        if span.start == span.end:
-            return self._filler(batch)
-        rows = batch.slice(span.start, span.end)
-        if not packed:
-            return padded_microbatch(rows, width, min(span.length, width), self.multiples)
-        lengths = rows["input_lengths"].tolist()
-        return packed_microbatch(rows, width, lengths, self.multiples)
+def _only(batches: Sequence[GlobalBatch], what: str) -> GlobalBatch:
+    if len(batches) != 1:
+        raise BatchError(
+            f"the data were planned for {len(batches)} global batches; {what} is planned as one"
+        )
+    return batches[0]
 
 
 def _as_the_caller_counts(batch: GlobalBatch, data: BatchedDataDict) -> GlobalBatch:
@@ -283,23 +321,20 @@ def _as_the_caller_counts(batch: GlobalBatch, data: BatchedDataDict) -> GlobalBa
     return GlobalBatch(batch.data, numbered(batch.microbatches, data.caller_rows))
 
 
-def _given(data: BatchedDataDict, settings: Batching) -> Plan | None:
-    """The plan that came with the data; BatchError if the configuration wants another kind."""
-    plan = Plan.of(data)
-    if plan is not None and (
-        settings.kind == "padded" or plan.packed != (settings.kind == "packed")
-    ):
+def _plan_of(data: BatchedDataDict, settings: Batching) -> Plan | None:
+    """The plan that came with the data; BatchError if the configuration wants another kind, or if a
+    microbatch of it does not have whole groups of the caller's rows.
+    """
+    plan, group = Plan.of(data), settings.rows_per_group
+    if plan is None:
+        return None
+    if settings.kind == "padded" or plan.packed != (settings.kind == "packed"):
         raise BatchError(
             f"the data were planned for {'packed' if plan.packed else 'dynamic'} microbatches, but "
             f"the configuration asks for {settings.kind} ones: make both agree"
         )
-    if plan is not None and settings.rows_per_group > 1:
-        _check_groups(plan, data, settings.rows_per_group)
-    return plan
-
-
-def _check_groups(plan: Plan, data: BatchedDataDict, group: int) -> None:
-    """BatchError unless every microbatch of the plan has whole groups of the caller's rows."""
+    if group == 1:
+        return plan
     order = data.caller_rows
     if order is None:
         raise BatchError(
@@ -317,28 +352,4 @@ def _check_groups(plan: Plan, data: BatchedDataDict, group: int) -> None:
             f"reads together (its rows_per_group, {group}): plan whole groups, or pass the data "
             "without it"
         )
-
-
-def batcher_of(config: PolicyConfig, topology: Topology, table: Table) -> Batcher:
-    """The batcher that the configuration asks for, for this model."""
-    architecture = table.architecture
-    multiples, training = multiples_of(config), batching_of(config, training=True)
-    cost = sequence_cost(architecture.hidden_size)
-    return Batcher(
-        training=training,
-        scoring=batching_of(config, training=False),
-        multiples=multiples,
-        topology=topology,
-        cost=cost,
-        longest=Longest.of(config, architecture),
-        replay=RouterReplay.of(config, architecture),
-        estimator=Estimator(
-            architecture,
-            topology,
-            cost,
-            filler=multiples.row,
-            alike=training.kind == "padded",
-            further=config.megatron_cfg.mtp_num_layers,
-            adapters=ModelAdapters.of_model(config, table),
-        ),
-    )
+    return plan

@@ -18,18 +18,23 @@ from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import inside
-from megatron_policy.training.temperature import check_temperature
 from megatron_policy.training.transformers_keys import (
     check_labels,
     refuse_unread_inputs,
     take_model_inputs,
 )
-from megatron_policy.training.value_checks import check_kind, check_mask, holds_integers, shape_of
+from megatron_policy.training.value_checks import (
+    check_kind,
+    check_mask,
+    check_temperature,
+    holds_integers,
+    shape_of,
+)
 
 PADDED = Batching("padded")
 
 
-def checked_batch(data: Any, vocab_size: int) -> BatchedDataDict:
+def check_batch(data: Any, vocab_size: int) -> BatchedDataDict:
     """`data` copied into a new batch, with the plan it came with, its tokens and lengths int64;
     BatchError naming the key that does not fit. Lengths are also taken from `attention_mask`.
     """
@@ -54,12 +59,12 @@ def checked_batch(data: Any, vocab_size: int) -> BatchedDataDict:
                 f"{min(shape[0], rows)} is in one of them only: dimension 0 must be the batch"
             )
     take_model_inputs(batch)
-    batch["input_ids"] = checked_tokens(batch, vocab_size)
+    batch["input_ids"] = check_tokens(batch, vocab_size)
     check_temperature(batch)
     return batch
 
 
-def checked_tokens(data: BatchedDataDict, vocab_size: int) -> torch.Tensor:
+def check_tokens(data: BatchedDataDict, vocab_size: int) -> torch.Tensor:
     """`input_ids` int64 `[B, S]`; BatchError unless they are present and, before the rows' ends,
     within the vocabulary. What is not in it behind a row's end is replaced by 0: tokenizers pad
     with ids of their own.
@@ -104,7 +109,7 @@ def _token_ids(data: BatchedDataDict) -> torch.Tensor:
     return tokens_BS.long()
 
 
-def checked_prompts(
+def check_prompts(
     data: BatchedDataDict, vocab_size: int, max_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`input_ids` int64 `[B, S]` and `input_lengths` int64 `[B]`, ready for generation.
@@ -112,7 +117,7 @@ def checked_prompts(
     BatchError naming the key, or the first row whose prompt is empty or leaves no room below
     `max_length` positions.
     """
-    data = checked_batch(data, vocab_size)
+    data = check_batch(data, vocab_size)
     tokens_BS = data["input_ids"]
     width = tokens_BS.size(1)
     lengths_B = _lengths(data, "which tell where prompts end")
@@ -127,7 +132,7 @@ def checked_prompts(
     return tokens_BS, lengths_B
 
 
-def checked_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:
+def check_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:
     """The number of tokens of each row; the width of `input_ids` if rows are padded and there are
     no `input_lengths`.
 
@@ -184,10 +189,10 @@ def check_size(name: str, size: Any) -> None:
 
 
 def check_training_data(data: Any, vocab_size: int, batching: Batching = PADDED) -> BatchedDataDict:
-    """Return `data` as `checked_batch` does. BatchError naming key and row unless they hold what
+    """Return `data` as `check_batch` does. BatchError naming key and row unless they hold what
     every loss needs, in matching shapes, and lengths and masks usable for making microbatches.
     """
-    checked = checked_batch(data, vocab_size)
+    checked = check_batch(data, vocab_size)
     rows, length = checked["input_ids"].shape
     if "sample_mask" not in checked:
         raise BatchError(
@@ -205,7 +210,7 @@ def check_training_data(data: Any, vocab_size: int, batching: Batching = PADDED)
     for key, wanted in (("sample_mask", (rows,)), ("token_mask", (rows, length))):
         if key in checked:
             check_mask(key, checked[key], wanted)
-    lengths = checked_lengths(checked, batching)
+    lengths = check_lengths(checked, batching)
     if "token_mask" in checked:
         _check_mask_within(checked, lengths)
     return checked
@@ -329,7 +334,7 @@ def check_loss_inputs(loss_fn: LossFunction, data: BatchedDataDict, vocab_size: 
         )
 
 
-def wrong_metric(metrics: Mapping[Any, Any]) -> str:
+def describe_wrong_metric(metrics: Mapping[Any, Any]) -> str:
     """Describe the first invalid metric of a loss; empty if all are numbers under string names, so
     that they can be added up.
     """

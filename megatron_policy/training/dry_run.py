@@ -17,32 +17,24 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import to_device
-from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.interfaces.loss import LossFunction, LossType
 from megatron_policy.lm_head.output import Output
-from megatron_policy.packing.microbatch import counted
-from megatron_policy.training.batching import Batcher
-from megatron_policy.training.callbacks import raise_callbacks_errors
-from megatron_policy.training.checks import (
-    check_loss_inputs,
-    check_training_data,
-    loss_kind,
-    rows_per_group,
-)
-from megatron_policy.training.empty_steps import EmptySteps
-from megatron_policy.training.loss_calls import Call, Wrong, name_of
+from megatron_policy.packing.microbatch import Microbatch, counted
+from megatron_policy.training.checks import rows_per_group
+from megatron_policy.training.loss_calls import try_loss
 from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.loss_faults import LossFault, check_finite, name_of, raise_faults
 from megatron_policy.training.losses import (
     ValidCounts,
-    added,
+    add_results,
     call_loss,
-    loss_inputs,
-    own_counts,
-    plain_metrics,
+    count_own,
+    list_loss_inputs,
+    select_differentiable,
+    to_plain_metrics,
 )
-from megatron_policy.training.optimizer_step import UNCHANGED
-from megatron_policy.training.rollback import Rollback
-from megatron_policy.training.sync_microbatches import prepared_together
+from megatron_policy.training.step import UNCHANGED, Rollback, Training
+from megatron_policy.training.sync_microbatches import prepare_together
 
 CLOSE = 1e-3
 """Gradients of the same rows that differ by more, relative to the largest, differ on purpose: they
@@ -89,7 +81,7 @@ class _Evaluated:
     value: torch.Tensor
     metrics: Mapping[str, Any]
     gradients: Mapping[str, torch.Tensor]
-    wrong: tuple[Wrong, ...]
+    faults: tuple[LossFault, ...]
     failed: bool
 
     def is_multiple(self, factor: float, other: Mapping[str, torch.Tensor]) -> bool:
@@ -101,15 +93,17 @@ class _Evaluated:
 
 @dataclass(frozen=True)
 class _LossCall:
-    """One call of a loss: its rows, the numbers it differentiates, and its other arguments."""
+    """One call of a loss: its rows, the numbers it differentiates, and all of its arguments.
+    `draw_again` restores the random numbers before it.
+    """
 
     loss_fn: LossFunction
     data: BatchedDataDict
     numbers: Mapping[str, torch.Tensor]
-    others: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     draw_again: Callable[[], None]
 
-    def part(self, first: int, last: int) -> _LossCall:
+    def cut_rows(self, first: int, last: int) -> _LossCall:
         """The same for a range of the rows."""
         numbers = {name: each[first:last] for name, each in self.numbers.items()}
         return replace(self, data=self.data.slice(first, last), numbers=numbers)
@@ -118,71 +112,65 @@ class _LossCall:
         """Call the loss, with `factors` times the counts, and differentiate it."""
         self.draw_again()
         leaves = {name: each.detach().requires_grad_() for name, each in self.numbers.items()}
-        shared = {
-            "global_valid_seqs": counts.sequences * factors[0],
-            "global_valid_toks": counts.tokens * factors[1],
-        }
-        arguments = {**leaves, **self.others}
-        kind, given = loss_kind(self.loss_fn), list(leaves.values())
-        call = partial(call_loss, self.loss_fn, kind, self.data, arguments, shared)
-        wrong: list[Wrong] = []
+        counts = ValidCounts(counts.sequences * factors[0], counts.tokens * factors[1])
+        given, arguments = list(leaves.values()), {**self.arguments, **leaves}
+        call = partial(call_loss, self.loss_fn, self.data, arguments, counts)
+        faults: list[LossFault] = []
         with torch.enable_grad():
-            value, metrics = Call(self.loss_fn, self.data, given, call).result(wrong)
+            value, metrics = try_loss(self.loss_fn, call, self.data, given, faults)
             found = torch.autograd.grad(value, given, allow_unused=True)
         gradients = {
             name: torch.zeros_like(leaf) if each is None else each
             for (name, leaf), each in zip(leaves.items(), found, strict=True)
         }
-        failed = bool(wrong)
-        if not failed:
-            wrong += _not_finite(name_of(self.loss_fn), value, gradients)
-        return _Evaluated(value.detach(), metrics, gradients, tuple(wrong), failed)
+        failed = bool(faults)
+        faults = faults or check_finite(self.loss_fn, float(value))
+        odd = [of for of, each in gradients.items() if not bool(each.isfinite().all())]
+        if odd and not faults:
+            what = (
+                f"{name_of(self.loss_fn)} returned {float(value):g}, with a gradient of {odd[0]} "
+                "that is not finite: look for the derivative of a root or a logarithm at 0, or of "
+                "an exponential that overflows, also where a mask multiplies it by 0 afterwards"
+            )
+            faults = [LossFault(what=what)]
+        return _Evaluated(value.detach(), metrics, gradients, tuple(faults), failed)
 
 
-def _not_finite(
-    name: str, value: torch.Tensor, gradients: Mapping[str, torch.Tensor]
-) -> Iterator[Wrong]:
-    odd = [of for of, each in gradients.items() if not bool(each.isfinite().all())]
-    if not bool(value.isfinite()):
-        yield Wrong(f"{name} returned {float(value)}, which is not finite")
-    elif odd:
-        yield Wrong(
-            f"{name} returned {float(value):g}, with a gradient of {odd[0]} that is not finite: "
-            "look for the derivative of a root or a logarithm at 0, or of an exponential that "
-            "overflows, also where a mask multiplies it by 0 afterwards"
-        )
-
-
-def dry_run(
-    engine: TrainingEngine,
-    batcher: Batcher,
-    data: BatchedDataDict,
-    loss_fn: LossFunction,
-    empty_steps: EmptySteps,
-) -> DryRun:
+def dry_run(training: Training, data: BatchedDataDict, loss_fn: LossFunction) -> DryRun:
     """Try the loss on the first two rows, or groups of rows, of `data` in which a token counts;
     collective. The same row twice, if there is one. Nothing of the policy changes.
 
     BatchError for data and LossError for a loss that could not be trained on, as in `train`.
     """
 
-    def chosen() -> tuple[BatchedDataDict, list[int], str]:
-        checked = checked_rows(engine, batcher, data, loss_fn)
-        nothing = empty_steps.reason(loss_fn, ValidCounts(*own_counts(checked)))
-        return checked, first_groups(checked, loss_fn), nothing
+    engine, batcher = training.engine, training.batcher
 
-    (own, rows, nothing), counting = prepared_together(
-        chosen, lambda found: not found[2], engine.groups.dp
+    def prepare() -> tuple[BatchedDataDict, list[int], str]:
+        # Without a plan of microbatches.
+        plain = BatchedDataDict(dict(data)) if isinstance(data, Mapping) else data
+        checked = batcher.for_loss(loss_fn).check(plain, engine.vocab_size, loss_fn)
+        check_loss(loss_fn, engine.table.architecture.head)
+        nothing = training.empty_steps.reason(loss_fn, ValidCounts(*count_own(checked)))
+        return checked, choose_rows(checked, loss_fn), nothing
+
+    (own, rows, nothing), counting = prepare_together(
+        prepare, lambda found: not found[2], engine.groups.dp
     )
-    microbatches = batcher.filled_up(batcher.of_rows(own, [rows]), 1, own)
+    microbatches = batcher.fill_up(batcher.of_rows(own, [rows]), 1, own)
     undo = Rollback.here(engine)
 
-    def read(output: Output) -> tuple[DryRun | None, list[Wrong]]:
-        return _tried(engine, loss_fn, output, undo.draw_again, "" if counting else nothing)
+    def read(output: Output) -> tuple[DryRun | None, Sequence[LossFault]]:
+        calls = [
+            _LossCall(loss_fn, own, select_differentiable(arguments), arguments, undo.draw_again)
+            for own, arguments in list_loss_inputs(
+                loss_fn, output, engine.vocab_size, engine.groups
+            )
+        ]
+        return _try_calls(calls, output.microbatch, "" if counting else nothing)
 
     try:
         kept = engine.forward(microbatches, read)
-        raise_callbacks_errors(engine, microbatches, [wrong for _, wrong in kept], UNCHANGED)
+        raise_faults(engine, microbatches, [faults for _, faults in kept], UNCHANGED)
     finally:
         undo()
     found = engine.share_object(kept[0][0] if kept else None)
@@ -190,20 +178,7 @@ def dry_run(
     return found
 
 
-def checked_rows(
-    engine: TrainingEngine, batcher: Batcher, data: BatchedDataDict, loss_fn: LossFunction
-) -> BatchedDataDict:
-    """The data without a plan of microbatches, checked as `train` checks them, and the loss."""
-    plain = BatchedDataDict(dict(data)) if isinstance(data, Mapping) else data
-    own = check_training_data(plain, engine.vocab_size, batcher.for_loss(loss_fn).training)
-    batcher.longest.check(own)
-    own = batcher.replay.prepared(own)
-    check_loss_inputs(loss_fn, own, engine.vocab_size)
-    check_loss(loss_fn, engine.table.architecture.head)
-    return own
-
-
-def first_groups(data: BatchedDataDict, loss_fn: LossFunction) -> list[int]:
+def choose_rows(data: BatchedDataDict, loss_fn: LossFunction) -> list[int]:
     """The first two groups of rows that the loss reads together in which a token counts, twice the
     same if there is one; the first ones if no token counts.
     """
@@ -215,42 +190,34 @@ def first_groups(data: BatchedDataDict, loss_fn: LossFunction) -> list[int]:
     return [*groups[0], *groups[-1]]
 
 
-def _tried(
-    engine: TrainingEngine,
-    loss_fn: LossFunction,
-    output: Output,
-    draw_again: Callable[[], None],
-    nothing: str,
-) -> tuple[DryRun | None, list[Wrong]]:
-    """`nothing` says why no replica has anything that counts; empty if one has."""
-    own_2 = own_counts(output.microbatch.host.data)
+def _try_calls(
+    calls: Sequence[_LossCall], microbatch: Microbatch, nothing: str
+) -> tuple[DryRun | None, Sequence[LossFault]]:
+    """What the calls for a microbatch make. `nothing` says why no replica has anything that counts;
+    empty if one has.
+    """
+    own_2 = count_own(microbatch.host.data)
     counts, tokens = ValidCounts(*to_device(own_2.clamp(min=1))), int(own_2[1])
-    several = loss_inputs(loss_fn, loss_kind(loss_fn), output, engine.vocab_size, engine.groups)
-    calls = []
-    for data, _, arguments in several:
-        numbers = {name: each for name, each in arguments.items() if _differentiable(each)}
-        others = {name: each for name, each in arguments.items() if name not in numbers}
-        calls.append(_LossCall(loss_fn, data, numbers, others, draw_again))
     found = [call.evaluate(counts) for call in calls]
     first, whole = calls[0], found[0]
-    warnings = () if whole.failed else tuple(_warnings(first, whole, counts, len(calls) == 1))
+    warnings = () if whole.failed else tuple(_find_warnings(first, whole, counts, len(calls) == 1))
     if nothing and not whole.failed:
         warnings = (f"train() would skip every step of these data: {nothing} in them", *warnings)
-    wrong = [each for one in found for each in one.wrong]
-    if wrong:
-        return None, wrong
-    value, metrics = added([(each.value, dict(each.metrics)) for each in found])
+    faults = [each for one in found for each in one.faults]
+    if faults:
+        return None, faults
+    value, metrics = add_results([(each.value, dict(each.metrics)) for each in found])
     norms = {
         name: math.sqrt(sum(float(each.gradients[name].square().sum()) for each in found))
         for name in whole.gradients
     }
-    shapes = {f"data[{key!r}]": _shape(each) for key, each in first.data.items()}
-    shapes |= {name: _shape(each) for name, each in first.numbers.items()}
-    rows = output.microbatch.rows
-    return DryRun(rows, tokens, float(value), plain_metrics(metrics), shapes, norms, warnings), []
+    shapes = {f"data[{key!r}]": _describe_value(each) for key, each in first.data.items()}
+    shapes |= {name: _describe_value(each) for name, each in first.numbers.items()}
+    made = float(value), to_plain_metrics(metrics), shapes, norms, warnings
+    return DryRun(microbatch.rows, tokens, *made), []
 
 
-def _warnings(
+def _find_warnings(
     call: _LossCall, whole: _Evaluated, counts: ValidCounts, alone: bool
 ) -> Iterator[str]:
     """What training relies on and the loss does not keep. `alone` is whether all rows are in this
@@ -259,7 +226,7 @@ def _warnings(
     # All calls come first: a loss may communicate, and ranks see different slices of logits.
     size = call.data.size
     halves = ((0, size // 2), (size // 2, size)) if alone else ()
-    parts = [call.part(*ends).evaluate(counts) for ends in halves]
+    parts = [call.cut_rows(*ends).evaluate(counts) for ends in halves]
     both, by_sequences, by_tokens = (
         whole.is_multiple(2.0, call.evaluate(counts, factors).gradients) for factors in _DOUBLED
     )
@@ -270,7 +237,7 @@ def _warnings(
         )
         return
     if parts:
-        yield from _of_parts(whole, parts)
+        yield from _compare_parts(whole, parts)
     if not both:
         yield (
             "the loss is not divided by global_valid_seqs or global_valid_toks: its step depends "
@@ -293,10 +260,10 @@ _DOUBLED = ((2, 2), (2, 1), (1, 2))
 """Factors on the counts of sequences and of tokens, by which a loss is divided."""
 
 
-def _of_parts(whole: _Evaluated, parts: Sequence[_Evaluated]) -> Iterator[str]:
+def _compare_parts(whole: _Evaluated, parts: Sequence[_Evaluated]) -> Iterator[str]:
     """What is wrong with the loss of both groups of rows in a microbatch each."""
-    if wrong := [each for part in parts for each in part.wrong]:
-        yield f"with these rows in two microbatches, this is wrong in one of them: {wrong[0].what}"
+    if faults := [each for part in parts for each in part.faults]:
+        yield f"with these rows in two microbatches, this is wrong in one of them: {faults[0].what}"
         return
     joined = {name: torch.cat([part.gradients[name] for part in parts]) for name in whole.gradients}
     if not whole.is_multiple(1.0, joined):
@@ -309,11 +276,7 @@ def _of_parts(whole: _Evaluated, parts: Sequence[_Evaluated]) -> Iterator[str]:
         )
 
 
-def _differentiable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _shape(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     size = f" of {len(value)}" if isinstance(value, Sequence) else ""

@@ -9,13 +9,12 @@ from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.errors import LossError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.training.checks import candidates_key, loss_kind
-from megatron_policy.training.loss_calls import name_of
+from megatron_policy.training.loss_faults import name_of
 
 _COUNTS = ("global_valid_seqs", "global_valid_toks")
 _GROUPS = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group")
 
-
-_OF_SCALARS = {
+SCALAR_ARGUMENTS = {
     LossInputType.VALUE.value: "values",
     LossInputType.SCORE.value: "scores",
     LossInputType.LOGIT.value: "logits",
@@ -24,7 +23,7 @@ _OF_SCALARS = {
 
 _TAKEN = {
     LossInputType.LOGPROB: "next_token_logprobs",
-    **{LossInputType(kind): name for kind, name in _OF_SCALARS.items()},
+    **{LossInputType(kind): name for kind, name in SCALAR_ARGUMENTS.items()},
 }
 """The argument by which a loss of each kind is known."""
 
@@ -42,8 +41,19 @@ def check_loss(loss_fn: Any, head: ScalarHead | None) -> None:
             f"the loss is a {type(loss_fn).__name__}, which cannot be called: give its class a "
             "__call__, see docs/losses.md"
         )
-    _check_fits(loss_fn, head)
-    args, named = _arguments(loss_fn)
+    kind, name = loss_kind(loss_fn), name_of(loss_fn)
+    if head is not None and kind not in SCALAR_ARGUMENTS:
+        raise LossError(
+            f"{name} takes log-probabilities or logits of a vocabulary, but this policy has a "
+            "scalar head (policy.reward_model_cfg): give it an input_type of "
+            f"{', '.join(SCALAR_ARGUMENTS)}"
+        )
+    if head is None and kind in (LossInputType.VALUE.value, LossInputType.SCORE.value):
+        raise LossError(
+            f"{name}.input_type is {kind!r}, but this policy has the head of a language model: "
+            "make it with policy.reward_model_cfg.enabled"
+        )
+    args, named = _list_arguments(loss_fn, kind)
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):
@@ -51,17 +61,15 @@ def check_loss(loss_fn: Any, head: ScalarHead | None) -> None:
     try:
         signature.bind(*[None] * len(args), **dict.fromkeys(named))
     except TypeError as error:
-        call = ", ".join([*args, *[f"{name}=" for name in named]])
+        call = ", ".join([*args, *[f"{each}=" for each in named]])
         raise LossError(
-            f"{name_of(loss_fn)}({', '.join(signature.parameters)}) cannot be called as a loss of "
-            f"its kind is, with ({call}): {error}. {_remedy(loss_fn, signature)}. See "
-            "docs/losses.md"
+            f"{name}({', '.join(signature.parameters)}) cannot be called as a loss of its kind is, "
+            f"with ({call}): {error}. {_describe_remedy(kind, signature)}. See docs/losses.md"
         ) from error
 
 
-def _remedy(loss_fn: Any, signature: inspect.Signature) -> str:
+def _describe_remedy(kind: str | None, signature: inspect.Signature) -> str:
     """What to change of a loss whose signature does not fit its kind."""
-    kind = loss_kind(loss_fn)
     if kind is not None:
         return f"Its input_type is {kind!r}: give it these arguments, or another input_type"
     fits = next((m for m, name in _TAKEN.items() if name in signature.parameters), None)
@@ -72,28 +80,12 @@ def _remedy(loss_fn: Any, signature: inspect.Signature) -> str:
     )
 
 
-def _check_fits(loss_fn: Any, head: ScalarHead | None) -> None:
-    kind, name = loss_kind(loss_fn), name_of(loss_fn)
-    if head is not None and kind not in _OF_SCALARS:
-        raise LossError(
-            f"{name} takes log-probabilities or logits of a vocabulary, but this policy has a "
-            "scalar head (policy.reward_model_cfg): give it an input_type of "
-            f"{', '.join(_OF_SCALARS)}"
-        )
-    if head is None and kind in (LossInputType.VALUE.value, LossInputType.SCORE.value):
-        raise LossError(
-            f"{name}.input_type is {kind!r}, but this policy has the head of a language model: "
-            "make it with policy.reward_model_cfg.enabled"
-        )
-
-
-def _arguments(loss_fn: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _list_arguments(loss_fn: Any, kind: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The arguments passed by position and by name."""
-    kind = loss_kind(loss_fn)
     if kind is None:
         return ("next_token_logits", "data", *_COUNTS), _GROUPS
-    if kind in _OF_SCALARS:
-        return (), ("data", *_COUNTS, _OF_SCALARS[kind])
+    if kind in SCALAR_ARGUMENTS:
+        return (), ("data", *_COUNTS, SCALAR_ARGUMENTS[kind])
     found = ["data", *_COUNTS, "next_token_logprobs"]
     if candidates_key(loss_fn) is not None:
         found.append("candidate_logprobs")

@@ -6,6 +6,7 @@ Shapes: B rows, S positions, V this rank's slice of the vocabulary.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.device import to_device
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
@@ -24,7 +24,9 @@ from megatron_policy.lm_head.output import Output, shifted
 from megatron_policy.packing.microbatch import counted, inside
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.training.checks import candidates_key, loss_kind, rows_per_group
-from megatron_policy.training.loss_calls import Call, Wrong, carried
+from megatron_policy.training.loss_calls import keep_graph, try_loss
+from megatron_policy.training.loss_checks import SCALAR_ARGUMENTS
+from megatron_policy.training.loss_faults import LossFault
 
 Metrics = dict[str, Any]
 
@@ -47,24 +49,24 @@ class ValidCounts:
 
 def count_valid(batch: BatchedDataDict, group: dist.ProcessGroup) -> ValidCounts:
     """Valid sequences and tokens of the whole global batch, summed over the data-parallel `group`,
-    on the device; see `own_counts`.
+    on the device; see `count_own`.
     """
-    counts = to_device(own_counts(batch))
+    counts = to_device(count_own(batch))
     dist.all_reduce(counts, group=group)
     return ValidCounts(sequences=counts[0], tokens=counts[1])
 
 
-def own_counts(batch: BatchedDataDict) -> torch.Tensor:
+def count_own(batch: BatchedDataDict) -> torch.Tensor:
     """Valid sequences and tokens of this rank's rows, fp32 `[2]`.
 
     A token counts where `token_mask[:, 1:]` and its row's `sample_mask` are set: position 0
     predicts nothing. Without a `token_mask` every position within `input_lengths` counts.
     """
-    return counts_of_rows(batch).sum(0)
+    return count_rows(batch).sum(0)
 
 
-def counts_of_rows(batch: BatchedDataDict) -> torch.Tensor:
-    """For each row, what it adds to valid sequences and tokens, fp32 `[B, 2]`; see `own_counts`."""
+def count_rows(batch: BatchedDataDict) -> torch.Tensor:
+    """For each row, what it adds to valid sequences and tokens, fp32 `[B, 2]`; see `count_own`."""
     sample_mask_B = batch["sample_mask"].float()
     masked = "token_mask" in batch
     tokens_BS = batch["token_mask"][:, 1:] if masked else inside(batch)
@@ -78,7 +80,7 @@ def evaluate_loss(
     counts: ValidCounts,
     vocab_size: int,
     groups: Groups,
-    faults: list[Wrong] | None = None,
+    faults: list[LossFault],
 ) -> tuple[torch.Tensor, Metrics]:
     """The loss's scalar and metrics for one microbatch, already divided by the global counts.
 
@@ -89,25 +91,21 @@ def evaluate_loss(
     per packed sequence, or group of sequences that it reads together. What a loss takes of a scalar
     head it gets for all rows at once; see `LossFunction`.
 
-    LossError, caused by what the loss raised, for one that fails or breaks the contract. With
-    `faults` a description is appended there instead, and the scalar is NaN but has all the
-    gradients it would have had, so that no other rank is left waiting.
+    Of a loss that fails or breaks the contract the reason is appended to `faults`, and the scalar
+    is NaN but has all the gradients it would have had, so that no other rank is left waiting.
     """
     # A batch without a valid sample is a step of zero gradients, not a division by zero.
-    sequences, tokens = counts.sequences.clamp(min=1), counts.tokens.clamp(min=1)
-    kind = loss_kind(loss_fn)
-    calls = []
-    for data, given, arguments in loss_inputs(loss_fn, kind, output, vocab_size, groups):
-        common = {"global_valid_seqs": sequences, "global_valid_toks": tokens}
-        call = Call(
-            loss_fn, data, given, partial(call_loss, loss_fn, kind, data, arguments, common)
-        )
-        calls.append(call.result(faults))
-    value, metrics = added(calls)
-    return carried(value, [output.hidden_TRD]), metrics
+    counts = ValidCounts(counts.sequences.clamp(min=1), counts.tokens.clamp(min=1))
+    found = []
+    for data, arguments in list_loss_inputs(loss_fn, output, vocab_size, groups):
+        call = partial(call_loss, loss_fn, data, arguments, counts)
+        given = list(select_differentiable(arguments).values())
+        found.append(try_loss(loss_fn, call, data, given, faults))
+    value, metrics = add_results(found)
+    return keep_graph(value, [output.hidden_TRD]), metrics
 
 
-def further_losses(
+def mtp_losses(
     output: Output, counts: ValidCounts
 ) -> tuple[torch.Tensor | float, dict[str, torch.Tensor]]:
     """What layers for multi-token prediction add to the differentiated loss, and the loss of each
@@ -126,30 +124,33 @@ def further_losses(
     tokens = counts.tokens.clamp(min=1)
     losses = [
         -(scores_BS * shifted(mask_BS, number)[:, 1:]).sum() / tokens
-        for number, scores_BS in enumerate(output.further_scores(wanted_BS), start=1)
+        for number, scores_BS in enumerate(output.mtp_scores(wanted_BS), start=1)
     ]
     names = {f"mtp_{k}_loss": loss.detach() for k, loss in enumerate(losses, start=1)}
     return output.mtp.loss_factor * torch.stack(losses).mean(), names
 
 
-def loss_inputs(
-    loss_fn: LossFunction, kind: str | None, output: Output, vocab_size: int, groups: Groups
-) -> Iterator[tuple[BatchedDataDict, list[torch.Tensor], dict[str, Any]]]:
-    """For each call: the rows, the tensors the loss differentiates, and its other arguments."""
+def list_loss_inputs(
+    loss_fn: LossFunction, output: Output, vocab_size: int, groups: Groups
+) -> Iterator[tuple[BatchedDataDict, dict[str, Any]]]:
+    """For each call of a loss: the rows, and its other arguments but the counts."""
+    kind, head, data = loss_kind(loss_fn), output.head.scalar, output.microbatch.data
+    of_logits = kind == LossInputType.LOGIT.value
     if kind == LossInputType.LOGPROB.value:
-        scores = _scores(loss_fn, output)
-        given = [score for score in scores.values() if score is not None]
-        yield output.microbatch.data, given, scores
-        return
-    if output.head.scalar is not None:
-        name, numbers = _numbers(kind, output, output.head.scalar)
-        yield output.microbatch.data, [numbers], {name: numbers}
-        return
-    for data, logits_BSV in output.logits(rows_per_group(loss_fn)):
-        if kind is None:
+        yield data, _score(loss_fn, output)
+    elif kind is not None and head is not None:
+        if kind == LossInputType.SCORE.value or (of_logits and not head.per_token):
+            numbers = output.row_scores()
+        else:
+            numbers = output.values(inside(output.microbatch.host.data))
+        yield data, {SCALAR_ARGUMENTS[kind]: numbers.unsqueeze(-1) if of_logits else numbers}
+    else:
+        for rows, logits_BSV in output.logits(rows_per_group(loss_fn)):
+            if of_logits:
+                yield rows, {"logits": gather_vocab(logits_BSV, groups.tp)[..., :vocab_size]}
+                continue
             yield (
-                data,
-                [logits_BSV],
+                rows,
                 {
                     "next_token_logits": logits_BSV,
                     "vocab_parallel_rank": groups.tp.rank(),
@@ -158,78 +159,66 @@ def loss_inputs(
                     "context_parallel_group": groups.cp if groups.cp.size() == 1 else None,
                 },
             )
-        else:
-            whole_BSV = gather_vocab(logits_BSV, groups.tp)[..., :vocab_size]
-            yield data, [whole_BSV], {"logits": whole_BSV}
 
 
-def _numbers(kind: str | None, output: Output, head: ScalarHead) -> tuple[str, torch.Tensor]:
-    """What a loss takes of a scalar head, under the name of its argument."""
-    if kind == LossInputType.SCORE.value:
-        return "scores", output.row_scores()
-    if kind == LossInputType.LOGIT.value and not head.per_token:
-        return "logits", output.row_scores().unsqueeze(-1)
-    values_BS = output.values(inside(output.microbatch.host.data))
-    if kind == LossInputType.LOGIT.value:
-        return "logits", values_BS.unsqueeze(-1)
-    return "values", values_BS
+def select_differentiable(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of a loss's arguments that it can differentiate."""
+    return {
+        name: each
+        for name, each in arguments.items()
+        if isinstance(each, torch.Tensor) and each.is_floating_point()
+    }
 
 
 def call_loss(
-    loss_fn: LossFunction,
-    kind: str | None,
-    data: BatchedDataDict,
-    arguments: Mapping[str, Any],
-    counts: Mapping[str, torch.Tensor],
+    loss_fn: LossFunction, data: BatchedDataDict, arguments: Mapping[str, Any], counts: ValidCounts
 ) -> Any:
-    """Call a loss in the form of its kind with one of its `loss_inputs`."""
-    if kind is not None:
-        return loss_fn(data=data, **counts, **arguments)
+    """Call a loss in the form of its kind with one of its `list_loss_inputs`."""
     named = dict(arguments)
-    return loss_fn(named.pop("next_token_logits"), data, *counts.values(), **named)
+    if loss_kind(loss_fn) is None:
+        logits = named.pop("next_token_logits")
+        return loss_fn(logits, data, counts.sequences, counts.tokens, **named)
+    return loss_fn(
+        data=data, global_valid_seqs=counts.sequences, global_valid_toks=counts.tokens, **named
+    )
 
 
-def _scores(loss_fn: LossFunction, output: Output) -> dict[str, torch.Tensor | None]:
-    data = output.microbatch.data
-    on_host = output.microbatch.host.data
+def _score(loss_fn: LossFunction, output: Output) -> dict[str, Any]:
+    """What a loss that takes log-probabilities asks for."""
+    host, found = output.microbatch.host.data, dict[str, Any]()
     everywhere = getattr(loss_fn, "reads_masked_positions", False)
-    wanted_BS = inside(on_host) if everywhere else counted(on_host)
+    wanted_BS = inside(host) if everywhere else counted(host)
     with_entropy = getattr(loss_fn, "needs_entropy", False)
-    found: dict[str, torch.Tensor | None] = {}
     key = candidates_key(loss_fn)
-    with_unfiltered = getattr(loss_fn, "needs_unfiltered_logprobs", False)
     if key is None:
         logprobs, entropy = output.next_token_scores(wanted_BS, with_entropy)
     else:
-        candidates, logprobs, entropy = output.candidate_scores(data[key], wanted_BS, with_entropy)
-        found["candidate_logprobs"] = candidates
+        found["candidate_logprobs"], logprobs, entropy = output.candidate_scores(
+            output.microbatch.data[key], wanted_BS, with_entropy
+        )
     found["next_token_logprobs"] = logprobs
-    if with_unfiltered:
+    if getattr(loss_fn, "needs_unfiltered_logprobs", False):
         whole = output.unfiltered
         plain = logprobs if whole is output else whole.next_token_scores(wanted_BS)[0]
         found["next_token_logprobs_unfiltered"] = plain
-    return found | {"next_token_entropy": entropy} if with_entropy else found
+    if with_entropy:
+        found["next_token_entropy"] = entropy
+    return found
 
 
-def added(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Tensor, Metrics]:
+def add_results(calls: Sequence[tuple[torch.Tensor, Metrics]]) -> tuple[torch.Tensor, Metrics]:
     """Combine the results for a microbatch's sequences into one."""
     if len(calls) == 1:
         return calls[0]
     metrics: Metrics = {}
     for _, found in calls:
         for name, value in found.items():
-            known = metrics.get(name)
-            metrics[name] = value if known is None else _joined(name, known, value)
+            join = min if "_min" in name else max if "_max" in name else operator.add
+            metrics[name] = join(metrics[name], value) if name in metrics else value
     return torch.stack([value for value, _ in calls]).sum(), metrics
 
 
-def _joined(name: str, one: Any, other: Any) -> Any:
-    if "_min" in name:
-        return min(one, other)
-    return max(one, other) if "_max" in name else one + other
-
-
-def plain_metrics(metrics: Metrics) -> Metrics:
+def to_plain_metrics(metrics: Metrics) -> Metrics:
     """Metrics as Python numbers, so that they can be sent between processes and pickle small."""
     return {
         key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -293,13 +282,13 @@ def is_by_sequence(loss_fn: Callable[..., object]) -> bool:
     return bool(_value(getattr(loss_fn, "loss_type", None)) == LossType.SEQUENCE_LEVEL.value)
 
 
-def row_shares(
+def weigh_rows(
     loss_fn: Callable[..., object], batch: BatchedDataDict, counts: ValidCounts
 ) -> torch.Tensor:
     """What each row of `batch` weighs in a mean over the global batch, fp32 `[B]`: as much as in
     the loss. That is a sequence in a loss that says it is at sequence level, otherwise its tokens.
     """
-    number_B2 = counts_of_rows(batch)
+    number_B2 = count_rows(batch)
     if is_by_sequence(loss_fn):
         return number_B2[:, 0] / counts.sequences.clamp(min=1)
     return number_B2[:, 1] / counts.tokens.clamp(min=1)

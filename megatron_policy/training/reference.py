@@ -12,7 +12,6 @@ import torch
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.model_table import reference_table
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.interfaces.engine import Adapters, TrainingEngine
 from megatron_policy.memory.host_copies import HostCopies
@@ -77,20 +76,12 @@ def reference_of(config: PolicyConfig, engine: TrainingEngine, *, wanted: bool) 
         return Reference([p for _, p in engine.held]) if wanted else None
     table = reference_table(config, engine.table)
     if table is not None:
-        return _of_checkpoint(name, table, engine)
+        found = Reference([p for _, p in engine.held], adapters)
+        with found.active(), _naming_the_key(), HfReader(name) as reader:
+            load_parameters(engine.held, reader, table, engine.place)
+        return found
+    # The same weights with other adapters.
     assert adapters is not None, "checked with the table"
-    return _of_adapters(name, engine, adapters)
-
-
-def _of_checkpoint(name: str, table: Table, engine: TrainingEngine) -> Reference:
-    found = Reference([p for _, p in engine.held], engine.adapters)
-    with found.active(), _naming_the_key(), HfReader(name) as reader:
-        load_parameters(engine.held, reader, table, engine.place)
-    return found
-
-
-def _of_adapters(name: str, engine: TrainingEngine, adapters: Adapters) -> Reference:
-    """The same weights with other adapters."""
     found = Reference([p for _, p in adapters.held])
     or_else = ". Or merge them into their base, as export_hf does, and name that"
     with found.active(), _naming_the_key(or_else):

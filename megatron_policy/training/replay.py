@@ -32,13 +32,13 @@ class Replay(Enum):
 
 @dataclass(frozen=True)
 class RouterReplay:
-    """Whether a policy replays chosen experts, and what its model can choose: `chosen` of `experts`
+    """Whether a policy replays chosen experts, and what its model can choose: `top_k` of `experts`
     in each of `layers`, the numbers of those with experts of `num_layers`.
     """
 
     enabled: bool
     experts: int
-    chosen: int
+    top_k: int
     layers: tuple[int, ...]
     num_layers: int
 
@@ -54,8 +54,8 @@ class RouterReplay:
             architecture.num_layers,
         )
 
-    def prepared(self, data: BatchedDataDict, replay: Replay = Replay.REQUIRED) -> BatchedDataDict:
-        """`data`, which have passed `checked_batch`, with `routed_experts` `[B, S, L, K]` in the
+    def prepare(self, data: BatchedDataDict, replay: Replay = Replay.REQUIRED) -> BatchedDataDict:
+        """`data`, which have passed `check_batch`, with `routed_experts` `[B, S, L, K]` in the
         smallest dtype, NOT_RECORDED beyond `input_lengths`; without them for Replay.NEVER.
 
         L can be all layers of the model before. BatchError naming row and layer unless every token
@@ -81,7 +81,17 @@ class RouterReplay:
                 f"the data have {ROUTED_EXPERTS!r}, but policy.router_replay.enabled is false: "
                 "set it to true to replay these experts, or leave the key out"
             )
-        prepared[ROUTED_EXPERTS] = self._checked(data, given)
+        rows, width = data["input_ids"].shape
+        columns = self._columns(given, rows, width)
+        checked = self.empty(rows, width).to(given.device)
+        inside_BS = inside(data).to(given.device)
+        # Row by row: comparing needs a wider dtype.
+        for row in range(rows):
+            own_SLK = given[row][:, columns].long()
+            own_SLK[~inside_BS[row]] = NOT_RECORDED
+            self._check_row(row, own_SLK)
+            checked[row] = own_SLK.to(self.dtype)
+        prepared[ROUTED_EXPERTS] = checked
         return prepared
 
     def check_has_experts(self) -> None:
@@ -94,7 +104,7 @@ class RouterReplay:
 
     def empty(self, rows: int, width: int) -> torch.Tensor:
         """NOT_RECORDED `[B, S, L, K]` in the dtype in which choices are returned."""
-        shape = (rows, width, len(self.layers), self.chosen)
+        shape = (rows, width, len(self.layers), self.top_k)
         return torch.full(shape, NOT_RECORDED, dtype=self.dtype)
 
     @property
@@ -103,43 +113,27 @@ class RouterReplay:
         dtypes = (torch.int8, torch.int16, torch.int32)
         return next(each for each in dtypes if self.experts - 1 <= torch.iinfo(each).max)
 
-    def _checked(self, data: BatchedDataDict, given: object) -> torch.Tensor:
-        rows, width = data["input_ids"].shape
-        columns = self._columns(given, rows, width)
-        assert isinstance(given, torch.Tensor)
-        checked = self.empty(rows, width).to(given.device)
-        inside_BS = inside(data).to(given.device)
-        # Row by row: comparing needs a wider dtype.
-        for row in range(rows):
-            own_SLK = given[row][:, columns].long()
-            own_SLK[~inside_BS[row]] = NOT_RECORDED
-            self._check_row(row, own_SLK)
-            checked[row] = own_SLK.to(self.dtype)
-        return checked
-
     def _columns(self, given: object, rows: int, width: int) -> Sequence[int]:
         """Where in dimension 2 the layers with experts are; BatchError for a wrong shape."""
+        wanted = f"[{rows}, {width}, {len(self.layers)}, {self.top_k}]"
         if not isinstance(given, torch.Tensor):
             raise BatchError(
                 f"{ROUTED_EXPERTS!r} is a {type(given).__name__}, wrong from row 0 on: it must be "
-                f"a tensor of integers {self._shape(rows, width)}"
+                f"a tensor of integers {wanted}"
             )
         shape = tuple(given.shape)
         counts = (len(self.layers), self.num_layers)
-        fits = len(shape) == 4 and shape[:2] == (rows, width) and shape[3] == self.chosen
+        fits = len(shape) == 4 and shape[:2] == (rows, width) and shape[3] == self.top_k
         if not fits or shape[2] not in counts or not holds_integers(given.dtype):
             first = min([*shape[2:3], *counts])
             raise BatchError(
                 f"{ROUTED_EXPERTS!r} is {given.dtype} of shape {shape}, wrong in row 0 from layer "
                 f"{first if len(shape) == 4 and shape[2] not in counts else 0} on: it must be "
-                f"integers {self._shape(rows, width)}, {self.chosen} experts for each token in "
+                f"integers {wanted}, {self.top_k} experts for each token in "
                 f"each of the {len(self.layers)} layers with experts, or of all {self.num_layers} "
                 "layers"
             )
         return range(len(self.layers)) if shape[2] == len(self.layers) else self.layers
-
-    def _shape(self, rows: int, width: int) -> str:
-        return f"[{rows}, {width}, {len(self.layers)}, {self.chosen}]"
 
     def _check_row(self, row: int, own_SLK: torch.Tensor) -> None:
         recorded_SL1 = (own_SLK != NOT_RECORDED).any(-1, keepdim=True)
@@ -150,7 +144,7 @@ class RouterReplay:
                 f"{ROUTED_EXPERTS!r} has expert {own_SLK[position, place, slot]} in row {row}, "
                 f"layer {self.layers[place]}, at position {position}, but the model has "
                 f"{self.experts} experts, 0 to {self.experts - 1}. A token without a recorded "
-                f"choice has {NOT_RECORDED} in all {self.chosen} places of the layer"
+                f"choice has {NOT_RECORDED} in all {self.top_k} places of the layer"
             )
         sorted_SLK = own_SLK.sort(-1).values
         twice_SL = (sorted_SLK[..., 1:] == sorted_SLK[..., :-1]).any(-1) & recorded_SL1.squeeze(-1)
@@ -158,6 +152,6 @@ class RouterReplay:
             position, place = twice_SL.nonzero()[0].tolist()
             raise BatchError(
                 f"{ROUTED_EXPERTS!r} has {own_SLK[position, place].tolist()} in row {row}, layer "
-                f"{self.layers[place]}, at position {position}: a token takes {self.chosen} "
+                f"{self.layers[place]}, at position {position}: a token takes {self.top_k} "
                 "different experts"
             )

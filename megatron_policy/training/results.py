@@ -28,7 +28,7 @@ class OptimStats:
     """Why a step was not taken, for each such step of those that these statistics stand for."""
 
 
-def completed(
+def complete_metrics(
     metrics: Metrics, divisor_of: Callable[[str], float], counts: ValidCounts, stats: OptimStats
 ) -> Metrics:
     """One microbatch's metrics, each divided by `divisor_of` its name, plus the step's statistics.
@@ -84,13 +84,13 @@ def result_of(
     total = torch.tensor(losses, dtype=torch.float32, device=current_device())
     dist.all_reduce(total, group=group)
     names = dict.fromkeys(name for each in metrics for name in each)
-    further: dict[str, Any] = {"moe_metrics": dict(stats.routing)} if stats.routing else {}
+    rest: dict[str, Any] = {"moe_metrics": dict(stats.routing)} if stats.routing else {}
     if stats.loss_scale is not None:
-        further["loss_scale"] = stats.loss_scale
+        rest["loss_scale"] = stats.loss_scale
     if not eval_mode:
-        further["skipped_steps"] = len(stats.skipped)
+        rest["skipped_steps"] = len(stats.skipped)
     if stats.skipped:
-        further["skipped"] = "; ".join(dict.fromkeys(stats.skipped))
+        rest["skipped"] = "; ".join(dict.fromkeys(stats.skipped))
     return TrainResult(
         loss=total.cpu(),
         grad_norm=torch.tensor([stats.grad_norm]),
@@ -100,5 +100,5 @@ def result_of(
         valid_tokens=[each.tokens.item() for each in counts],
         microbatch_metrics={name: [m[name] for m in metrics if name in m] for name in names},
         rank=dist.get_rank(),
-        **further,
+        **rest,
     )

@@ -21,27 +21,27 @@ from megatron_policy.packing.cost import Cost, sequence_cost
 from megatron_policy.packing.plan import RankPlan, consecutive, plan_rows
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.checks import (
+    check_batch,
+    check_lengths,
     check_loss_inputs,
+    check_prompts,
     check_sizes,
     check_training_data,
-    checked_batch,
-    checked_lengths,
-    checked_prompts,
     for_loss,
 )
-from megatron_policy.training.dry_run import first_groups
+from megatron_policy.training.dry_run import choose_rows
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.training.replay import Replay, RouterReplay
 from megatron_policy.training.results import TrainResult
-from megatron_policy.training.speed import merged_speeds
+from megatron_policy.training.speed import merge_speeds
 
 
 @dataclass(frozen=True)
 class ShardedBatch:
     """Each data-parallel rank's part of a caller's `size` rows.
 
-    `rows` are their indices, rank after rank; None if they are in the caller's order, with filler
+    `rows` are their indices, rank after rank; None if they are in the caller's order, with filling
     rows at the end.
     """
 
@@ -95,26 +95,15 @@ class BatchDispatcher:
         self, data: BatchedDataDict, loss_fn: LossFunction, gbs: int, mbs: int
     ) -> list[BatchedDataDict]:
         """Each rank's rows of every global batch of `gbs`; BatchError naming invalid data."""
-        _refuse_plan(data)
         check_sizes(gbs, mbs)
-        training = for_loss(self.training, loss_fn)
-        data = self._checked(data, loss_fn, training)
+        data, training = self._check(data, loss_fn)
         check_loss(loss_fn, self.head)
         if training.kind == "padded":
             training.check_whole_groups(mbs, f"mbs={mbs}")
             microbatches(gbs, mbs, self.topology)
-            return training_shards(data, self.topology.dp, gbs)
-        lengths = checked_lengths(data, training)
-        return planned_shards(data, lengths, training, self.topology, self.cost, gbs).shards
-
-    def _checked(
-        self, data: BatchedDataDict, loss_fn: LossFunction, training: Batching
-    ) -> BatchedDataDict:
-        data = check_training_data(data, self.vocab_size, training)
-        self.longest.check(data)
-        data = self.replay.prepared(data)
-        check_loss_inputs(loss_fn, data, self.vocab_size)
-        return data
+            return shard_for_training(data, self.topology.dp, gbs)
+        lengths = check_lengths(data, training)
+        return shard_by_plan(data, lengths, training, self.topology, self.cost, gbs).shards
 
     def to_dry_run(
         self, data: BatchedDataDict, loss_fn: LossFunction
@@ -122,10 +111,9 @@ class BatchDispatcher:
         """The rows on which every rank tries a loss, and their numbers; BatchError naming invalid
         data.
         """
-        _refuse_plan(data)
-        checked = self._checked(data, loss_fn, for_loss(self.training, loss_fn))
+        checked, _ = self._check(data, loss_fn)
         check_loss(loss_fn, self.head)
-        rows = first_groups(checked, loss_fn)
+        rows = choose_rows(checked, loss_fn)
         return checked.select_indices(rows), rows
 
     def to_train_part(
@@ -134,31 +122,41 @@ class BatchDispatcher:
         """Each rank's rows of a part of a global batch; ranks may get different numbers of rows.
         BatchError naming invalid data.
         """
-        _refuse_plan(data)
-        training = for_loss(self.training, loss_fn)
-        data = self._checked(data, loss_fn, training)
+        data, training = self._check(data, loss_fn)
         if training.kind == "padded":
             training.check_whole_groups(mbs, f"mbs={mbs}")
-            return part_shards(data, self.topology.dp, mbs)
-        lengths = checked_lengths(data, training)
-        return planned_shards(data, lengths, training, self.topology, self.cost).shards
+            return shard_part(data, self.topology.dp, mbs)
+        lengths = check_lengths(data, training)
+        return shard_by_plan(data, lengths, training, self.topology, self.cost).shards
+
+    def _check(
+        self, data: BatchedDataDict, loss_fn: LossFunction
+    ) -> tuple[BatchedDataDict, Batching]:
+        """The data as they can be trained on, and how microbatches are made for this loss."""
+        _refuse_plan(data)
+        training = for_loss(self.training, loss_fn)
+        data = check_training_data(data, self.vocab_size, training)
+        self.longest.check(data)
+        data = self.replay.prepare(data)
+        check_loss_inputs(loss_fn, data, self.vocab_size)
+        return data, training
 
     def to_score(self, data: BatchedDataDict, replay: Replay = Replay.IF_GIVEN) -> ShardedBatch:
         """Each rank's rows of the whole batch; BatchError naming invalid data."""
         _refuse_plan(data)
-        data = checked_batch(data, self.vocab_size)
-        lengths = checked_lengths(data, self.scoring)
+        data = check_batch(data, self.vocab_size)
+        lengths = check_lengths(data, self.scoring)
         self.longest.check(data)
-        data = self.replay.prepared(data, replay)
+        data = self.replay.prepare(data, replay)
         if self.scoring.kind == "padded":
-            return ShardedBatch(even_shards(data, self.topology.dp), data.size)
-        return planned_shards(data, lengths, self.scoring, self.topology, self.cost)
+            return ShardedBatch(shard_evenly(data, self.topology.dp), data.size)
+        return shard_by_plan(data, lengths, self.scoring, self.topology, self.cost)
 
     def to_generate(self, prompts: BatchedDataDict) -> ShardedBatch:
         """Each rank's prompts; BatchError naming one that cannot be continued."""
-        prompts = checked_batch(prompts, self.vocab_size)
-        checked_prompts(prompts, self.vocab_size, self.longest.tokens)
-        return ShardedBatch(even_shards(prompts, self.topology.dp), prompts.size)
+        prompts = check_batch(prompts, self.vocab_size)
+        check_prompts(prompts, self.vocab_size, self.longest.tokens)
+        return ShardedBatch(shard_evenly(prompts, self.topology.dp), prompts.size)
 
 
 def _refuse_plan(data: BatchedDataDict) -> None:
@@ -169,7 +167,7 @@ def _refuse_plan(data: BatchedDataDict) -> None:
         )
 
 
-def planned_shards(
+def shard_by_plan(
     data: BatchedDataDict,
     lengths: Sequence[int],
     batching: Batching,
@@ -186,10 +184,11 @@ def planned_shards(
     size = global_batch_size or data.size
     _check_whole(data, size)
     batching.check_whole_groups(size, f"gbs={size}")
-    batching.check(lengths, data["input_ids"].size(1))
+    width = data["input_ids"].size(1)
+    batching.check(lengths, width)
     shares: list[list[RankPlan]] = []
     for start in range(0, data.size, size):
-        part, width = lengths[start : start + size], data["input_ids"].size(1)
+        part = lengths[start : start + size]
         shares.append(
             plan_rows(part, batching, topology.dp, microbatch_round(topology), cost, width)
         )
@@ -206,7 +205,7 @@ def planned_shards(
     return ShardedBatch(shards, data.size, order)
 
 
-def training_shards(
+def shard_for_training(
     data: BatchedDataDict, ranks: int, global_batch_size: int
 ) -> list[BatchedDataDict]:
     """Each rank's part of every global batch, one after another, of which it has equal shares;
@@ -222,7 +221,7 @@ def training_shards(
     ]
 
 
-def part_shards(data: BatchedDataDict, ranks: int, micro_batch_size: int) -> list[BatchedDataDict]:
+def shard_part(data: BatchedDataDict, ranks: int, micro_batch_size: int) -> list[BatchedDataDict]:
     """Contiguous parts of whole microbatches in order, as equal as possible; there may be fewer
     microbatches than ranks. ConfigError for an incomplete microbatch.
     """
@@ -236,7 +235,7 @@ def part_shards(data: BatchedDataDict, ranks: int, micro_batch_size: int) -> lis
     return [_compact(data.slice(*ends), [*range(*ends)]) for ends in pairwise(borders)]
 
 
-def even_shards(data: BatchedDataDict, ranks: int) -> list[BatchedDataDict]:
+def shard_evenly(data: BatchedDataDict, ranks: int) -> list[BatchedDataDict]:
     """Contiguous parts of equal size in order; the last row is repeated to fill them up."""
     _check_whole(data, data.size)
     missing = -data.size % ranks
@@ -265,7 +264,7 @@ def merged_training(results: Sequence[Mapping[str, Any]]) -> TrainResult:
         for name, values in result["microbatch_metrics"].items():
             metrics.setdefault(name, []).extend(values)
     first = {key: value for key, value in results[0].items() if key != "rank"}
-    speed = merged_speeds([result["speed"] for result in results])
+    speed = merge_speeds([result["speed"] for result in results])
     return TrainResult(first | {"microbatch_metrics": metrics, "speed": speed})
 
 
@@ -284,15 +283,9 @@ def _compact(shard: BatchedDataDict, rows: list[int] | None = None) -> BatchedDa
     """The shard, which has these `rows`, without the rest of the batch: a pickled view carries the
     whole storage.
     """
-    compact = BatchedDataDict(
-        {
-            key: value.clone() if isinstance(value, torch.Tensor) and _is_view(value) else value
-            for key, value in shard.items()
-        }
-    )
+    compact = BatchedDataDict(shard)
+    for key, value in shard.items():
+        if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+            compact[key] = value.clone()
     compact.caller_rows = rows
     return compact
-
-
-def _is_view(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.architecture import Architecture
@@ -29,8 +30,7 @@ Speed = dict[str, float]
 _RATES = ("tokens_per_second", "mfu")
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What one data-parallel rank has of a global batch: its `tokens`, the `positions` that it
     computes for them, padding included, its estimated `cost`, and the operations of a `forward` and
     of a `backward` pass without the head.
@@ -43,15 +43,9 @@ class Share:
     forward: int
     backward: int
 
-    @property
-    def numbers(self) -> list[float]:
-        """The values in the order of the fields."""
-        whole = [self.microbatches, self.tokens, self.positions]
-        return [*whole, self.cost, self.forward, self.backward]
-
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Share:
-        """The inverse of `numbers`."""
+        """The share that was sent as these numbers."""
         microbatches, tokens, positions, cost, *flops = numbers
         return cls(int(microbatches), int(tokens), int(positions), cost, *map(int, flops))
 
@@ -60,8 +54,8 @@ class Share:
 class Workload:
     """What all data-parallel ranks compute together: sums over global batches.
 
-    `largest` adds up the cost of each batch's costliest rank, `mean` that of the mean. `turns` are
-    the microbatches that each chunk of a stage runs, times chunks; `idle` are the turns for which a
+    `largest` adds up the cost of each batch's costliest rank, `mean` that of the mean. `steps` are
+    the microbatches that each chunk of a stage runs, times chunks; `idle` are the steps for which a
     stage waits while the pipeline fills and drains.
     """
 
@@ -71,12 +65,12 @@ class Workload:
     backward: int = 0
     largest: float = 0.0
     mean: float = 0.0
-    turns: int = 0
+    steps: int = 0
     idle: int = 0
 
     def __add__(self, other: Workload) -> Workload:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Workload(*(own + further for own, further in pairs))
+        return Workload(*(own + more for own, more in pairs))
 
     @property
     def packing_efficiency(self) -> float:
@@ -90,32 +84,33 @@ class Workload:
 
     @property
     def pipeline_bubble(self) -> float:
-        """The share of its turns for which a stage waits. Source: Narayanan et al. 2021, "Efficient
+        """The share of its steps for which a stage waits. Source: Narayanan et al. 2021, "Efficient
         Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.
         """
-        return self.idle / max(self.idle + self.turns, 1)
+        return self.idle / max(self.idle + self.steps, 1)
 
 
 @dataclass(frozen=True)
 class Estimator:
     """Counts what a policy's ranks compute.
 
-    A microbatch that only keeps ranks synchronised has `filler` positions or, if `alike`, as many
-    as the rank's others. `further` tokens are predicted besides the next one (MTP). Beside
+    A microbatch that only keeps ranks synchronised has `dummy` positions or, if `alike`, as many
+    as the rank's others. `mtp_depth` tokens are predicted besides the next one (MTP). Beside
     `adapters` nothing else is trained.
     """
 
     architecture: Architecture
     topology: Topology
     cost: Cost
-    filler: int
+    dummy: int
     alike: bool
-    further: int
+    mtp_depth: int
     adapters: ModelAdapters | None = None
 
     def share(self, data: BatchedDataDict, microbatches: Iterable[Microbatch]) -> Share:
         """This rank's share: the rows of `data`, cut into `microbatches`."""
-        lengths = _lengths(data)
+        rows, width = data["input_ids"].shape
+        lengths = data["input_lengths"].tolist() if "input_lengths" in data else [width] * rows
         layouts = [each.layout for each in microbatches]
         costs = (
             layout.sources_CTR.size(2) * sum(self.cost(part.length) for part in layout.segments)
@@ -133,7 +128,7 @@ class Estimator:
 
     def workload(self, shares: Sequence[Share], microbatches: int) -> Workload:
         """All ranks' shares of one global batch, filled up to as many `microbatches` each."""
-        filled = [self._filled(share, microbatches) for share in shares]
+        filled = [self._fill_up(share, microbatches) for share in shares]
         costs = [share.cost for share in filled]
         return Workload(
             sum(share.tokens for share in filled),
@@ -155,33 +150,19 @@ class Estimator:
         return forward + backward if trained else forward
 
     def _flops(self, lengths: Sequence[int], predicted: int) -> ForwardFlops:
-        return forward_flops(self.architecture, lengths, predicted, self.further, self.adapters)
+        return forward_flops(self.architecture, lengths, predicted, self.mtp_depth, self.adapters)
 
-    def _filled(self, share: Share, microbatches: int) -> Share:
+    def _fill_up(self, share: Share, microbatches: int) -> Share:
         missing = microbatches - share.microbatches
-        if not missing:
-            return share
-        positions, cost = self.filler, self.cost(self.filler)
+        positions, cost = self.dummy, self.cost(self.dummy)
         if self.alike and share.microbatches:
             positions = share.positions // share.microbatches
             cost = share.cost / share.microbatches
-        return Share(
-            microbatches,
-            share.tokens,
-            share.positions + missing * positions,
-            share.cost + missing * cost,
-            share.forward,
-            share.backward,
+        return share._replace(
+            microbatches=microbatches,
+            positions=share.positions + missing * positions,
+            cost=share.cost + missing * cost,
         )
-
-
-def _lengths(data: BatchedDataDict) -> list[int]:
-    """The tokens of each row."""
-    lengths = data.get("input_lengths")
-    if lengths is not None:
-        return list(map(int, lengths.tolist()))
-    rows, width = data["input_ids"].shape
-    return [width] * rows
 
 
 class SpeedMeter:
@@ -205,17 +186,14 @@ class SpeedMeter:
         """Start the clock, also if an error has kept it from being stopped."""
         self._began = time.perf_counter()
 
-    def added_to(self, result: TrainResult) -> TrainResult:
+    def add_to(self, result: TrainResult) -> TrainResult:
         """The result with its `speed`. Its losses are in host memory, so the device has finished,
         and reading times does not wait.
         """
         self.pause()
-        result["speed"] = self._speed(sum(result["valid_tokens"]))
-        return result
-
-    def _speed(self, predicted: float) -> Speed:
         work, seconds = self.workload, self._seconds
-        flops = self._estimator.flops(work, round(predicted), self._trained)
+        predicted = round(sum(result["valid_tokens"]))
+        flops = self._estimator.flops(work, predicted, self._trained)
         reduced = self.stopwatch.seconds(REDUCE)
         peak = "peak_memory_bytes" if is_accelerated() else "peak_resident_bytes"
         found: Speed = {
@@ -230,17 +208,17 @@ class SpeedMeter:
             "pipeline_bubble": work.pipeline_bubble,
             peak: memory_info().peak,
         }
-        if not self._estimator.architecture.in_full:
-            return found
-        found["model_flops"] = flops
-        figures = figures_of(device_name()) if is_accelerated() else None
-        if figures is not None:
-            devices = self._estimator.topology.world_size
-            found["mfu"] = flops / (seconds * devices * figures.bf16_flops)
-        return found
+        if self._estimator.architecture.in_full:
+            found["model_flops"] = flops
+            figures = figures_of(device_name()) if is_accelerated() else None
+            if figures is not None:
+                devices = self._estimator.topology.world_size
+                found["mfu"] = flops / (seconds * devices * figures.bf16_flops)
+        result["speed"] = found
+        return result
 
 
-def merged_speeds(speeds: Sequence[Mapping[str, float]]) -> Speed:
+def merge_speeds(speeds: Sequence[Mapping[str, float]]) -> Speed:
     """One for several ranks of a call: the longest times, the largest peak, and the rates of the
     slowest rank; what is counted is the same on all.
     """

@@ -1,82 +1,280 @@
-"""Training over global batches: forward-backward, one optimizer step each, complete metrics on
-every rank.
-"""
+"""One optimizer step: either all ranks take it, or none does and all raise the reason."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import TypeVar
 
 import torch
 
-from megatron_policy.batch import BatchedDataDict
-from megatron_policy.config import PolicyConfig
+from megatron_policy.device.random_states import kept as keep_random_states
 from megatron_policy.device.timing import Stopwatch
-from megatron_policy.interfaces.engine import TrainingEngine
+from megatron_policy.errors import ConfigError, LossError
+from megatron_policy.interfaces.engine import Loss, NotFiniteError, Trainable, TrainingEngine
 from megatron_policy.interfaces.loss import LossFunction
 from megatron_policy.lm_head.output import Output
+from megatron_policy.memory.device_memory import DeviceMemory
+from megatron_policy.memory.policy_state import PolicyState
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.training.batching import Batcher, GlobalBatch
-from megatron_policy.training.checks import check_loss_inputs, check_sizes, check_training_data
-from megatron_policy.training.faults import Fault, any_fault, raise_everywhere
-from megatron_policy.training.loss_calls import Wrong, name_of
-from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.empty_steps import EmptySteps
+from megatron_policy.training.loss_faults import (
+    LossFault,
+    any_fault,
+    check_finite,
+    locate_faults,
+    raise_everywhere,
+)
 from megatron_policy.training.losses import (
     Metrics,
     ValidCounts,
-    count_valid,
     evaluate_loss,
-    further_losses,
-    plain_metrics,
+    mtp_losses,
+    to_plain_metrics,
+    weigh_rows,
 )
-from megatron_policy.training.optimizer_step import UNCHANGED, left_by
-from megatron_policy.training.pieces import StepPieces, run_weighted
-from megatron_policy.training.results import OptimStats, TrainResult, completed, result_of
-from megatron_policy.training.rollback import Rollback
-from megatron_policy.training.speed import FORWARD_BACKWARD, STEP, SpeedMeter
-from megatron_policy.training.sync_microbatches import cut_synchronized
+from megatron_policy.training.results import OptimStats
+from megatron_policy.training.speed import FORWARD_BACKWARD, STEP
 
-Kept = list[tuple[torch.Tensor, Metrics, list[Wrong]]]
-"""The last stage's loss, metrics and faults of each microbatch that is not a filler; empty on other
-stages.
-"""
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+UNCHANGED = (
+    "No weight, optimizer state, schedule or random number has changed, and the policy remains "
+    "usable."
+)
+
+OVERFLOW = "gradients overflow float16"
+"""Why a step is skipped that a lower factor on losses can help."""
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Random numbers and the engine's volatile buffers as they were when this was made.
+
+    Dropout and losses draw random numbers, possibly more on some ranks than on others. Routers
+    count in every forward pass, before the gradient norm is known.
+    """
+
+    draw_again: Callable[[], None]
+    buffers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+    @classmethod
+    def here(cls, engine: TrainingEngine) -> Rollback:
+        """Record the current state."""
+        buffers = tuple((live, live.clone()) for live in engine.volatile_buffers())
+        return cls(keep_random_states(engine), buffers)
+
+    def __call__(self) -> None:
+        """Restore random numbers and buffers."""
+        self.draw_again()
+        self.restore_buffers()
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Restore the volatile buffers only, not the random numbers."""
+        for live, before in self.buffers:
+            live.copy_(before)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the steps of a policy work with; `stepped` is called after each that is taken."""
+
+    engine: TrainingEngine
+    batcher: Batcher
+    memory: DeviceMemory
+    state: PolicyState
+    empty_steps: EmptySteps
+    stepped: Callable[[], object]
+
+    def trainable(self, operation: str) -> Trainable:
+        """What `operation` trains; ConfigError without an optimizer."""
+        if self.engine.trainable is None:
+            raise ConfigError(
+                f"{operation}: made with init_optimizer=False, this policy only trains in eval_mode"
+            )
+        return self.engine.trainable
+
+
+class Step:
+    """One optimizer step, from no gradients to new weights or to nothing. Gradients of microbatches
+    are added, at once or in several parts; `finish` takes the step, `abort` drops it. After an
+    error its gradients are incomplete, and it can only be dropped. Every method is collective.
+    """
+
+    def __init__(self, training: Training, operation: str) -> None:
+        """Begin without gradients. ConfigError without an optimizer, or while a step is open."""
+        self._training, self._trainable = training, training.trainable(operation)
+        training.state.begin_step(operation)
+        self._trainable.zero_gradients()
+        self._undo = Rollback.here(training.engine)
+        self._open = True
+        self.reduced = False
+        """Whether gradients are those of all data-parallel ranks, so that no more can be added."""
+        self.failed = ""
+        """What has failed, with which error."""
+
+    @contextmanager
+    def adding(self, part: str, *, reduce: bool) -> Iterator[None]:
+        """In this context, a `part` of the step, the engine makes gradients. They are reduced over
+        data-parallel ranks at its end, or, with `reduce` false, when the step is finished.
+        """
+        # What the caller has drawn since the last part is not given back.
+        draws = keep_random_states(self._training.engine)
+        self._undo = replace(self._undo, draw_again=draws)
+        with self._marking(part):
+            try:
+                with nullcontext() if reduce else self._trainable.accumulating():
+                    yield
+            except BaseException:
+                # A loss that fails can have drawn more numbers on some ranks than on others.
+                draws()
+                raise
+        self.reduced = reduce
+
+    def finish(
+        self,
+        factor: float = 1.0,
+        *,
+        faults: Sequence[LossFault] = (),
+        consequence: str = UNCHANGED,
+        nothing_counts: str = "",
+    ) -> OptimStats:
+        """Reduce gradients times `factor` if they are not reduced yet, clip, update the parameters,
+        and report; every rank gets the whole model's gradient norm.
+
+        If `nothing_counts`, which then says why and is the same on every rank, the step is skipped.
+        If the gradient is not finite, gradients are dropped and the step's other changes are
+        undone. Where that can be an overflow of float16, which a lower factor on losses prevents,
+        the step is skipped. Otherwise LossError, on every rank, that ends with `consequence`, and
+        always if any rank has `faults`, which leave no finite gradient.
+        """
+        engine, stopwatch = self._training.engine, self._trainable.stopwatch
+        with self._marking("its end"):
+            if not self.reduced:
+                with stopwatch.timing(FORWARD_BACKWARD):
+                    self._trainable.reduce_gradients(factor)
+            with stopwatch.timing(STEP), engine.recorder.span(STEP):
+                stats = self._take(faults, consequence, nothing_counts)
+        self.close()
+        if not stats.skipped:
+            self._training.stepped()
+        return stats
+
+    def _take(
+        self, faults: Sequence[LossFault], consequence: str, nothing_counts: str
+    ) -> OptimStats:
+        trainable, groups = self._trainable, self._training.engine.groups
+        lr, wd, norm = trainable.lr, trainable.weight_decay, 0.0
+        if not nothing_counts:
+            try:
+                norm = trainable.step()
+            except NotFiniteError as error:
+                norm = error.norm
+            else:
+                assert not faults, "a loss that cannot be trained on leaves no finite gradient"
+                return OptimStats(norm, lr, wd, trainable.routing_metrics(), trainable.loss_scale)
+        trainable.zero_gradients()
+        self._undo()
+        if any_fault(faults, groups):
+            raise_everywhere(faults, groups, consequence)
+        factor, reason = trainable.loss_scale, nothing_counts or OVERFLOW
+        if nothing_counts:
+            _log.warning("a step was skipped: %s in its global batch", nothing_counts)
+        elif trainable.skip_step():
+            _log.warning(
+                "a step was skipped: its gradient's norm is %s at loss scale %g, and %g is next",
+                norm,
+                factor,
+                trainable.loss_scale,
+            )
+        else:
+            overflow = ""
+            if factor is not None:
+                overflow = (
+                    f" Or gradients overflow float16 at loss scale {factor:g}, which the "
+                    "configuration does not let become smaller: lower "
+                    "megatron_cfg.optimizer.loss_scale or min_loss_scale, or set policy.precision "
+                    "to bfloat16."
+                )
+            raise LossError(
+                f"the gradient's norm is {norm}, although the loss is finite everywhere: look for "
+                "a derivative that is not, such as that of a root or a logarithm at 0 or of an "
+                "exponential that overflows, also where a mask multiplies it by 0 afterwards."
+                f"{overflow} {consequence}"
+            )
+        return OptimStats(norm, lr, wd, loss_scale=trainable.loss_scale, skipped=(reason,))
+
+    def abort(self) -> None:
+        """Drop the step and its gradients; weights, optimizer and schedule are as before the step.
+        Random numbers drawn by dropout are not given back.
+        """
+        self._trainable.zero_gradients()
+        self._undo.restore_buffers()
+        self.close()
+
+    def close(self) -> None:
+        """End the step, whatever its gradients are. A second call does nothing."""
+        if self._open:
+            self._open = False
+            self._training.state.end_step("step()")
+
+    @contextmanager
+    def _marking(self, part: str) -> Iterator[None]:
+        """If the body raises, the step has failed."""
+        try:
+            yield
+        except BaseException as error:
+            self.failed = f"{part} failed with {type(error).__name__}"
+            raise
 
 
 @dataclass(frozen=True)
 class BatchLosses:
-    """One global batch on one data-parallel rank: its loss summed over microbatches, and the
-    metrics of each. A fault on any rank makes the gradients NaN on every rank.
+    """One global batch on one data-parallel rank, the same on all stages: its loss summed over
+    microbatches, and the metrics and faults of each.
     """
 
     loss: float
     metrics: tuple[Metrics, ...]
-    faults: tuple[Fault, ...]
-    counts: ValidCounts
+    faults: tuple[LossFault, ...]
 
 
-def forward_backward(
+Kept = tuple[torch.Tensor, Metrics, list[LossFault]]
+"""A microbatch's loss, metrics and faults."""
+
+
+def run_batch(
     engine: TrainingEngine,
     batch: GlobalBatch,
     loss_fn: LossFunction,
-    number: int,
+    counts: ValidCounts,
     stopwatch: Stopwatch,
+    number: int = 0,
     *,
-    forward_only: bool,
+    forward_only: bool = False,
 ) -> BatchLosses:
-    """Run one global batch (this data-parallel rank's share), the `number`-th of a call, through
-    the engine, timed as `forward_backward`.
-
-    Gradients are summed over microbatches and data-parallel ranks; if `forward_only` only the loss
-    is computed. The loss divides by global counts, so the sum is the gradient of the global batch's
-    loss.
+    """`run` the microbatches of `batch`, the `number`-th of a call, and share the results with all
+    stages. What the schedule takes is timed as `forward_backward`.
     """
-    counts = count_valid(batch.data, engine.groups.dp)
     with stopwatch.timing(FORWARD_BACKWARD):
         kept = run(engine, batch.microbatches, loss_fn, counts, forward_only=forward_only)
-    loss, metrics, faults = shared(engine, batch, kept, loss_fn, number)
-    return BatchLosses(loss, metrics, faults, counts)
+    found = None
+    if engine.is_last_stage:
+        losses = [float(value) for value, _, _ in kept]
+        faults = [
+            own or check_finite(loss_fn, loss)
+            for loss, (_, _, own) in zip(losses, kept, strict=True)
+        ]
+        located = locate_faults(engine, batch.microbatches, faults, number)
+        metrics = tuple(to_plain_metrics(each) for _, each, _ in kept)
+        found = BatchLosses(sum(losses), metrics, tuple(located))
+    return engine.share_object(found)
 
 
 def run(
@@ -86,125 +284,43 @@ def run(
     counts: ValidCounts,
     *,
     forward_only: bool,
-) -> Kept:
-    """Run microbatches through the schedule, with the loss divided by `counts`.
+) -> list[Kept]:
+    """Run microbatches through the schedule, with the loss divided by `counts`. Returns, on the
+    last stage, what is kept of each that is not a dummy.
 
-    A loss that fails does not stop any rank: see `evaluate_loss`.
+    Gradients are summed over microbatches and data-parallel ranks: if `counts` are those of the
+    global batch, the sum is the gradient of its loss. A loss that fails does not stop any rank: it
+    makes the gradients NaN on every rank.
     """
 
-    def loss(output: Output) -> tuple[torch.Tensor, tuple[torch.Tensor, Metrics, list[Wrong]]]:
-        wrong: list[Wrong] = []
+    def loss(output: Output) -> tuple[torch.Tensor, Kept]:
+        faults: list[LossFault] = []
         value, metrics = evaluate_loss(
-            loss_fn, output, counts, engine.vocab_size, engine.groups, wrong
+            loss_fn, output, counts, engine.vocab_size, engine.groups, faults
         )
         # The schedule scales the value it differentiates in place.
         kept = value.detach().clone()
-        further, metrics_of_further = further_losses(output, counts)
-        return value + further, (kept, metrics | metrics_of_further, wrong)
+        mtp_loss, named = mtp_losses(output, counts)
+        return value + mtp_loss, (kept, metrics | named, faults)
 
     return run_weighted(engine, microbatches, loss, loss_fn, counts, forward_only=forward_only)
 
 
-def shared(
-    engine: TrainingEngine, batch: GlobalBatch, kept: Kept, loss_fn: LossFunction, number: int
-) -> tuple[float, tuple[Metrics, ...], tuple[Fault, ...]]:
-    """From what `run` kept: the loss summed over the microbatches of `batch`, the `number`-th of a
-    call, the metrics of each, and their faults. All stages get the same.
-    """
-    plain, faults = [], []
-    rows = [microbatch.rows for microbatch in batch.microbatches if not microbatch.filler]
-    for place, (value, metrics, wrong) in enumerate(kept):
-        loss = float(value)
-        if not wrong and not math.isfinite(loss):
-            wrong = [Wrong(f"{name_of(loss_fn)} returned {loss}, which is not finite")]
-        plain.append((loss, plain_metrics(metrics)))
-        where = (number, engine.groups.dp.rank(), place, rows[place])
-        faults += [Fault(*where, each.what, each.trace) for each in wrong]
-    found, heard = engine.share_object((plain, faults) if engine.is_last_stage else None)
-    return sum(value for value, _ in found), tuple(metrics for _, metrics in found), tuple(heard)
-
-
-def sizes_of(config: PolicyConfig, gbs: int | None, mbs: int | None) -> tuple[int, int]:
-    """Samples of a global batch and of a microbatch: the caller's, otherwise the config's."""
-    return gbs or config.train_global_batch_size, mbs or config.train_micro_batch_size
-
-
-def train(
-    pieces: StepPieces,
-    data: BatchedDataDict,
-    loss_fn: LossFunction,
-    global_batch_size: int,
-    micro_batch_size: int,
-    *,
-    eval_mode: bool = False,
-) -> TrainResult:
-    """Train on every global batch in `data` (this data-parallel rank's shard of them, in order).
-
-    Each global batch is one optimizer step, and the schedule advances by `global_batch_size`
-    samples once, at the end, as the host's does; it stays where it is if no step is taken. A step
-    for which nothing counts is skipped (see `EmptySteps`). In `eval_mode` losses and metrics are
-    computed and nothing changes.
-
-    Returns a `TrainResult`. BatchError, before anything is computed, for data that cannot be cut,
-    on all data-parallel ranks if it is so on one. LossError, on all ranks, for a global batch whose
-    loss or gradient cannot be trained on: neither it nor those after it change anything.
-    """
-    engine, batcher = pieces.engine, pieces.batcher
-    meter = SpeedMeter(batcher.estimator, None if eval_mode else engine.trainable)
-    batches, meter.workload = cut_synchronized(
-        lambda: _cut(engine, batcher, data, loss_fn, global_batch_size, micro_batch_size),
-        batcher,
-        engine.groups.dp,
-    )
-    losses: list[float] = []
-    counts: list[ValidCounts] = []
-    mb_metrics: list[Metrics] = []
-    faults: list[Fault] = []
-    stats, skipped = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0), tuple[str, ...]()
-    undo = Rollback.here(engine)
-    for number, batch in enumerate(batches):
-        run_batch = partial(forward_backward, engine, batch, loss_fn, number, meter.stopwatch)
-        if eval_mode:
-            result = run_batch(forward_only=True)
-        else:
-            with pieces.whole_step():
-                result = run_batch(forward_only=False)
-            nothing = pieces.empty_steps.reason(loss_fn, result.counts)
-            with meter.stopwatch.timing(STEP):
-                stats = pieces.step(result.faults, left_by(number), nothing_counts=nothing)
-            skipped += stats.skipped
-        faults += result.faults
-        losses.append(result.loss)
-        counts.append(result.counts)
-        # The host sums metrics over global batches too.
-        mb_metrics += [
-            completed(each, lambda _: len(batches), result.counts, stats) for each in result.metrics
-        ]
-    if eval_mode:
-        if any_fault(faults, engine.groups):
-            undo()
-            raise_everywhere(faults, engine.groups, UNCHANGED)
-    elif len(skipped) < len(batches):
-        pieces.advance_schedule(global_batch_size)
-    stats = replace(stats, skipped=skipped)
-    made = result_of(losses, stats, counts, mb_metrics, engine.groups.dp, eval_mode=eval_mode)
-    return meter.added_to(made)
-
-
-def _cut(
+def run_weighted(
     engine: TrainingEngine,
-    batcher: Batcher,
-    data: BatchedDataDict,
-    loss_fn: LossFunction,
-    global_batch_size: int,
-    micro_batch_size: int,
-) -> list[GlobalBatch]:
-    """Check data and loss, raising what is wrong with them, and cut the data."""
-    check_sizes(global_batch_size, micro_batch_size)
-    batcher = batcher.for_loss(loss_fn)
-    checked = check_training_data(data, engine.vocab_size, batcher.training)
-    batcher.longest.check(checked)
-    checked = batcher.replay.prepared(checked)
-    check_loss_inputs(loss_fn, checked, engine.vocab_size)
-    check_loss(loss_fn, engine.table.architecture.head)
-    return batcher.for_training(checked, global_batch_size, micro_batch_size)
+    microbatches: Sequence[Microbatch],
+    loss: Loss[T],
+    loss_fn: Callable[..., object],
+    counts: ValidCounts,
+    *,
+    forward_only: bool = False,
+) -> list[T]:
+    """Run microbatches through the engine, each with what its rows weigh in the losses of routers,
+    by `counts` and by what `loss_fn` says of itself.
+    """
+    if not forward_only and engine.table.architecture.moe is not None:
+        microbatches = [
+            each if each.dummy else replace(each, shares=weigh_rows(loss_fn, each.data, counts))
+            for each in microbatches
+        ]
+    return engine.forward_backward(microbatches, loss, forward_only=forward_only)

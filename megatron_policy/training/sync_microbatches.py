@@ -19,7 +19,7 @@ T = TypeVar("T")
 _REFUSED = "another data-parallel rank has refused its data; its error says why"
 
 
-def cut_synchronized(
+def cut_together(
     cut: Callable[[], list[GlobalBatch]], batcher: Batcher, group: dist.ProcessGroup
 ) -> tuple[list[GlobalBatch], Workload]:
     """Call `cut` on this rank's data, and fill up each global batch to the largest number of
@@ -37,24 +37,23 @@ def cut_synchronized(
             f"{-least} and {most}: pass every rank the same number"
         )
     estimator = batcher.estimator
-    own = [estimator.share(batch.data, batch.microbatches).numbers for batch in batches]
+    own = [estimator.share(batch.data, batch.microbatches) for batch in batches]
     filled, workload = [], Workload()
     ranks = agreement.gathered_numbers(own, group)
     for batch, numbers in zip(batches, zip(*ranks, strict=True), strict=True):
         shares = [Share.of(each) for each in numbers]
         count = max(share.microbatches for share in shares)
-        microbatches = batcher.filled_up(batch.microbatches, count, batch.data)
+        microbatches = batcher.fill_up(batch.microbatches, count, batch.data)
         filled.append(GlobalBatch(batch.data, microbatches))
         workload += estimator.workload(shares, len(microbatches))
     return filled, workload
 
 
-def prepared_together(
+def prepare_together(
     prepare: Callable[[], T], count: Callable[[T], int], group: dist.ProcessGroup
 ) -> tuple[T, int]:
-    """What `prepare` returns here, and the largest `count` of it on any rank of `group`.
-
-    What `prepare` raises is raised here, and a BatchError on the other ranks, so that none waits.
+    """What `prepare` returns here, and the largest `count` of it on any rank of `group`. What it
+    raises is raised here, and a BatchError on the other ranks, so that none waits.
     """
     prepared, (most,) = agreement.prepared_together(
         prepare, lambda own: [count(own)], group, BatchError(_REFUSED)

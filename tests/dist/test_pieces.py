@@ -70,7 +70,7 @@ def in_pieces(policy: MegatronPolicy, data: BatchedDataDict) -> float:
 
 def with_own_rows(policy: MegatronPolicy, data: BatchedDataDict) -> float:
     """The same microbatches, named by the rows that the policy would put into them."""
-    rows = [each.rows for each in policy.pieces.cut(data, 1) if not each.filler]
+    rows = [each.rows for each in policy.pieces.cut(data, 1) if not each.dummy]
     return step(policy, [policy.pieces.take(data, rows)], data.size)
 
 

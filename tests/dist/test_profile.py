@@ -27,8 +27,8 @@ from megatron_policy.estimate.timeline import Timeline, Track, read_trace, trace
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.policy.profiling import Profile
 from megatron_policy.refit.transports.disk import HfDirectory
-from megatron_policy.training import step
-from megatron_policy.training.sync_microbatches import cut_synchronized
+from megatron_policy.training import train
+from megatron_policy.training.sync_microbatches import cut_together
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, LENGTH, SIZES, VOCAB, layout
@@ -175,9 +175,8 @@ def collectives(policy: MegatronPolicy, own: BatchedDataDict) -> int:
         for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast_object_list"):
             stack.enter_context(replaced(dist, name, counting))
         stack.enter_context(replaced(dist, "barrier", counting))
-        batcher = policy._batcher
-        cut = partial(step._cut, policy._engine, batcher, own, TokenNLL(), GLOBAL_BATCH, 1)
-        cut_synchronized(cut, batcher, policy._engine.groups.dp)
+        cut = partial(train._cut, policy._training, own, TokenNLL(), GLOBAL_BATCH, 1)
+        cut_together(cut, policy._batcher, policy._engine.groups.dp)
     return len(calls)
 
 
@@ -221,7 +220,7 @@ def check_times(speed: dict[str, float]) -> None:
 
 
 def check_efficiency(name: str, speed: dict[str, float], microbatches: int) -> None:
-    """`microbatches` are those that this rank has run, of both batches, without fillers."""
+    """`microbatches` are those that this rank has run, of both batches, without dummies."""
     efficiency, imbalance = speed["packing_efficiency"], speed["data_parallel_imbalance"]
     if name == "PP2xDP2, packed":
         assert efficiency > 0.9 and 1 < imbalance < 2

@@ -65,10 +65,10 @@ def wrong_reshape() -> Iterator[None]:
 def device_mask() -> Iterator[None]:
     """The positions of wanted tokens are found on the GPU."""
 
-    def chosen(self: Output, wanted_BS: torch.Tensor) -> torch.Tensor:
+    def find_wanted(self: Output, wanted_BS: torch.Tensor) -> torch.Tensor:
         return self._take(to_device(wanted_BS.long())).flatten().nonzero()[:, 0]
 
-    with mock.patch.object(Output, "_chosen", chosen):
+    with mock.patch.object(Output, "_find_wanted", find_wanted):
         yield
 
 

@@ -29,9 +29,8 @@ from megatron_policy.engines.megatron import assemble, pipeline
 from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.training import step
-from megatron_policy.training.batching import Batcher, batcher_of
+from megatron_policy.training.batching import Batcher
 from megatron_policy.training.losses import count_valid
-from megatron_policy.training.replay import Replay
 from megatron_policy.training.scoring import Scorer
 from tests.fake_device.cases import FOUND, HIDDEN, WAITING, Case, cases
 from tests.fake_device.collectives import WrongCallError
@@ -186,10 +185,10 @@ def run_case(case: Case, directory: Path) -> dict[str, Any]:
             _check_model(engine)
             data = batch(layout.microbatches, architecture.vocab_size)
             if case.train:
-                _train(engine, batcher_of(config, topology, table), data, rules)
+                _train(engine, Batcher.of(config, topology, table), data, rules)
             if case.score:
                 padded = policy_config(path, layout, packed=False)
-                _score(engine, batcher_of(padded, topology, table), data)
+                _score(engine, Batcher.of(padded, topology, table), data)
         finally:
             engine.close()
     return {"collectives": rules.collectives.counts, "waits": sorted(rules.waits.found)}
@@ -215,7 +214,7 @@ def _train(
     with rules.waits.watching(), forward_only():
         counts = count_valid(cut.data, engine.groups.dp)
         kept = step.run(engine, cut.microbatches, loss_fn, counts, forward_only=False)
-    faults = [wrong for _, _, each in kept for wrong in each]
+    faults = [fault for _, _, each in kept for fault in each]
     if faults:
         raise RuntimeError(f"{faults[0].what}\n{faults[0].trace}")
     expected = len(cut.microbatches) if engine.is_last_stage else 0
@@ -224,7 +223,7 @@ def _train(
 
 def _score(engine: MegatronEngine, batcher: Batcher, data: BatchedDataDict) -> None:
     """Log-probabilities, as scoring returns them."""
-    found = Scorer(engine, batcher, 2, lambda: True).logprobs(data, None, Replay.NEVER)
+    found = Scorer(engine, batcher, 2, lambda: False).logprobs(data, None)
     assert found.shape == data["input_ids"].shape and found.device.type == "cpu"
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_policy.device import current_device
 from megatron_policy.lm_head.fused import HeadShape, fused_scores
-from megatron_policy.lm_head.tile_work import chosen
+from megatron_policy.lm_head.tile_work import choose_implementation
 from tests.pure.test_fused import ALONE, Case, differentiated, make_case, plain_scores
 from tests.unit.test_triton_tiles import DTYPES, HEADS, check_gradient, check_sums, make_tile
 
@@ -34,7 +34,7 @@ def test_the_kernels_that_a_gpu_chooses_are_as_exact_as_torch(
     head = HeadShape(0, 9000, scale=0.25, softcap=20.0, temperature=0.8)
     case = make_case(600, 9001, 64, head, targets=targets).to(dtype)
     case = Case(*(getattr(case, name).to(current_device()) for name in TENSORS), head)
-    assert chosen(case.weight_VD, head) == "triton"
+    assert choose_implementation(case.weight_VD, head) == "triton"
     exact, errors = differentiated(case.to(torch.float64), plain_scores), {}
     for implementation in ("torch", None):
 

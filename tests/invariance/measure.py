@@ -14,7 +14,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.batching import batching_of
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.training.sharding import planned_shards
+from megatron_policy.training.sharding import shard_by_plan
 from tests.dist.cases import learned_weights, open_policy
 from tests.dist.layouts import SIZES
 from tests.invariance import cases, losses
@@ -71,7 +71,7 @@ def own_rows(
     ranks, rank = policy.topology.dp, policy.coords.dp
     if cell.batching == "padded" or ranks == 1:
         return data.shard_by_batch_size(ranks, batch_size=size)[rank]
-    return planned_shards(
+    return shard_by_plan(
         data,
         data["input_lengths"].tolist(),
         batching_of(policy.config, training),

@@ -24,7 +24,7 @@ from megatron_policy.lm_head.output import Output
 from megatron_policy.packing import tokens
 from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
 from megatron_policy.parallel.topology import Copy, Placement
-from megatron_policy.training import batching, losses, step
+from megatron_policy.training import batching, losses, train
 from megatron_policy.weights.load import Held
 from tests.invariance.cases import Cell
 from tests.invariance.measure import run_cell
@@ -93,9 +93,9 @@ def _counts_of_one_replica(counted: Any) -> Any:
     return own
 
 
-def _repetitions_for_fillers(for_training: Any) -> Any:
+def _repetitions_for_dummies(for_training: Any) -> Any:
     def repeated(batch: batching.GlobalBatch) -> batching.GlobalBatch:
-        real = [microbatch for microbatch in batch.microbatches if not microbatch.filler]
+        real = [microbatch for microbatch in batch.microbatches if not microbatch.dummy]
         again = [real[-1]] * (len(batch.microbatches) - len(real))
         return replace(batch, microbatches=[*real, *again])
 
@@ -166,8 +166,8 @@ ONE_PIECE = (TokenLayout, "pieces", _one_piece)
 NEIGHBOURS = (tokens, "_layout", _neighbours)
 OWN_GRADIENT = (context_parallel._Gather, "backward", _own_gradient)
 LEFT_OUT = (losses, "counted", _mask_of_all_but_the_first)
-OWN_COUNTS = (step, "count_valid", _counts_of_one_replica)
-REPEATED = (batching.Batcher, "for_training", _repetitions_for_fillers)
+OWN_COUNTS = (train, "count_valid", _counts_of_one_replica)
+REPEATED = (batching.Batcher, "for_training", _repetitions_for_dummies)
 FILLERS_LEARN = (Output, "nothing", _gradient_of_fillers)
 ORDER_OF_PLAN = (batching.Batcher, "for_scoring", _results_in_the_order_of_the_plan)
 NO_ENTROPY_GRADIENT = (Output, "next_token_scores", _entropy_without_gradient)
@@ -214,14 +214,14 @@ MUTATIONS = {
         ("loss", "grad norm", "weights"),
         UNTRAINED,
     ),
-    "a filler repeats what was computed already": Mutation(
+    "a dummy repeats what was computed already": Mutation(
         Cell("PP2xVPP2", "dynamic", "token", "qwen3", 1),
         REPEATED,
         # Gradients are clipped: twice as large, they make the same weights.
         ("loss", "metrics", "grad norm"),
         UNTRAINED,
     ),
-    "a filler leaves a gradient": Mutation(
+    "a dummy leaves a gradient": Mutation(
         Cell("PP2xVPP2", "packed", "policy gradient", "qwen2", 1), FILLERS_LEARN, LEARNED, UNTRAINED
     ),
     "results are placed in the order of the plan": Mutation(
@@ -239,7 +239,7 @@ MUTATIONS = {
     "gradients of experts are reduced over ranks that hold others": Mutation(
         Cell("EP2", "padded", "sequence", "qwen3_moe"), AMONG_ALL_ELSE, LEARNED, UNTRAINED
     ),
-    "a filler leaves a gradient in experts": Mutation(
+    "a dummy leaves a gradient in experts": Mutation(
         Cell("EP4", "dynamic", "sequence", "qwen3_moe", 3), FILLERS_LEARN, LEARNED, UNTRAINED
     ),
     "two experts are swapped on loading": Mutation(

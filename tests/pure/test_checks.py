@@ -10,11 +10,11 @@ from megatron_policy.errors import BatchError, LossError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.training.checks import (
+    check_lengths,
     check_loss_inputs,
+    check_prompts,
+    check_tokens,
     check_training_data,
-    checked_lengths,
-    checked_prompts,
-    checked_tokens,
 )
 
 PROMPTS = torch.ones(3, 6, dtype=torch.long)
@@ -35,12 +35,12 @@ PROMPTS = torch.ones(3, 6, dtype=torch.long)
 )
 def test_what_cannot_be_continued_is_named(data: dict[str, object], message: str) -> None:
     with pytest.raises(BatchError, match=message):
-        checked_prompts(BatchedDataDict(data), vocab_size=9, max_length=5)
+        check_prompts(BatchedDataDict(data), vocab_size=9, max_length=5)
 
 
 def test_prompts_of_every_length_that_leaves_room_pass() -> None:
     data = BatchedDataDict({"input_ids": PROMPTS, "input_lengths": torch.tensor([1, 4, 6])})
-    tokens, lengths = checked_prompts(data, vocab_size=9, max_length=7)
+    tokens, lengths = check_prompts(data, vocab_size=9, max_length=7)
     assert torch.equal(tokens, PROMPTS) and lengths.tolist() == [1, 4, 6]
 
 
@@ -69,8 +69,8 @@ def spoilt(rows: int, *at: int, value: float) -> torch.Tensor:
 def test_data_whose_rows_fit_pass_and_without_lengths_rows_are_as_long_as_the_tensor() -> None:
     for batching in (PADDED, DYNAMIC, PACKED):
         check_training_data(training(), 9, batching)
-        assert checked_lengths(training(), batching) == [1, 4, 3]
-    assert checked_lengths(training(input_lengths=None), PADDED) == [6, 6, 6]
+        assert check_lengths(training(), batching) == [1, 4, 3]
+    assert check_lengths(training(input_lengths=None), PADDED) == [6, 6, 6]
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_a_mask_may_count_what_a_masked_out_row_has_beyond_its_length() -> None:
 def test_only_a_rank_whose_plan_has_no_row_for_it_may_come_without_rows() -> None:
     none = BatchedDataDict({"input_ids": PROMPTS[:0]})
     with pytest.raises(BatchError, match="at least one row"):
-        checked_tokens(none, 9)
+        check_tokens(none, 9)
     none.micro_batch_indices = [[[0, 0]]]
-    assert checked_tokens(none, 9).shape == (0, 6)
+    assert check_tokens(none, 9).shape == (0, 6)
     none["input_ids"] = torch.ones(0, 0, dtype=torch.long)
     with pytest.raises(BatchError, match="one position"):
-        checked_tokens(none, 9)
+        check_tokens(none, 9)
 
 
 class Distillation:

@@ -264,7 +264,7 @@ def test_a_plan_that_comes_with_the_data_is_run_from_its_costliest_microbatch_on
         COST,
         Longest(60, 60),
         RouterReplay(False, 0, 0, (), 1),
-        Estimator(model(), Topology(), COST, filler=1, alike=False, further=0),
+        Estimator(model(), Topology(), COST, dummy=1, alike=False, mtp_depth=0),
     )
     lengths = [5, 5, 30, 30, 6, 6, 20, 10, 10, 10, 10, 10, 10, 10]
     data = BatchedDataDict(

@@ -21,7 +21,7 @@ from megatron_policy.packing.microbatch import (
 )
 from megatron_policy.packing.multiples import Multiples
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.training.speed import Estimator, Share, Workload, merged_speeds
+from megatron_policy.training.speed import Estimator, Share, Workload, merge_speeds
 from tests.pure.test_rows import model
 
 COST = sequence_cost(hidden_size=8)
@@ -35,9 +35,9 @@ def rows_of(lengths: list[int]) -> BatchedDataDict:
     return BatchedDataDict({"input_ids": tokens, "input_lengths": torch.tensor(lengths)})
 
 
-def estimator_of(*, alike: bool, further: int = 0, **axes: int) -> Estimator:
+def estimator_of(*, alike: bool, mtp_depth: int = 0, **axes: int) -> Estimator:
     topology = Topology(dp=len(LENGTHS), **axes)
-    return Estimator(model(), topology, COST, filler=8, alike=alike, further=further)
+    return Estimator(model(), topology, COST, dummy=8, alike=alike, mtp_depth=mtp_depth)
 
 
 def packed(lengths: list[int]) -> list[Microbatch]:
@@ -49,14 +49,14 @@ def packed(lengths: list[int]) -> list[Microbatch]:
     ]
 
 
-def test_fillers_and_padding_count_as_positions_and_not_as_tokens() -> None:
+def test_dummies_and_padding_count_as_positions_and_not_as_tokens() -> None:
     estimator = estimator_of(alike=False, pp=2)
     cut = [packed(lengths) for lengths in LENGTHS]
     shares = [estimator.share(rows_of(own), each) for own, each in zip(LENGTHS, cut, strict=True)]
-    assert [Share.of(share.numbers) for share in shares] == shares
+    assert [Share.of(share) for share in shares] == shares
     found = estimator.workload(shares, 4)
-    filler = empty_microbatch(WIDTH, MULTIPLES)
-    filled = [each + [filler] * (4 - len(each)) for each in cut]
+    dummy = empty_microbatch(WIDTH, MULTIPLES)
+    filled = [each + [dummy] * (4 - len(each)) for each in cut]
     positions = [sum(m.layout.sources_CTR.numel() for m in each) for each in filled]
     assert found.tokens == 27 and found.positions == sum(positions)
     assert found.packing_efficiency == 27 / sum(positions)
@@ -67,7 +67,7 @@ def test_fillers_and_padding_count_as_positions_and_not_as_tokens() -> None:
     )
 
 
-def test_padded_fillers_are_as_long_as_the_ranks_own_microbatches() -> None:
+def test_padded_dummies_are_as_long_as_the_ranks_own_microbatches() -> None:
     estimator = estimator_of(alike=True)
     rows = rows_of([12, 3])
     share = estimator.share(rows, [padded_microbatch(rows, WIDTH, WIDTH, MULTIPLES)])
@@ -102,7 +102,7 @@ def test_the_driver_reports_the_slowest_rank() -> None:
         {"seconds": 4.0, "step_seconds": 0.1, "tokens": 8, "tokens_per_second": 2.0},
     ]
     slowest = {"seconds": 4.0, "step_seconds": 0.5, "tokens": 8, "tokens_per_second": 2.0}
-    assert merged_speeds(ranks) == merged_speeds(ranks[::-1]) == slowest
+    assert merge_speeds(ranks) == merge_speeds(ranks[::-1]) == slowest
 
 
 def test_figures_are_known_by_the_drivers_name_only() -> None:

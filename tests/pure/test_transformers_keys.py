@@ -11,7 +11,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
 from megatron_policy.interfaces import LossInputType
-from megatron_policy.training.checks import check_loss_inputs, checked_batch, checked_prompts
+from megatron_policy.training.checks import check_batch, check_loss_inputs, check_prompts
 from tests.losses import LogitEntropy, SequenceNLL
 
 VOCAB = 9
@@ -22,7 +22,7 @@ NUMBERED = torch.arange(6).expand(3, 6)
 
 
 def checked(**given: Any) -> BatchedDataDict:
-    return checked_batch(BatchedDataDict(input_ids=TOKENS, **given), VOCAB)
+    return check_batch(BatchedDataDict(input_ids=TOKENS, **given), VOCAB)
 
 
 def changed(values: torch.Tensor, row: int, position: int, value: float) -> torch.Tensor:
@@ -39,7 +39,7 @@ def test_a_right_padded_attention_mask_gives_the_lengths(dtype: torch.dtype) -> 
     for given in ({}, {"input_lengths": LENGTHS.int()}):
         assert torch.equal(checked(attention_mask=mask, **given)["input_lengths"], LENGTHS)
     prompts = BatchedDataDict(input_ids=TOKENS, attention_mask=mask)
-    assert torch.equal(checked_prompts(prompts, VOCAB, max_length=7)[1], LENGTHS)
+    assert torch.equal(check_prompts(prompts, VOCAB, max_length=7)[1], LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -125,19 +125,19 @@ def test_labels_of_other_tokens_are_refused_where_the_loss_has_no_logits() -> No
 def test_any_id_may_stand_behind_a_row_s_end(foreign: int, key: str) -> None:
     tokens = TOKENS.masked_fill(MASK == 0, foreign)
     given = {"input_lengths": LENGTHS, "attention_mask": MASK}[key]
-    found = checked_batch(BatchedDataDict({"input_ids": tokens, key: given}), VOCAB)
+    found = check_batch(BatchedDataDict({"input_ids": tokens, key: given}), VOCAB)
     assert torch.equal(found["input_ids"], TOKENS * MASK)
     with pytest.raises(BatchError, match=rf"{foreign} in row 0 at position 2.*pass input_lengths"):
-        checked_batch(BatchedDataDict(input_ids=tokens), VOCAB)
+        check_batch(BatchedDataDict(input_ids=tokens), VOCAB)
     inside = changed(tokens, 2, 1, VOCAB)
     with pytest.raises(BatchError, match=f"token {VOCAB} in row 2 at position 1"):
-        checked_batch(BatchedDataDict({"input_ids": inside, key: given}), VOCAB)
+        check_batch(BatchedDataDict({"input_ids": inside, key: given}), VOCAB)
 
 
 def test_arrays_are_taken_as_tensors_are() -> None:
     given = {"input_ids": TOKENS, "attention_mask": MASK, "weights": torch.ones(3, 6)}
     for data in (given, {key: value.numpy() for key, value in given.items()}):
-        found = checked_batch(data, VOCAB)
+        found = check_batch(data, VOCAB)
         assert torch.equal(found["input_lengths"], LENGTHS)
         assert torch.equal(found["weights"], given["weights"])
     backwards = np.asarray(TOKENS.numpy()[:, ::-1], dtype=">i4")

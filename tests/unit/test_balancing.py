@@ -24,7 +24,7 @@ from megatron_policy.packing.microbatch import (
 )
 from megatron_policy.packing.multiples import Multiples
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.training.losses import ValidCounts, own_counts, row_shares
+from megatron_policy.training.losses import ValidCounts, count_own, weigh_rows
 from tests.pure.test_rows import model
 
 LENGTHS, WIDTH, RANKS = (5, 2, 4), 6, 2
@@ -49,7 +49,7 @@ def microbatches() -> list[Microbatch]:
     shares = torch.tensor([0.5, 0.0, 0.25])
     padded = replace(padded_microbatch(rows(), WIDTH, WIDTH, MULTIPLES), shares=shares)
     packed = replace(packed_microbatch(rows(), WIDTH, LENGTHS, MULTIPLES), shares=shares)
-    return [padded, packed, empty_microbatch(WIDTH, MULTIPLES), replace(packed, filler=True)]
+    return [padded, packed, empty_microbatch(WIDTH, MULTIPLES), replace(packed, dummy=True)]
 
 
 def test_only_text_of_rows_that_count_is_numbered_on_whichever_rank_it_is() -> None:
@@ -71,13 +71,13 @@ def test_a_rows_tokens_weigh_its_share_together() -> None:
 @pytest.mark.parametrize("level", [LossType.TOKEN_LEVEL, LossType.SEQUENCE_LEVEL, None])
 def test_the_shares_of_a_global_batch_add_up_to_one(level: LossType | None) -> None:
     data = rows()
-    counts = ValidCounts(*own_counts(data))
-    shares_B = row_shares(SimpleNamespace(loss_type=level), data, counts)
+    counts = ValidCounts(*count_own(data))
+    shares_B = weigh_rows(SimpleNamespace(loss_type=level), data, counts)
     expected = [0.5, 0, 0.5] if level is LossType.SEQUENCE_LEVEL else [4 / 6, 0, 2 / 6]
     assert shares_B.tolist() == pytest.approx(expected)
     data["sample_mask"] = torch.zeros(3)
-    nothing = ValidCounts(*own_counts(data))
-    assert not row_shares(SimpleNamespace(loss_type=level), data, nothing).any()
+    nothing = ValidCounts(*count_own(data))
+    assert not weigh_rows(SimpleNamespace(loss_type=level), data, nothing).any()
 
 
 @pytest.mark.parametrize("scoring", Scoring)

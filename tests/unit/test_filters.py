@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_policy.config import GenerationConfig
-from megatron_policy.lm_head.filters import Filters, find_bounds, ordered
+from megatron_policy.lm_head.filters import Filters, find_bounds, order_bits
 from megatron_policy.lm_head.fused import HeadShape, fused_scores
 from megatron_policy.lm_head.fused_tiles import row_tiling
 from tests.pure.test_fused import (
@@ -109,7 +109,7 @@ def keeps(row: list[float], **filters: Any) -> list[int]:
     for dtype in (torch.float32, torch.float64):
         logits_1V = torch.tensor([row], dtype=dtype)
         bounds = find_bounds(logits_1V, 0, len(row), Filters(**filters))
-        found.append((~bounds.dropped(logits_1V, 0))[0].nonzero()[:, 0].tolist())
+        found.append((~bounds.mask_dropped(logits_1V, 0))[0].nonzero()[:, 0].tolist())
     assert found[0] == found[1]
     return found[0]
 
@@ -164,15 +164,15 @@ def rows(draw: st.DrawFn) -> torch.Tensor:
 def test_what_is_kept_equals_a_loop_over_sorted_entries(logits_1V, top_k, top_p, min_p) -> None:
     filters = Filters(top_k, top_p, min_p)
     bounds = find_bounds(logits_1V, 0, logits_1V.size(1), filters)
-    assert torch.equal(~bounds.dropped(logits_1V, 0), plain_kept(logits_1V, filters))
+    assert torch.equal(~bounds.mask_dropped(logits_1V, 0), plain_kept(logits_1V, filters))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_integers_have_the_order_of_the_floats_they_are_of(dtype: torch.dtype) -> None:
     values = torch.tensor([-math.inf, -1e30, -1.5, -1e-40, 0.0, 1e-40, 2.0, 1e30, math.inf])
     bits = values.to(dtype).view(torch.int32 if dtype == torch.float32 else torch.int64)
-    assert (ordered(bits).diff() > 0).all()
-    assert torch.equal(ordered(ordered(bits)), bits)
+    assert (order_bits(bits).diff() > 0).all()
+    assert torch.equal(order_bits(order_bits(bits)), bits)
 
 
 @pytest.mark.dear

@@ -131,7 +131,7 @@ OTHERWISE: dict[str, str] = {
         monitoring.metrics_log:checked_metrics parallel.topology:Topology.__post_init__
         policy.checkpointing:* policy.generation:* policy.profiling:* refit.*:*
         training.accumulate:* training.checks:check_head training.losses:LossNormalization.*
-        training.pieces:* training.sharding:* workers.*:*
+        training.pieces:* training.sharding:* training.step:* workers.*:*
     """,
     "files, which are read later, or the disk": """
         checkpoint.kept_files:* converters.files.*:* monitoring.writers:JsonlWriter.__init__

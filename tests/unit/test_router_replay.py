@@ -74,7 +74,7 @@ def test_choices_that_do_not_fit_are_refused_by_row_and_layer(name: str) -> None
     data, message = REFUSED[name]
     before = copy.deepcopy(data["routed_experts"])
     with pytest.raises(BatchError, match=message):
-        REPLAY.prepared(data)
+        REPLAY.prepare(data)
     torch.testing.assert_close(data["routed_experts"], before, rtol=0, atol=0)
 
 
@@ -82,14 +82,14 @@ def test_choices_that_do_not_fit_are_refused_by_row_and_layer(name: str) -> None
 def test_choices_are_kept_in_the_smallest_dtype_and_within_the_rows(dtype: torch.dtype) -> None:
     data = batch(dtype=dtype)
     data["routed_experts"][1, 3] = 77  # beyond the row's length
-    kept = REPLAY.prepared(data)["routed_experts"]
+    kept = REPLAY.prepare(data)["routed_experts"]
     expected = batch()["routed_experts"]
     expected[1, 3] = -1
     assert kept.dtype is torch.int8 and torch.equal(kept.long(), expected)
     assert (data["routed_experts"][1, 3] == 77).all(), "the caller's own data are not changed"
-    assert torch.equal(REPLAY.prepared(REPLAY.prepared(data))["routed_experts"], kept)
+    assert torch.equal(REPLAY.prepare(REPLAY.prepare(data))["routed_experts"], kept)
     wide = replace(REPLAY, experts=129)
-    assert wide.prepared(data)["routed_experts"].dtype is torch.int16
+    assert wide.prepare(data)["routed_experts"].dtype is torch.int16
     assert replace(REPLAY, experts=128).dtype is torch.int8
     assert replace(REPLAY, experts=2**15 + 1).dtype is torch.int32
 
@@ -98,8 +98,8 @@ def test_choices_of_all_layers_are_reduced_to_those_with_experts() -> None:
     few = changed(0, 1, 2, [4, 1])
     wide = torch.full((ROWS, LENGTH, NUM_LAYERS, CHOSEN), 99)
     wide[:, :, list(LAYERS)] = few["routed_experts"]
-    kept = REPLAY.prepared(batch(wide))["routed_experts"]
-    assert torch.equal(kept, REPLAY.prepared(few)["routed_experts"])
+    kept = REPLAY.prepare(batch(wide))["routed_experts"]
+    assert torch.equal(kept, REPLAY.prepare(few)["routed_experts"])
     assert kept[0, 1, 2].tolist() == [4, 1]
 
 
@@ -107,18 +107,18 @@ def test_the_configuration_decides_whether_experts_are_replayed_and_plans_stay()
     data, bare = batch(), batch()
     del bare["routed_experts"]
     with pytest.raises(BatchError, match="enabled is true, but the data lack 'routed_experts'"):
-        REPLAY.prepared(bare)
+        REPLAY.prepare(bare)
     with pytest.raises(BatchError, match="enabled is false: set it to true"):
-        OFF.prepared(data, Replay.IF_GIVEN)
+        OFF.prepare(data, Replay.IF_GIVEN)
     for replay, given in ((REPLAY, Replay.IF_GIVEN), (OFF, Replay.REQUIRED), (OFF, Replay.NEVER)):
-        assert replay.prepared(bare, given) is bare
-    assert "routed_experts" in REPLAY.prepared(data, Replay.IF_GIVEN)
+        assert replay.prepare(bare, given) is bare
+    assert "routed_experts" in REPLAY.prepare(data, Replay.IF_GIVEN)
     for replay in (REPLAY, OFF):
-        assert "routed_experts" not in replay.prepared(data, Replay.NEVER)
+        assert "routed_experts" not in replay.prepare(data, Replay.NEVER)
     assert "routed_experts" in data
     data.micro_batch_indices, data.caller_rows = [[[0, 3]]], [7, 8, 9]
     for given in (Replay.REQUIRED, Replay.NEVER):
-        prepared = REPLAY.prepared(data, given)
+        prepared = REPLAY.prepare(data, given)
         assert prepared.micro_batch_indices == [[[0, 3]]] and prepared.caller_rows == [7, 8, 9]
     with pytest.raises(BatchError, match="the model has none"):
         RouterReplay(False, 0, 0, (), 2).check_has_experts()
@@ -151,7 +151,7 @@ def test_the_driver_refuses_before_it_sends_and_deals_choices_with_their_rows() 
     sharded = dealer.to_score(data)
     answers = [BatchedDataDict({"routed_experts": s["routed_experts"]}) for s in sharded.shards]
     whole = sharded.restored([each for each in answers if each.size])
-    assert torch.equal(whole["routed_experts"], REPLAY.prepared(data)["routed_experts"])
+    assert torch.equal(whole["routed_experts"], REPLAY.prepare(data)["routed_experts"])
     assert all("routed_experts" not in s for s in dealer.to_score(data, Replay.NEVER).shards)
 
 

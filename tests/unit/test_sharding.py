@@ -19,12 +19,12 @@ from megatron_policy.training.longest import Longest
 from megatron_policy.training.replay import RouterReplay
 from megatron_policy.training.sharding import (
     BatchDispatcher,
-    even_shards,
     joined,
     merged_training,
-    part_shards,
-    planned_shards,
-    training_shards,
+    shard_by_plan,
+    shard_evenly,
+    shard_for_training,
+    shard_part,
 )
 from tests.losses import TokenNLL
 from tests.pairwise import PairsOfLogprobs
@@ -60,14 +60,14 @@ def test_the_driver_refuses_sizes_and_plans_that_cannot_be_dealt(training: Batch
 
 
 def test_every_global_batch_is_dealt_evenly_in_order_and_without_the_rest_of_it() -> None:
-    shards = training_shards(numbered(8), ranks=2, global_batch_size=4)
+    shards = shard_for_training(numbered(8), ranks=2, global_batch_size=4)
     assert [shard["input_ids"].flatten().tolist() for shard in shards] == [
         [0, 1, 4, 5],
         [2, 3, 6, 7],
     ]
     data = numbered(64, length=1000)
     whole = len(pickle.dumps(data))
-    for shards in (even_shards(data, 8), training_shards(data, 8, 64)):
+    for shards in (shard_evenly(data, 8), shard_for_training(data, 8, 64)):
         assert all(len(pickle.dumps(shard)) < whole / 6 for shard in shards)
 
 
@@ -75,7 +75,7 @@ def test_every_global_batch_is_dealt_evenly_in_order_and_without_the_rest_of_it(
 def test_a_part_is_dealt_in_order_in_whole_microbatches_as_equal_as_can_be(
     microbatches: int, rows: int, ranks: int
 ) -> None:
-    shards = part_shards(numbered(microbatches * rows), ranks, rows)
+    shards = shard_part(numbered(microbatches * rows), ranks, rows)
     assert [name for shard in shards for name in shard["names"]] == [
         str(row) for row in range(microbatches * rows)
     ]
@@ -83,13 +83,13 @@ def test_a_part_is_dealt_in_order_in_whole_microbatches_as_equal_as_can_be(
     assert [shard.size % rows for shard in shards] == [0] * ranks
     assert max(sizes) - min(sizes) <= 1
     with pytest.raises(ConfigError, match="make them a multiple"):
-        part_shards(numbered(rows + 1), ranks, rows + 2)
+        shard_part(numbered(rows + 1), ranks, rows + 2)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 6, 7])
 def test_joining_undoes_dealing_whatever_the_number_of_rows(rows: int) -> None:
     data = numbered(rows)
-    shards = even_shards(data, 3)
+    shards = shard_evenly(data, 3)
     assert len({shard.size for shard in shards}) == 1
     whole = joined(shards, rows)
     assert torch.equal(whole["input_ids"], data["input_ids"])
@@ -130,7 +130,7 @@ def test_planned_answers_come_back_in_the_callers_order_and_shape(
 ) -> None:
     grid = Topology(dp=ranks, pp=stages, vpp=stages)
     data = uneven(lengths)
-    dealt = planned_shards(data, lengths, batching, grid, COST)
+    dealt = shard_by_plan(data, lengths, batching, grid, COST)
     plans = [Plan.of(shard) for shard in dealt.shards]
     (count,) = {len(spans) for plan in plans if plan for spans in plan.batches}
     assert count % stages == 0
@@ -145,7 +145,7 @@ def test_planned_answers_come_back_in_the_callers_order_and_shape(
 
 def test_global_batches_are_planned_one_by_one_and_follow_one_another() -> None:
     lengths = [16, 1, 2, 3, 16, 16]
-    dealt = planned_shards(uneven(lengths), lengths, PACKED, Topology(dp=2), COST, 3)
+    dealt = shard_by_plan(uneven(lengths), lengths, PACKED, Topology(dp=2), COST, 3)
     for number, rows in enumerate(({0, 1, 2}, {3, 4, 5})):
         parts = [shard.get_batch(number) for shard in dealt.shards]
         assert {int(row) for part in parts for row in part["input_ids"][:, 0]} == rows
@@ -181,14 +181,14 @@ def test_pairs_are_dealt_whole_and_what_would_cut_one_is_refused(training: Batch
 
 def test_planned_data_are_whole_global_batches_and_an_idle_rank_gets_every_key() -> None:
     with pytest.raises(ConfigError, match="3 samples, which is not a multiple of gbs=2"):
-        planned_shards(uneven([1, 1, 1]), [1, 1, 1], PACKED, Topology(), COST, 2)
+        shard_by_plan(uneven([1, 1, 1]), [1, 1, 1], PACKED, Topology(), COST, 2)
     with pytest.raises(ConfigError, match="no rows"):
-        planned_shards(BatchedDataDict(), [], PACKED, Topology(), COST)
+        shard_by_plan(BatchedDataDict(), [], PACKED, Topology(), COST)
     with pytest.raises(ConfigError, match="no rows"):
-        even_shards(BatchedDataDict(), 2)
+        shard_evenly(BatchedDataDict(), 2)
     with pytest.raises(BatchError, match=r"row 3 has 17 tokens, more than sequence_packing\.t"):
-        planned_shards(uneven([1, 1, 1, 17]), [1, 1, 1, 17], PACKED, Topology(dp=2), COST, 2)
-    dealt = planned_shards(uneven([5]), [5], PACKED, Topology(dp=2), COST)
+        shard_by_plan(uneven([1, 1, 1, 17]), [1, 1, 1, 17], PACKED, Topology(dp=2), COST, 2)
+    dealt = shard_by_plan(uneven([5]), [5], PACKED, Topology(dp=2), COST)
     (empty,) = [shard for shard in dealt.shards if not shard.size]
     assert empty.keys() == uneven([5]).keys()
     assert (empty["input_ids"].shape, empty["names"]) == ((0, 16), [])

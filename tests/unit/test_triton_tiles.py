@@ -23,7 +23,12 @@ from megatron_policy.lm_head import tile_work as choice
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape, fused_scores
 from megatron_policy.lm_head.fused_tiles import Known, Sums, Tiling, VocabTile, tiling
-from megatron_policy.lm_head.tile_work import Implementation, TileWork, chosen, tile_work
+from megatron_policy.lm_head.tile_work import (
+    Implementation,
+    TileWork,
+    choose_implementation,
+    tile_work,
+)
 from tests.pure.test_fused import (
     ALONE,
     Case,
@@ -408,8 +413,10 @@ def test_kernels_are_chosen_for_the_dtypes_they_know_where_they_run(
 ) -> None:
     weights = {dtype: torch.empty(2, 2, dtype=dtype) for dtype in (*DTYPES, torch.float64)}
     head = HeadShape(0, 2)
-    assert {chosen(weight, head) for weight in weights.values()} == {"torch"}
+    assert {choose_implementation(weight, head) for weight in weights.values()} == {"torch"}
     monkeypatch.setattr(choice, "runs_triton", lambda tensor: True)
-    assert {dtype for dtype in weights if chosen(weights[dtype], head) == "triton"} == {*DTYPES}
+    assert {
+        dtype for dtype in weights if choose_implementation(weights[dtype], head) == "triton"
+    } == {*DTYPES}
     filtered = replace(head, filters=Filters(top_k=1))
-    assert {chosen(weight, filtered) for weight in weights.values()} == {"torch"}
+    assert {choose_implementation(weight, filtered) for weight in weights.values()} == {"torch"}

@@ -110,8 +110,8 @@ class FsdpEngine:
         with self.recorder.span(SCORING if forward_only else TRAINING):
             for number, microbatch in enumerate(microbatches):
 
-                def finish(output: Output, filler: bool = microbatch.filler) -> torch.Tensor:
-                    if filler:
+                def finish(output: Output, dummy: bool = microbatch.dummy) -> torch.Tensor:
+                    if dummy:
                         return output.nothing()
                     value, found = loss(output)
                     kept.append(found)
@@ -134,8 +134,8 @@ class FsdpEngine:
         with self.recorder.span(SCORING):
             for number, microbatch in enumerate(microbatches):
 
-                def finish(output: Output, filler: bool = microbatch.filler) -> torch.Tensor:
-                    if not filler:
+                def finish(output: Output, dummy: bool = microbatch.dummy) -> torch.Tensor:
+                    if not dummy:
                         kept.append(read(output))
                     return output.hidden_TRD.new_zeros(())
 

@@ -162,7 +162,9 @@ class OwnHead:
         logits_NV = self._logits(hidden_ND.unsqueeze(1)).squeeze(1)
         if self.filters is not None and len(logits_NV):
             bounds = find_bounds(logits_NV.detach(), 0, self.vocab, self.filters)
-            logits_NV = logits_NV.masked_fill(bounds.dropped(logits_NV.detach(), 0), -torch.inf)
+            logits_NV = logits_NV.masked_fill(
+                bounds.mask_dropped(logits_NV.detach(), 0), -torch.inf
+            )
         logprobs_NV = logits_NV.log_softmax(-1)
         kept_NV = logprobs_NV.masked_fill(logprobs_NV == -torch.inf, 0.0)
         return logprobs_NV.gather(-1, wanted_NK), -(logprobs_NV.exp() * kept_NV).sum(-1)

@@ -78,7 +78,7 @@ class Pipeline:
         """Forward and, unless `forward_only`, backward; `loss` returns a scalar to differentiate
         and a value to keep.
 
-        Returns the kept values, in order and without fillers, on the last stage; an empty list on
+        Returns the kept values, in order and without dummies, on the last stage; an empty list on
         the others.
         """
         for chunk in self.chunks:
@@ -93,7 +93,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch], read: Consume[T]) -> list[T]:
         """Forward only, in eval mode; returns the result of `read` for each microbatch that is not
-        a filler, on the last stage.
+        a dummy, on the last stage.
         """
         return self._read(microbatches, read, None)
 
@@ -102,13 +102,13 @@ class Pipeline:
         self, microbatches: Sequence[Microbatch], read: Consume[T]
     ) -> tuple[list[T], list[torch.Tensor]]:
         """As `forward`, and on every rank the experts that tokens take in each microbatch that is
-        not a filler, int32 `[B, S, L, K]`.
+        not a dummy, int32 `[B, S, L, K]`.
         """
         assert self.channel is not None, "the model has no experts"
         recorded: list[Recorded] = [{} for _ in microbatches]
         kept = self._read(microbatches, read, recorded)
         pairs = zip(microbatches, recorded, strict=True)
-        real = [(each, own) for each, own in pairs if not each.filler]
+        real = [(each, own) for each, own in pairs if not each.dummy]
         return kept, [self.channel.collect(each, own) for each, own in real]
 
     def _read(
@@ -158,7 +158,7 @@ class Pipeline:
         if communicator is not None:
             communicator.finish()
         pairs = zip(kept, microbatches, strict=bool(kept))
-        return [value for value, microbatch in pairs if not microbatch.filler]
+        return [value for value, microbatch in pairs if not microbatch.dummy]
 
     def _communicator(
         self, microbatches: Sequence[Microbatch], forward_only: bool
@@ -216,7 +216,7 @@ class Pipeline:
         hidden_TRD: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         output = self._output(microbatch, taken, hidden_TRD)
-        value, kept = (output.nothing(), None) if microbatch.filler else loss(output)
+        value, kept = (output.nothing(), None) if microbatch.dummy else loss(output)
         # This count would divide gradients when they are reduced; ours are sums, so it has no
         # effect.
         return value, torch.ones((), dtype=torch.int, device=value.device), kept
@@ -230,7 +230,7 @@ class Pipeline:
         non_loss_data: bool,
     ) -> Any:
         assert non_loss_data
-        return None if microbatch.filler else read(self._output(microbatch, taken, hidden_TRD))
+        return None if microbatch.dummy else read(self._output(microbatch, taken, hidden_TRD))
 
     def _output(
         self, microbatch: Microbatch, taken: list[torch.Tensor], hidden_TRD: torch.Tensor

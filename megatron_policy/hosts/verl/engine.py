@@ -54,7 +54,7 @@ from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.training.callbacks import TokenScores
 from megatron_policy.training.replay import Replay
-from megatron_policy.training.sync_microbatches import prepared_together
+from megatron_policy.training.sync_microbatches import prepare_together
 
 _log = logging.getLogger(__name__)
 
@@ -272,7 +272,7 @@ class MegatronPolicyEngine(KeepsState):
     def _add_experts(self, batch: BatchedDataDict, data: TensorDict, mode: str) -> Replay:
         """Add experts to be replayed; BatchError, on every rank, if rows of one lack them."""
         group = self.policy.groups.dp
-        prepared_together(lambda: add_experts(batch, data, mode), lambda _: 0, group)
+        prepare_together(lambda: add_experts(batch, data, mode), lambda _: 0, group)
         return Replay.REQUIRED
 
     @lost_ranks_named()

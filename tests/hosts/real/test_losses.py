@@ -27,6 +27,7 @@ from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch, packed_microbatch, padded_microbatch
 from megatron_policy.packing.multiples import Multiples
 from megatron_policy.parallel.topology import Topology
+from megatron_policy.training.loss_faults import LossFault
 from megatron_policy.training.losses import ValidCounts, evaluate_loss
 from tests.hosts.real import host
 
@@ -115,7 +116,10 @@ def ours(
     model = SimpleNamespace(share_embeddings_and_output_weights=False, output_layer=Layer())
     head = Head(HeadShape(vocab_start=0, real=VOCAB, filters=filters), groups.tp, 8, model)
     output = Output(hidden_TRD, microbatch, head, groups.cp)
-    loss, metrics = evaluate_loss(adapted(loss_fn), output, counts_of(data), VOCAB, groups)
+    faults: list[LossFault] = []
+    counts = counts_of(data)
+    loss, metrics = evaluate_loss(adapted(loss_fn), output, counts, VOCAB, groups, faults)
+    assert not faults
     loss.backward()
     return Found(loss.item(), plain(metrics), microbatch.layout.put(hidden_TRD.grad[None]))
 

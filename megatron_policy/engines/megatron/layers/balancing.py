@@ -47,14 +47,14 @@ class RoutedRows:
 
     @classmethod
     def of(cls, microbatches: Sequence[Microbatch], context_rank: int) -> RoutedRows:
-        """Number the rows; those of fillers and of microbatches without shares do not count."""
+        """Number the rows; those of dummies and of microbatches without shares do not count."""
         most = max(1, *(each.tokens_BS.size(0) for each in microbatches))
         weights_N = torch.zeros(1 + most * len(microbatches), device=current_device())
         numbers = []
         for index, each in enumerate(microbatches):
             rows, first = each.tokens_BS.size(0), 1 + index * most
             numbers_BS = torch.zeros_like(each.tokens_BS)
-            if each.shares is not None and not each.filler:
+            if each.shares is not None and not each.dummy:
                 counts_BS = routed(each.data)
                 numbers_BS = torch.arange(first, first + rows, device=weights_N.device)
                 numbers_BS = numbers_BS.unsqueeze(1) * counts_BS

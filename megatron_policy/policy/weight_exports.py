@@ -1,4 +1,4 @@
-"""A policy's weights in other hands: exports, and refits of engines."""
+"""A policy's weights outside: exports, and refits of engines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron_policy.refit.transports.disk import DEFAULT_MAX_SHARD_BYTES, expor
 from megatron_policy.refit.transports.peft import export_adapters
 
 
-class HandsOverWeights:
-    """The methods of a policy that hand its weights over; they change nothing of it."""
+class WeightExports:
+    """The methods of a policy that send or write its weights; they change nothing of it."""
 
     config: PolicyConfig
     exporter: Exporter
