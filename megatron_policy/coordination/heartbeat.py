@@ -11,7 +11,7 @@ from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.errors import CheckpointError, RefitError
 
 _BEATS = 8  # within the silence after which others give up
-_SHORTEST_S, _LONGEST_S = 0.0005, 0.1  # between two looks at the number
+_SHORTEST_S = 0.0005  # between two looks at the number
 
 
 class Heartbeat:
@@ -22,10 +22,6 @@ class Heartbeat:
         self._add, self._interval_s = add, silence_s / _BEATS
         self._last = 0.0
 
-    def count(self) -> int:
-        """The number: it has changed if any rank has beaten since the last call."""
-        return self._add(0)
-
     def beat(self) -> None:
         """Beat if it is time. Call it often."""
         now = time.monotonic()
@@ -34,14 +30,14 @@ class Heartbeat:
             self._add(1)
 
     def wait_while_alive(
-        self, condition: Callable[[], bool], silence_s: float, longest_pause_s: float = _LONGEST_S
+        self, condition: Callable[[], bool], silence_s: float, longest_pause_s: float
     ) -> bool:
         """Wait for the condition; return False if no rank beats for `silence_s` seconds. The pauses
         between two looks grow to `longest_pause_s` seconds.
         """
         pause, seen, quiet_since = _SHORTEST_S, -1, time.monotonic()
         while not condition():
-            count, now = self.count(), time.monotonic()
+            count, now = self._add(0), time.monotonic()
             seen, quiet_since = count, quiet_since if count == seen else now
             if now - quiet_since > silence_s:
                 return False

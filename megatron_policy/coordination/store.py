@@ -43,10 +43,6 @@ class StoreCalls:
             self._on_failure()
             raise self._error(self.failure) from error
 
-    def reset(self) -> None:
-        """Call the store again: a new operation begins."""
-        self.failure = ""
-
 
 def _describe(error: Exception) -> str:
     what = "does not answer" if isinstance(error, TimeoutError) else "has left, or was ended"

@@ -31,7 +31,7 @@ from megatron_policy.converters.formats.side_files import (
     side_files,
     side_paths,
 )
-from megatron_policy.coordination.barrier import Coordinator
+from megatron_policy.coordination.operation import SAVES, Coordinator
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import Adapters
 from megatron_policy.memory.states import SAVE, SEND_WEIGHTS
@@ -59,7 +59,9 @@ class Checkpoints:
         self._contents = Contents(session.engine, session.topology, generators)
         store = dist.distributed_c10d._get_default_store()
         size = session.topology.world_size
-        self._coordinator = Coordinator(store, session.rank, size, config.checkpoint_timeout_s)
+        self._coordinator = Coordinator(
+            SAVES, store, session.rank, size, config.checkpoint_timeout_s
+        )
         side_paths(locate(config.model_name))  # raises on every rank or on none
         self._kept = KeptFiles(self._side_files(), tokenizer) if session.rank == 0 else None
         self._saved = saved_by(session.engine)
@@ -149,15 +151,15 @@ class Checkpoints:
         assert weights is not None
         purpose = f"load {weights}, its optimizer from {optimizer}, {fresh_optimizer=}"
         loader = Loader(self._saved.table, self._engine.place, self._coordinator, purpose)
-        loader.together("ready", self._before_loading)
+        loader.under.together("ready", self._before_loading)
         moments = self._contents.kept_states
         found = loader.find(weights, optimizer, moments=moments, fresh=fresh_optimizer)
         loader.verify(found)
         prepared = loader.opened(partial(self._prepared, found))
         with prepared as (plan, rest), self._changing(found):
-            loader.together("read", lambda: self._fill(plan))
-            report = loader.together("restored", lambda: self._contents.restored(found, rest))
-        loader.leave()
+            loader.under.together("read", lambda: self._fill(plan))
+            report = loader.under.together("restored", lambda: self._contents.restored(found, rest))
+        loader.under.leave_together()
         if self._session.rank == 0:
             _log.log(logging.WARNING if report.not_restored else logging.INFO, "%s", report)
         return report
