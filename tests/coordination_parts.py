@@ -18,7 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_policy.coordination import agreement
-from megatron_policy.coordination.operation import REFITS, SAVES, Coordinator, Kind, Operation
+from megatron_policy.coordination.operation import (
+    REFITS,
+    SAVES,
+    Coordinator,
+    Operation,
+    OperationKind,
+)
 from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.errors import BatchError, RefitError
 
@@ -39,7 +45,7 @@ class Place:
     store: dist.Store
     coordinators: list[Coordinator] = field(default_factory=list)
 
-    def coordinator(self, kind: Kind) -> Coordinator:
+    def coordinator(self, kind: OperationKind) -> Coordinator:
         """A new coordinator."""
         self.coordinators.append(Coordinator(kind, self.store, self.rank, 2, LONG_S))
         return self.coordinators[-1]
@@ -231,16 +237,16 @@ def group_sum(place: Place, group: BoundedProcessGroup) -> Tensor:
     return memory
 
 
-def agreement_prepared_together(place: Place) -> Part:
+def agreement_prepare_together(place: Place) -> Part:
     group = dist.new_group([0, 1], timedelta(seconds=place.timeout_s), "gloo")
     assert group is not None
-    agreement.largest([0], group)  # its connections exist
+    agreement.find_largest([0], group)  # its connections exist
 
     def play(suffer: Suffer) -> list[int]:
-        _, most = agreement.prepared_together(
+        _, most = agreement.prepare_together(
             suffer, lambda _: [10**place.rank, -(10**place.rank)], group, BatchError("elsewhere")
         )
-        return [*most, *agreement.gathered([10**place.rank], group)]
+        return [*most, *agreement.gather_lists([10**place.rank], group)]
 
     return play
 
@@ -258,6 +264,6 @@ REFITTING = (
     refit_shut_down,
 )
 GROUPS = (group_broadcast, group_all_gather, group_sum)
-AGREEMENTS = (agreement_prepared_together,)
+AGREEMENTS = (agreement_prepare_together,)
 REPEATED = (operation_wait_for_all, refit_gather, refit_collect_failures)
 """These go on after a fault: their next operation succeeds."""

@@ -119,9 +119,9 @@ class ControlStore:
             return self._values.perform(request)
         known = self._client
         try:
-            if known is None:
-                self._client = self._connect(self._timeout_s if connect_s is None else connect_s)
-            return self._client.perform(request)
+            limit_s = self._timeout_s if connect_s is None else connect_s
+            self._client = client = known or self._connect(limit_s)
+            return client.perform(request)
         except OSError as error:
             self._disconnect()
             # The host can have been restarted. One that is only silent would stay silent.
@@ -161,8 +161,8 @@ class ControlStore:
 
 
 class TorchControlStore(dist.Store):
-    """A control store as what process groups need of a store. DistStoreError if a key does not
-    appear in time or the control store cannot be reached.
+    """A control store with those of torch's methods that process groups call. DistStoreError if a
+    key does not appear in time or the control store cannot be reached.
 
     torch calls it from threads of its own, and holds no reference that keeps it alive.
     """
@@ -173,29 +173,23 @@ class TorchControlStore(dist.Store):
         self._one_at_a_time = threading.Lock()
 
     def set(self, key: str, value: Any) -> None:
-        """Set a value."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._perform(Request(PUT, (key,), content))
 
     def get(self, key: str) -> bytes:
-        """The value, once it exists."""
         return self._perform(Request(GET, (key,), timeout_s=self._timeout_s)).body
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys exist."""
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         self._perform(Request(GET, tuple(keys), timeout_s=limit))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys exist now."""
         return self._perform(Request(GET, tuple(keys)), missing=False).found
 
     def add(self, key: str, number: int) -> int:
-        """Add to the number of that key; returns the sum."""
         return int(self._perform(Request(ADD, (key,), b"%d" % number)).body)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; returns whether it existed."""
         return self._perform(Request(DROP, (key,)), missing=False).found
 
     def _perform(self, request: Request, missing: bool = True) -> Reply:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron_policy.coordination.heartbeat import Heartbeat
-from megatron_policy.coordination.store import StoreCalls
+from megatron_policy.coordination.store import Heartbeat, StoreCalls
 from megatron_policy.errors import CheckpointError, ConfigError, RefitError
 
 _log = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ _SHUTDOWN_S = 30.0
 
 
 @dataclass(frozen=True)
-class Kind:
+class OperationKind:
     """How operations of one kind fail."""
 
     name: str
@@ -59,14 +58,14 @@ class Kind:
         return error if isinstance(error, self.error) else self.error(self.describe(error))
 
 
-SAVES = Kind(
+SAVES = OperationKind(
     "save",
     CheckpointError,
     "a rank gave no sign of life for {timeout_s:g} s while the others waited for {name!r}. Check "
     "its log; checkpoint_timeout_s sets how long to wait",
     longest_pause_s=0.1,
 )
-REFITS = Kind(
+REFITS = OperationKind(
     "refit",
     RefitError,
     "a rank did not take part within {timeout_s:g} s. Check its log; the next refit starts from "
@@ -81,7 +80,7 @@ class Coordinator:
     """
 
     def __init__(
-        self, kind: Kind, store: dist.Store, rank: int, size: int, timeout_s: float
+        self, kind: OperationKind, store: dist.Store, rank: int, size: int, timeout_s: float
     ) -> None:
         """No wait is longer than `timeout_s` seconds without a heartbeat."""
         self.kind, self.store = kind, store if size > 1 else dist.HashStore()
@@ -90,8 +89,8 @@ class Coordinator:
         """Whether a rank did not reach the end of an operation."""
         self._number, self._kept = 0, list[Operation]()
         # The store can outlive a policy: the next policy's keys must be new to it.
-        own = f"{kind.name}/of rank {rank}"
-        policies = StoreCalls(timeout_s, kind.error)(lambda: self.store.add(own, 1))
+        own, bound_s = f"{kind.name}/of rank {rank}", timeout_s if size > 1 else None
+        policies = StoreCalls(bound_s, kind.error)(lambda: self.store.add(own, 1))
         self.root = f"{kind.name}/{policies}"
 
     def begin(self, purpose: str = "") -> Operation:
@@ -131,9 +130,13 @@ class Operation:
         self._store, self._timeout_s = coordinator.store, timeout_s
         self._own, self._left = f"rank {coordinator.rank}: ", False
         self._meetings = 0
-        self.call = StoreCalls(timeout_s, self._kind.error, self._lose_a_rank)
-        self._heartbeat = Heartbeat(lambda by: self._add("beats", by), timeout_s)
-        self.beat, self.beating = self._heartbeat.beat, self._heartbeat.beating
+        alone = coordinator.size == 1
+        bound_s = None if alone else timeout_s
+        self.call = StoreCalls(bound_s, self._kind.error, self._lose_a_rank)
+        pause_s = self._kind.longest_pause_s
+        heartbeat = Heartbeat(lambda by: self._add("beats", by), timeout_s, pause_s)
+        self.beat, self.beating = heartbeat.beat, nullcontext if alone else heartbeat.beating
+        self._wait_while_alive = heartbeat.wait_while_alive
 
     @contextmanager
     def critical_section(self, name: str = "") -> Iterator[None]:
@@ -345,11 +348,6 @@ class Operation:
             self._add("left", 1)
             if not (with_all and self._wait_while_alive(lambda: self._add("left", 0) >= size)):
                 self._add("left", size)  # nothing has to wait any longer
-
-    def _wait_while_alive(self, condition: Callable[[], bool]) -> bool:
-        """Wait for the condition; False if no rank beats for the timeout."""
-        pause_s = self._kind.longest_pause_s
-        return self._heartbeat.wait_while_alive(condition, self._timeout_s, pause_s)
 
     def _lose_a_rank(self) -> None:
         self._coordinator.lost_a_rank = True

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron_policy.coordination.agreement import gathered, largest
+from megatron_policy.coordination.agreement import find_largest, gather_lists
 from megatron_policy.errors import LossError
 from megatron_policy.parallel.groups import Groups
 
@@ -44,7 +44,7 @@ def any_fault(faults: Sequence[Fault], groups: Groups) -> bool:
     """Whether any rank has a fault; all stages of a pipeline have the same faults."""
     found = int(bool(faults))
     for group in _groups(groups):
-        (found,) = largest([found], group)
+        (found,) = find_largest([found], group)
     return bool(found)
 
 
@@ -54,7 +54,7 @@ def raise_everywhere(faults: Sequence[Fault], groups: Groups, consequence: str) 
     """
     found = list(faults)
     for group in _groups(groups):
-        found = gathered(found, group)
+        found = gather_lists(found, group)
     several = sorted(set(found))
     first = several[0]
     error = LossError(f"{_said(several)} {consequence}")

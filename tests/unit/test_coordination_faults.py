@@ -10,10 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from megatron_policy.coordination.heartbeat import Heartbeat
 from megatron_policy.coordination.operation import REFITS, Coordinator
 from megatron_policy.coordination.rendezvous import reserved_port
-from megatron_policy.coordination.store import StoreCalls
+from megatron_policy.coordination.store import Heartbeat, StoreCalls
 from megatron_policy.errors import CheckpointError, RefitError
 from tests import coordination_ranks
 from tests.coordination_parts import (
@@ -156,7 +155,7 @@ WHOLE = {
     "refit_collect_failures": "'all have succeeded'",
     "refit_broadcast": "'words'",
     "refit_shut_down": "'down'",
-    "agreement_prepared_together": "[10, -1, 1, 10]",
+    "agreement_prepare_together": "[10, -1, 1, 10]",
     "group_all_gather": "[1, 10]",
     "group_sum": "[11, 11, 11]",
 }
@@ -244,6 +243,6 @@ def test_heartbeats_over_a_store_that_is_gone_end_without_a_word(monkeypatch) ->
         beaten.set()
         raise CheckpointError("the rendezvous on rank 0 has left")
 
-    with Heartbeat(beat, 0.1).beating():
+    with Heartbeat(beat, 0.1, 0.1).beating():
         assert beaten.wait(HANG_S)
     assert not raised
