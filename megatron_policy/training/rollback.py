@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_policy.device.random_states import kept
+from megatron_policy.device.random_states import remember
 from megatron_policy.interfaces.engine import TrainingEngine
 
 
@@ -26,7 +26,7 @@ class Rollback:
     def here(cls, engine: TrainingEngine) -> Rollback:
         """Record the current state."""
         buffers = tuple((live, live.clone()) for live in engine.volatile_buffers())
-        return cls(kept(engine), buffers)
+        return cls(remember(engine), buffers)
 
     def __call__(self) -> None:
         """Restore random numbers and buffers."""
