@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -135,7 +135,10 @@ class Operation:
         self.call = StoreCalls(bound_s, self._kind.error, self._lose_a_rank)
         pause_s = self._kind.longest_pause_s
         heartbeat = Heartbeat(lambda by: self._add("beats", by), timeout_s, pause_s)
-        self.beat, self.beating = heartbeat.beat, nullcontext if alone else heartbeat.beating
+        self.beat = heartbeat.beat
+        self.beating: Callable[[], AbstractContextManager[None]] = heartbeat.beating
+        if alone:
+            self.beating = nullcontext
         self._wait_while_alive = heartbeat.wait_while_alive
 
     @contextmanager
