@@ -4,7 +4,10 @@ where it calls `suffer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import wraps
@@ -15,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_policy.coordination import agreement
-from megatron_policy.coordination.barrier import CollectiveOperation, Coordinator
-from megatron_policy.coordination.collectives import BoundedCollectives
-from megatron_policy.coordination.departure import Departure
-from megatron_policy.coordination.first_failure import FirstFailure
-from megatron_policy.coordination.heartbeat import Heartbeat
+from megatron_policy.coordination.operation import (
+    REFITS,
+    SAVES,
+    Coordinator,
+    Operation,
+    OperationKind,
+)
 from megatron_policy.coordination.process_group import BoundedProcessGroup
-from megatron_policy.coordination.store import StoreCalls
-from megatron_policy.errors import BatchError, CheckpointError
-from megatron_policy.parallel.topology import Topology
+from megatron_policy.errors import BatchError, RefitError
 
 LONG_S, HANG_S = 120.0, 600.0  # what must not time out; what hangs
 
@@ -41,21 +44,11 @@ class Place:
     timeout_s: float
     store: dist.Store
     coordinators: list[Coordinator] = field(default_factory=list)
-    collectives: list[BoundedCollectives] = field(default_factory=list)
 
-    def coordinator(self) -> Coordinator:
+    def coordinator(self, kind: OperationKind) -> Coordinator:
         """A new coordinator."""
-        self.coordinators.append(Coordinator(self.store, self.rank, 2, LONG_S))
+        self.coordinators.append(Coordinator(kind, self.store, self.rank, 2, LONG_S))
         return self.coordinators[-1]
-
-    def joined(self) -> BoundedCollectives:
-        """New collectives, whose groups exist."""
-        topology, device = Topology(dp=2), torch.device("cpu")
-        coords = topology.coords(self.rank)
-        self.collectives.append(BoundedCollectives(topology, coords, LONG_S, device))
-        self.collectives[-1].begin()
-        self.collectives[-1].sum(torch.ones(1, dtype=torch.int64))
-        return self.collectives[-1]
 
     def group(self, name: str) -> BoundedProcessGroup:
         """A new group."""
@@ -68,35 +61,33 @@ class Place:
         """The timeout of all that is yet to begin; it is long until this is called."""
         for coordinator in self.coordinators:
             coordinator.timeout_s = timeout_s
-        for collectives in self.collectives:
-            collectives._timeout_s = collectives._call._timeout_s = timeout_s
 
 
 Maker = Callable[[Place], Part]
 """Makes ready for a part: what it needs of the other rank is there then."""
 
 
-def in_an_operation(play: Callable[[Place, CollectiveOperation, Suffer], Any]) -> Maker:
+def in_a_save(play: Callable[[Place, Operation, Suffer], Any]) -> Maker:
     """A part that a new coordinator's next operation plays."""
 
     @wraps(play)
     def make(place: Place) -> Part:
-        coordinator = place.coordinator()
+        coordinator = place.coordinator(SAVES)
         return lambda suffer: play(place, coordinator.begin("save"), suffer)
 
     return make
 
 
-@in_an_operation
-def operation_wait_for_all(_: Place, operation: CollectiveOperation, suffer: Suffer) -> str:
+@in_a_save
+def operation_wait_for_all(_: Place, operation: Operation, suffer: Suffer) -> str:
     with operation.critical_section("written"):
         suffer()
     operation.wait_for_all("written")
     return "all have written"
 
 
-@in_an_operation
-def operation_wait_for(place: Place, operation: CollectiveOperation, suffer: Suffer) -> str:
+@in_a_save
+def operation_wait_for(place: Place, operation: Operation, suffer: Suffer) -> str:
     with operation.critical_section():
         suffer()
         if place.rank == place.culprit:
@@ -104,62 +95,64 @@ def operation_wait_for(place: Place, operation: CollectiveOperation, suffer: Suf
     return operation.wait_for("where")
 
 
-@in_an_operation
-def operation_check_same_value(_: Place, operation: CollectiveOperation, suffer: Suffer) -> str:
-    with operation.critical_section("found"):
+@in_a_save
+def operation_check_same(_: Place, operation: Operation, suffer: Suffer) -> str:
+    def check() -> None:
         suffer()
-        operation.check_same_value("a save")
-    operation.wait_for_all("found")
+        operation.check_same("value", "a save", "found {own}, the other {first}")
+
+    operation.together("found", check)
     return "all have found the same"
 
 
 def operation_leave_together(place: Place) -> Part:
-    coordinator = place.coordinator()
+    coordinator = place.coordinator(SAVES)
 
-    def play(suffer: Suffer) -> bool:
+    def play(suffer: Suffer) -> str:
         operation = coordinator.begin("save")
         with operation.critical_section():
             suffer()
-        operation.leave_together()
-        return coordinator.lost_a_rank
+        with logged_here() as words:
+            operation.leave_together()
+        assert coordinator.lost_a_rank == bool(words)
+        return "".join(words)
 
     return play
 
 
-def departure(place: Place) -> Part:
-    call = StoreCalls(place.timeout_s, CheckpointError)
-    heartbeat = Heartbeat(
-        lambda by: call(lambda: place.store.add("departure/beats", by)), place.timeout_s
-    )
-    leaving = Departure(place.store, "departure", place.rank, 2, call, heartbeat)
-    first = FirstFailure(place.store, "departure/failed", call)
-
-    def play(suffer: Suffer) -> str:
-        try:
-            suffer()
-        except RuntimeError as error:
-            first.publish(f"rank {place.rank}: {error}")
-            raise
-        return leaving.leave_together(place.timeout_s, first.read)
-
-    return play
+@contextmanager
+def logged_here() -> Iterator[list[str]]:
+    """What this thread's operations log."""
+    words: list[str] = []
+    log, own = logging.getLogger(Operation.__module__), threading.get_ident()
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: record.thread == own)
+    log.addHandler(handler)
+    try:
+        yield words
+    finally:
+        log.removeHandler(handler)
 
 
-def in_a_refit(play: Callable[[Place, BoundedCollectives], Any]) -> Maker:
-    """A part that new collectives play after what can fail on a rank; it aborts there."""
+def in_a_refit(play: Callable[[Place, Operation], Any]) -> Maker:
+    """A part that a new coordinator's next operation plays after what can fail on a rank; it aborts
+    there.
+    """
 
     @wraps(play)
     def make(place: Place) -> Part:
-        collectives = place.joined()
+        coordinator = place.coordinator(REFITS)
+        coordinator.begin().broadcast("both are here" if place.rank == 0 else None)
 
         def part(suffer: Suffer) -> Any:
-            collectives.begin()
+            operation = coordinator.begin()
             try:
                 suffer()
             except RuntimeError as error:
-                collectives.abort(error)
+                operation.abort(error)
                 raise
-            return play(place, collectives)
+            return play(place, operation)
 
         return part
 
@@ -167,43 +160,36 @@ def in_a_refit(play: Callable[[Place, BoundedCollectives], Any]) -> Maker:
 
 
 @in_a_refit
-def collectives_sum(place: Place, collectives: BoundedCollectives) -> int:
-    numbers = torch.tensor([10**place.rank])
-    collectives.sum(numbers)
-    return int(numbers)
+def refit_gather(place: Place, operation: Operation) -> str:
+    parts = operation.gather(f"of rank {place.rank}")
+    return operation.broadcast(", ".join(parts) if place.rank == 0 else None)
 
 
 @in_a_refit
-def collectives_messages(place: Place, collectives: BoundedCollectives) -> str:
-    if place.rank == place.culprit:
-        collectives.messages.publish("name", "words")
-    collectives.sum(torch.zeros(1, dtype=torch.int64))
-    return collectives.messages.read("name")
+def refit_broadcast(place: Place, operation: Operation) -> str:
+    return operation.broadcast("words" if place.rank == place.culprit else None)
 
 
 @in_a_refit
-def collectives_leave_together(_: Place, collectives: BoundedCollectives) -> str:
-    collectives.leave_together()
-    return "done"
-
-
-@in_a_refit
-def collectives_shut_down(_: Place, collectives: BoundedCollectives) -> str:
-    collectives.shut_down()
+def refit_shut_down(_: Place, operation: Operation) -> str:
+    operation._coordinator.shut_down()
     return "down"
 
 
-def collectives_check_all_succeeded(place: Place) -> Part:
-    collectives = place.joined()
+def refit_collect_failures(place: Place) -> Part:
+    coordinator = place.coordinator(REFITS)
+    coordinator.begin().broadcast("both are here" if place.rank == 0 else None)
 
     def play(suffer: Suffer) -> str:
-        collectives.begin()
-        failure = None
+        operation, failure = coordinator.begin(), None
         try:
             suffer()
         except RuntimeError as error:
             failure = error
-        collectives.check_all_succeeded(failure)
+        reasons = operation.collect_failures(failure)
+        operation.leave_together()
+        if reasons:
+            raise RefitError(reasons)
         return "all have succeeded"
 
     return play
@@ -251,35 +237,33 @@ def group_sum(place: Place, group: BoundedProcessGroup) -> Tensor:
     return memory
 
 
-def agreement_prepared_together(place: Place) -> Part:
+def agreement_prepare_together(place: Place) -> Part:
     group = dist.new_group([0, 1], timedelta(seconds=place.timeout_s), "gloo")
     assert group is not None
-    agreement.largest([0], group)  # its connections exist
+    agreement.find_largest([0], group)  # its connections exist
 
     def play(suffer: Suffer) -> list[int]:
-        _, most = agreement.prepared_together(
+        _, most = agreement.prepare_together(
             suffer, lambda _: [10**place.rank, -(10**place.rank)], group, BatchError("elsewhere")
         )
-        return [*most, *agreement.gathered([10**place.rank], group)]
+        return [*most, *agreement.gather_lists([10**place.rank], group)]
 
     return play
 
 
-OPERATIONS = (
+SAVING = (
     operation_wait_for_all,
     operation_wait_for,
-    operation_check_same_value,
+    operation_check_same,
     operation_leave_together,
-    departure,
 )
-COLLECTIVES = (
-    collectives_sum,
-    collectives_check_all_succeeded,
-    collectives_messages,
-    collectives_leave_together,
-    collectives_shut_down,
+REFITTING = (
+    refit_gather,
+    refit_collect_failures,
+    refit_broadcast,
+    refit_shut_down,
 )
 GROUPS = (group_broadcast, group_all_gather, group_sum)
-AGREEMENTS = (agreement_prepared_together,)
-REPEATED = (operation_wait_for_all, collectives_sum, collectives_check_all_succeeded)
+AGREEMENTS = (agreement_prepare_together,)
+REPEATED = (operation_wait_for_all, refit_gather, refit_collect_failures)
 """These go on after a fault: their next operation succeeds."""

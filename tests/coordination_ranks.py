@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from tests.coordination_parts import (
     AGREEMENTS,
-    COLLECTIVES,
     GROUPS,
     HANG_S,
     LONG_S,
-    OPERATIONS,
+    REFITTING,
     REPEATED,
+    SAVING,
     Part,
     Place,
     Suffer,
@@ -62,7 +62,7 @@ def take_place(rank: int, port: int, culprit: int, timeout_s: float) -> None:
     timeout = timedelta(seconds=HANG_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     _place.append(Place(rank, culprit, timeout_s, dist.distributed_c10d._get_default_store()))
-    for part in (*OPERATIONS, *COLLECTIVES, *GROUPS, *AGREEMENTS):
+    for part in (*SAVING, *REFITTING, *GROUPS, *AGREEMENTS):
         _parts[part.__name__] = part(_place[0])
     _place[0].set_timeouts(timeout_s)
 

@@ -99,7 +99,6 @@ _METHODS = "the host's methods of one subject are a file"
 _TRANSPORT = "one side of one transport is a file"
 FRAGMENTS = {
     "attention.context_parallel": _LONG,
-    "coordination.rank_messages": _LONG,
     "engines.megatron.layers.parallel_layer": _LAYER,
     "engines.megatron.layers.residual": _LAYER,
     "engines.megatron.layers.self_attention": _LAYER,

@@ -219,7 +219,7 @@ class Contents:
             return NonTensorState(ours, None, why)
         content = plan.weights.object_bytes(self._random_key)
         if content is not None:
-            random_states.check(content)
+            random_states.parse(content)
         return NonTensorState(ours, content, "the checkpoint has none for this rank")
 
     def restored(self, found: FoundCheckpoint, rest: NonTensorState) -> LoadReport:

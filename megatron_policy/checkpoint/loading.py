@@ -22,7 +22,7 @@ from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import DistReader
 from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.table import Entry, Table
-from megatron_policy.coordination.barrier import CollectiveOperation, Coordinator
+from megatron_policy.coordination.operation import Coordinator
 from megatron_policy.device import spare_cores
 from megatron_policy.errors import CheckpointError
 from megatron_policy.interfaces.engine import MAIN
@@ -61,18 +61,7 @@ class Loader:
         self, table: Table, place: Placement, coordinator: Coordinator, purpose: str
     ) -> None:
         self._table, self._place, self._coordinator = table, place, coordinator
-        self._under: CollectiveOperation = coordinator.begin(purpose)
-
-    def together(self, name: str, step: Callable[[], T]) -> T:
-        """What `step` returns on this rank; a failure on one rank fails all."""
-        with self._under.critical_section(name):
-            outcome = step()
-        self._under.wait_for_all(name)
-        return outcome
-
-    def leave(self) -> None:
-        """End the load on all ranks; see `CollectiveOperation.leave_together`."""
-        self._under.leave_together()
+        self.under = coordinator.begin(purpose)
 
     def find(
         self,
@@ -89,17 +78,22 @@ class Loader:
         of another model or of a newer version, and if ranks find different checkpoints.
         """
         if self._coordinator.rank == 0:
-            with self._under.critical_section():
-                self._under.publish("where", str(tracker.find(weights_path).absolute()))
-        root = Path(self._under.wait_for("where"))
+            with self.under.critical_section():
+                self.under.publish("where", str(tracker.find(weights_path).absolute()))
+        root = Path(self.under.wait_for("where"))
 
         def step() -> FoundCheckpoint:
             found = self._examined(root, optimizer_path, moments, fresh)
             state = "no state of the optimizer" if found.optimizer is None else "its optimizer"
-            self._under.check_same_value(f"save {found.weights.id} with {state}")
+            self.under.check_same(
+                "value",
+                f"save {found.weights.id} with {state}",
+                "this rank has found {own}, another {first}: all ranks have to see the same "
+                "directories",
+            )
             return found
 
-        return self.together("found", step)
+        return self.under.together("found", step)
 
     def verify(self, found: FoundCheckpoint) -> None:
         """Compare all records with their digests; each rank checks its share."""
@@ -110,13 +104,13 @@ class Loader:
                 share = records_share(stated, rank, size)
                 verify_records(root, share, threads=spare_cores())
 
-        self.together("verified", step)
+        self.under.together("verified", step)
 
     @contextmanager
     def opened(self, prepare: Callable[[RawFiles], T]) -> Iterator[T]:
         """Yield what `prepare` makes of the open files; CheckpointError on all ranks on failure."""
         with RawFiles() as files:
-            yield self.together("mapped", lambda: prepare(files))
+            yield self.under.together("mapped", lambda: prepare(files))
 
     def _examined(
         self,

@@ -28,11 +28,7 @@ from megatron_policy.converters.files.publishing import (
     write_file,
 )
 from megatron_policy.converters.table import Table
-from megatron_policy.coordination.barrier import (
-    CollectiveOperation,
-    Coordinator,
-    as_checkpoint_error,
-)
+from megatron_policy.coordination.operation import SAVES, Coordinator, Operation
 from megatron_policy.errors import CheckpointError
 from megatron_policy.formats.digests import of_bytes
 from megatron_policy.memory.pinned_pool import PinnedMemoryPool
@@ -74,7 +70,7 @@ class DirectoryContents:
 class _Job:
     """A running save on this rank; its parts are published in order."""
 
-    under: CollectiveOperation
+    under: Operation
     step: int
     parts: tuple[DirectoryContents, ...]
     ready: tuple[Iterable[Ready], ...]
@@ -91,7 +87,7 @@ class Saver:
         self._reserving: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._copies: tuple[Staging, ...] = ()
-        self._failure: CheckpointError | None = None
+        self._failure: Exception | None = None
         self._report: SaveReport | None = None
 
     def save(
@@ -114,13 +110,8 @@ class Saver:
         """
         began = time.perf_counter()
         under = self._coordinator.begin(purpose)
-        with under.critical_section("checked"):  # a failure on this rank reaches all
-            self.finish()
-            check()
-        under.wait_for_all("checked")
-        with under.critical_section("ready"):
-            job = self._job(under, step, tuple(parts()), wait, began)
-        under.wait_for_all("ready")
+        under.together("checked", lambda: (self.finish(), check()))
+        job = under.together("ready", lambda: self._job(under, step, tuple(parts()), wait, began))
         if wait:
             return self._carry_out(job)
         self._thread = threading.Thread(
@@ -154,7 +145,7 @@ class Saver:
 
     def _job(
         self,
-        under: CollectiveOperation,
+        under: Operation,
         step: int,
         parts: tuple[DirectoryContents, ...],
         wait: bool,
@@ -189,7 +180,7 @@ class Saver:
         try:
             self._report = self._carry_out(job)
         except Exception as error:
-            self._failure = as_checkpoint_error(error)
+            self._failure = SAVES.wrap(error)
             # Logged too, as the process may end before anyone asks.
             _log.error("the save of step %d in the background has failed: %s", job.step, error)
 
@@ -226,10 +217,11 @@ class Saver:
         return total
 
     def _write(self, job: _Job, partials: Sequence[Path]) -> None:
-        with job.under.critical_section("written"):
+        def write() -> None:
             for part, ready, partial in zip(job.parts, job.ready, partials, strict=True):
                 write_records(partial, self._coordinator.rank, ready, part.objects)
-        job.under.wait_for_all("written")
+
+        job.under.together("written", write)
 
     def _complete(self, job: _Job, part: DirectoryContents, partial: Path) -> int:
         """Rank 0's final work: write everything besides the records. Returns the bytes of all."""

@@ -17,7 +17,7 @@ T = TypeVar("T")
 _WIDTH = 2  # of every message, so that ranks in different calls at least do not wait
 
 
-def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+def find_largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """The largest of each number over the group's ranks."""
     found = torch.tensor(numbers, device=current_device())
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
@@ -25,7 +25,7 @@ def largest(numbers: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     return numbers_found
 
 
-def gathered_numbers(
+def gather_numbers(
     own: Sequence[Sequence[float]], group: dist.ProcessGroup
 ) -> list[list[list[float]]]:
     """The rows of numbers of each of the group's ranks, in fp64; all have as many rows, and as many
@@ -37,14 +37,14 @@ def gathered_numbers(
     return [each.tolist() for each in found]
 
 
-def gathered(own: Iterable[T], group: dist.ProcessGroup) -> list[T]:
+def gather_lists(own: Iterable[T], group: dist.ProcessGroup) -> list[T]:
     """What each of the group's ranks has, one rank after another."""
     box: list[Any] = [None] * group.size()
     dist.all_gather_object(box, list(own), group=group)
     return [each for one in box for each in one]
 
 
-def prepared_together(
+def prepare_together(
     prepare: Callable[[], T],
     numbers: Callable[[T], Sequence[int]],
     group: dist.ProcessGroup,
@@ -58,10 +58,10 @@ def prepared_together(
         prepared = prepare()
     except Exception:
         # Any exception: otherwise the others would wait, or mistake the next call's message.
-        largest([1, *[0] * _WIDTH], group)
+        find_largest([1, *[0] * _WIDTH], group)
         raise
     own = list(numbers(prepared))
-    failed, *found = largest([0, *own, *[0] * (_WIDTH - len(own))], group)
+    failed, *found = find_largest([0, *own, *[0] * (_WIDTH - len(own))], group)
     if failed:
         raise refused
     return prepared, found[: len(own)]

@@ -1,30 +1,36 @@
 """A TCP connection between two holders of a secret, bounded in time and size. The handshake:
 
-    host      24 bytes of greeting and version, 32 random bytes
-    guest     32 random bytes, and HMAC-SHA256 of both under the secret
-    host      1, and another HMAC of both under the secret; or 0, and zeros
+    host      24 bytes of greeting and version
+    both      32 random bytes, from which both derive a key under the secret
+    guest     an empty message
+    host      an empty message; or one that is not sealed, if the guest's was not
 
-Then frames follow. Each has an HMAC-SHA256 over its direction, number and content, under a key that
-both sides derive from the secret and the random bytes. The secret is never sent. The content is not
-encrypted.
+Messages have the framing of `multiprocessing.connection`: a header, a body and their seal, which is
+an HMAC-SHA256 of direction, number and content under the key. The secret is never sent. The content
+is not encrypted.
+
+That module's own challenge is left out. It says who opened a connection, not who sent a message, so
+a sealed message would still have to follow; and on Python 3.11 it is an HMAC-MD5.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import secrets
 import socket
 import struct
-import time
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
+from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.errors import ConfigError, RefitError
 
-_GREETING = b"megatron-policy refit 2\n"
-_NONCE = _MAC = 32
-_LENGTHS = struct.Struct("!IQ")
+_GREETING = b"megatron-policy refit 3\n"
+_NONCE = _SEAL = 32
 _HEADER_BYTES, _BODY_BYTES = 2**24, 2**32
-_AT_ONCE = 2**20
 SECRET_CHARACTERS = 16
 
 
@@ -48,84 +54,106 @@ class WrongSecret(RefitError):
 
 
 class AuthenticatedConnection:
-    """One end of the connection. OSError, which TimeoutError is, if it breaks."""
+    """One end of the connection, for one thread at a time. OSError if it breaks."""
 
-    def __init__(self, connection: socket.socket, key: bytes, host: bool) -> None:
-        """Made by `accept` and `connect`, after the handshake."""
-        connection.settimeout(None)
-        self._connection, self._key = connection, key
-        self._out, self._in = (b"host", b"guest") if host else (b"guest", b"host")
+    def __init__(self, end: socket.socket, secret: bytes, *, host: bool, timeout_s: float) -> None:
+        """Shake hands over `end` within `timeout_s` seconds. WrongSecret if the other side does not
+        have the secret; RefitError from a guest whose host is not of this kind.
+        """
+        end.settimeout(None)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._end, self._host = end, host
+        # A descriptor of its own: `end` can be closed while a thread waits in the connection.
+        self._connection = Connection(os.dup(end.fileno()))
         self._sent = self._received = 0
+        self._most = (0, 0)
+        with self.within(timeout_s):
+            if host:
+                end.sendall(_GREETING)
+            else:
+                self._check_greeting()
+            own = secrets.token_bytes(_NONCE)
+            self._connection.send_bytes(own)
+            other = self._read(_NONCE)
+            both = own + other if host else other + own
+            self._key = hmac.digest(secret, _GREETING + both, "sha256")
+            try:
+                if host:
+                    self.receive()
+                self.send(b"", b"")
+                if not host:
+                    self.receive()
+            except ConnectionAbortedError as error:
+                if not host:
+                    raise WrongSecret("its secret is a different one") from error
+                for _ in range(3):
+                    self._connection.send_bytes(b"")
+                words = "a process without the secret of the refit group was refused"
+                raise WrongSecret(words) from error
+        self._most = (_HEADER_BYTES, _BODY_BYTES)
 
-    def send(self, header: bytes, body: bytes, timeout_s: float) -> None:
-        """Send one frame."""
-        lengths = _LENGTHS.pack(len(header), len(body))
-        self._connection.settimeout(timeout_s)
-        mac = self._mac(self._out, self._sent, lengths, header, body)
+    @contextlib.contextmanager
+    def within(self, timeout_s: float) -> Iterator[None]:
+        """Close the connection if the body takes longer: what it waits for raises TimeoutError."""
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self.close()
+
+        timer = threading.Timer(timeout_s, end)
+        timer.daemon = True
+        start_thread(timer)
+        try:
+            yield
+        except OSError as error:
+            if late.is_set():
+                raise TimeoutError("timed out") from error
+            raise
+        finally:
+            timer.cancel()
+
+    def send(self, header: bytes, body: bytes) -> None:
+        """Send one message."""
+        seal = self._seal(self._host, self._sent, header, body)
         self._sent += 1
-        self._connection.sendall(lengths + header)
-        self._connection.sendall(body)
-        self._connection.sendall(mac)
+        for part in (header, body, seal):
+            self._connection.send_bytes(part)
 
-    def receive(self, timeout_s: float | None) -> tuple[bytes, bytes]:
-        """Header and body of the next frame. None: wait as long as the connection lasts."""
-        lengths = _read(self._connection, _LENGTHS.size, timeout_s)
-        header_bytes, body_bytes = _LENGTHS.unpack(lengths)
-        if header_bytes > _HEADER_BYTES or body_bytes > _BODY_BYTES:
-            raise ConnectionAbortedError(
-                f"received a message of {header_bytes} + {body_bytes} bytes, over the limit of "
-                f"{_HEADER_BYTES} + {_BODY_BYTES}"
-            )
-        header = _read(self._connection, header_bytes, timeout_s)
-        body = _read(self._connection, body_bytes, timeout_s)
-        mac = self._mac(self._in, self._received, lengths, header, body)
+    def receive(self) -> tuple[bytes, bytes]:
+        """Header and body of the next message."""
+        header, body, seal = (self._read(most) for most in (*self._most, _SEAL))
+        expected = self._seal(not self._host, self._received, header, body)
         self._received += 1
-        if not hmac.compare_digest(mac, _read(self._connection, _MAC, timeout_s)):
+        if not hmac.compare_digest(seal, expected):
             raise ConnectionAbortedError("a message was changed on its way")
         return header, body
 
     def close(self) -> None:
         """Close it, even while a thread of this process waits in it."""
-        hang_up(self._connection)
+        hang_up(self._end)
 
-    def _mac(self, direction: bytes, number: int, *content: bytes) -> bytes:
-        made = hmac.new(self._key, direction + struct.pack("!Q", number), "sha256")
-        for part in content:
-            made.update(part)
+    def _check_greeting(self) -> None:
+        greeting = self._end.recv(len(_GREETING), socket.MSG_WAITALL)
+        if len(greeting) < len(_GREETING):
+            raise ConnectionResetError("the other side hung up")
+        if greeting != _GREETING:
+            raise RefitError(
+                "the process listening there is not a refit group of this version of "
+                "megatron-policy"
+            )
+
+    def _read(self, most: int) -> bytes:
+        try:
+            return self._connection.recv_bytes(most)
+        except EOFError:
+            raise ConnectionResetError("the other side hung up") from None
+
+    def _seal(self, by_host: bool, number: int, header: bytes, body: bytes) -> bytes:
+        start = struct.pack("!?QQQ", by_host, number, len(header), len(body))
+        made = hmac.new(self._key, start + header, "sha256")
+        made.update(body)
         return made.digest()
-
-
-def accept(connection: socket.socket, secret: bytes, timeout_s: float) -> AuthenticatedConnection:
-    """The host's handshake; WrongSecret if the guest does not have the secret."""
-    end = time.monotonic() + timeout_s
-    connection.settimeout(timeout_s)
-    own = secrets.token_bytes(_NONCE)
-    connection.sendall(_GREETING + own)
-    said = _read(connection, _NONCE + _MAC, end - time.monotonic())
-    both = own + said[:_NONCE]
-    if not hmac.compare_digest(_proof(secret, b"guest", both), said[_NONCE:]):
-        connection.sendall(bytes(1 + _MAC))
-        raise WrongSecret("a process without the secret of the refit group was refused")
-    connection.sendall(b"\1" + _proof(secret, b"host", both))
-    return AuthenticatedConnection(connection, _proof(secret, b"frames", both), host=True)
-
-
-def connect(connection: socket.socket, secret: bytes, timeout_s: float) -> AuthenticatedConnection:
-    """The guest's handshake; WrongSecret if the host has another secret, RefitError if it is not
-    a host of this kind.
-    """
-    end = time.monotonic() + timeout_s
-    greeting = _read(connection, len(_GREETING), timeout_s)
-    if greeting != _GREETING:
-        raise RefitError(
-            "the process listening there is not a refit group of this version of megatron-policy"
-        )
-    both = _read(connection, _NONCE, end - time.monotonic()) + secrets.token_bytes(_NONCE)
-    connection.sendall(both[_NONCE:] + _proof(secret, b"guest", both))
-    said = _read(connection, 1 + _MAC, end - time.monotonic())
-    if not hmac.compare_digest(b"\1" + _proof(secret, b"host", both), said):
-        raise WrongSecret("its secret is a different one")
-    return AuthenticatedConnection(connection, _proof(secret, b"frames", both), host=False)
 
 
 def hang_up(connection: socket.socket) -> None:
@@ -133,20 +161,3 @@ def hang_up(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the other side was first
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
-
-
-def _proof(secret: bytes, purpose: bytes, both: bytes) -> bytes:
-    return hmac.digest(secret, _GREETING + purpose + both, "sha256")
-
-
-def _read(connection: socket.socket, size: int, timeout_s: float | None) -> bytes:
-    """So many bytes. Memory grows as they arrive."""
-    end = None if timeout_s is None else time.monotonic() + timeout_s
-    content = bytearray()
-    while len(content) < size:
-        connection.settimeout(None if end is None else max(0.001, end - time.monotonic()))
-        piece = connection.recv(min(size - len(content), _AT_ONCE))
-        if not piece:
-            raise ConnectionResetError("the other side hung up")
-        content += piece
-    return bytes(content)

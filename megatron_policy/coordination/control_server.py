@@ -1,22 +1,20 @@
-"""Serves a key-value store at one address, to holders of the secret only."""
+"""Values by key, in one process, and a server of them at one address for holders of a secret."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 import time
+from dataclasses import dataclass
 
-from megatron_policy.coordination.authenticated_connection import (
-    AuthenticatedConnection,
-    accept,
-    connect,
-    hang_up,
-)
-from megatron_policy.coordination.key_value import KeyValueStore, Reply, Request
+from megatron_policy.coordination.authenticated_connection import AuthenticatedConnection, hang_up
 from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.errors import RefitError
 
+PUT, GET, ADD, DROP = "put", "get", "add", "drop"
+_LONGEST_S = 1e6
 _HANDSHAKE_S = 10.0
 _AT_ONCE = 64  # connections that have not authenticated: beyond that the oldest is closed
 _SENDING_S = 120.0
@@ -24,16 +22,121 @@ _PAUSE_S = 0.05
 _GRACE_S = 1.0  # for the answer that a key has not appeared in time
 
 
+@dataclass(frozen=True)
+class Request:
+    """One of these requests, of `keys`:
+
+    put     set the value of the first to `body`
+    get     the value of the first, once all exist; that takes `timeout_s` seconds at most
+    add     `body` to the first; both are numbers in digits, and what does not exist is 0
+    drop    delete all of them
+    """
+
+    do: str
+    keys: tuple[str, ...]
+    body: bytes = b""
+    timeout_s: float = 0.0
+
+    def header(self) -> bytes:
+        """All but the body, as JSON."""
+        content = {"do": self.do, "keys": self.keys, "timeout_s": self.timeout_s}
+        return json.dumps(content).encode()
+
+    @classmethod
+    def parse(cls, header: bytes, body: bytes) -> Request:
+        """The inverse of `header`; RefitError for anything else."""
+        match _parse(header):
+            case {
+                "do": "put" | "get" | "add" | "drop" as do,
+                "keys": [str(), *_] as keys,
+                "timeout_s": int() | float() as timeout_s,
+            } if all(isinstance(key, str) for key in keys) and 0 <= timeout_s <= _LONGEST_S:
+                return cls(do, tuple(keys), body, float(timeout_s))
+        raise RefitError(f"the refit group received an unrecognised request: {header[:80]!a}")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Whether all keys existed (of `drop`: whether any did), and a value or a sum; or in `error`
+    why the request was not understood.
+    """
+
+    found: bool = True
+    body: bytes = b""
+    error: str = ""
+
+    def header(self) -> bytes:
+        """All but the body, as JSON."""
+        return json.dumps({"found": self.found, "error": self.error}).encode()
+
+    @classmethod
+    def parse(cls, header: bytes, body: bytes) -> Reply:
+        """The inverse of `header`; RefitError for anything else, and for an error in it."""
+        match _parse(header):
+            case {"found": bool(found), "error": str(error)}:
+                if error:
+                    raise RefitError(error)
+                return cls(found, body)
+        raise RefitError(f"the refit group sent an unrecognised answer: {header[:80]!a}")
+
+
+def _parse(header: bytes) -> object:
+    try:
+        return json.loads(header)
+    except (ValueError, RecursionError):
+        return None
+
+
+class KeyValueStore:
+    """The values. Safe to use from any number of threads."""
+
+    def __init__(self) -> None:
+        self._contents: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def perform(self, request: Request) -> Reply:
+        """Serve the request; RefitError for a sum of what is not a number."""
+        found, first, keys, contents = True, request.keys[0], request.keys, self._contents
+        with self._changed:
+            body = b""
+            match request.do:
+                case "get":
+                    there = self._changed.wait_for(
+                        lambda: all(key in contents for key in keys), request.timeout_s
+                    )
+                    return Reply(there, contents[first] if there else b"")
+                case "put":
+                    contents[first] = request.body
+                case "add":
+                    numbers = contents.get(first, b"0"), request.body
+                    for each in numbers:
+                        if not each.removeprefix(b"-").isdigit():
+                            raise RefitError(
+                                f"the note {first} of the refit group is not a number: "
+                                f"{each[:80]!a}"
+                            )
+                    body = contents[first] = b"%d" % sum(map(int, numbers))
+                case "drop":
+                    found = len([contents.pop(key) for key in keys if key in contents]) > 0
+            self._changed.notify_all()
+            return Reply(found, body)
+
+    def close(self) -> None:
+        """Do nothing: other threads go on with it."""
+
+
 class ControlServer:
-    """Serves until `close`, each connection in a thread."""
+    """Serves values until `close`, each connection in a thread."""
 
     def __init__(self, ip: str, port: int, secret: bytes, values: KeyValueStore) -> None:
         """Listen at (ip, port) and nowhere else. OSError where that is impossible."""
         self._secret, self._values = secret, values
         family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
         self._listener = socket.create_server(address[:2], family=family)
-        self._connections: set[socket.socket] = set()
-        self._unauthenticated: dict[socket.socket, None] = {}  # the oldest first
+        self._guests: dict[socket.socket, bool] = {}  # whether each has authenticated
         self._lock = threading.Lock()
         self._closed = False
         start_thread(threading.Thread(target=self._accept, daemon=True, name="control-store"))
@@ -42,67 +145,52 @@ class ControlServer:
         """Stop listening and close all connections."""
         with self._lock:
             self._closed = True
-            connections = list(self._connections)
-        for connection in (self._listener, *connections):
-            hang_up(connection)
+            guests = list(self._guests)
+        for end in (self._listener, *guests):
+            hang_up(end)
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
-                connection, _ = self._listener.accept()
+                end, _ = self._listener.accept()
             except OSError:
-                if self._closed:
-                    return
                 time.sleep(_PAUSE_S)  # the client has left again, or no descriptors are free
                 continue
-            self._admit(connection)
+            with self._lock:
+                self._guests[end] = False
+                strangers = [each for each, known in self._guests.items() if not known]
+            for oldest in strangers[:-_AT_ONCE]:
+                hang_up(oldest)  # its thread forgets it
             thread = threading.Thread(
-                target=self._serve, args=(connection,), daemon=True, name="control-store"
+                target=self._serve, args=(end,), daemon=True, name="control-store"
             )
             if not start_thread(thread):
-                self._forget(connection)
+                self._forget(end)
 
-    def _admit(self, connection: socket.socket) -> None:
-        """Count a connection that has not authenticated; close the oldest such one if there are too
-        many. Its thread forgets it.
-        """
-        with self._lock:
-            self._connections.add(connection)
-            self._unauthenticated[connection] = None
-            oldest = (
-                next(iter(self._unauthenticated)) if len(self._unauthenticated) > _AT_ONCE else None
-            )
-            if oldest is not None:
-                del self._unauthenticated[oldest]
-        if oldest is not None:
-            hang_up(oldest)
-
-    def _forget(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections.discard(connection)
-            self._unauthenticated.pop(connection, None)
-        hang_up(connection)
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, end: socket.socket) -> None:
         # Only this connection breaks; the process at its other end notices that.
         try:
             with contextlib.suppress(OSError, RefitError):
-                if self._closed:
-                    return
-                guest = accept(connection, self._secret, _HANDSHAKE_S)
+                guest = AuthenticatedConnection(
+                    end, self._secret, host=True, timeout_s=_HANDSHAKE_S
+                )
                 with self._lock:
-                    self._unauthenticated.pop(connection, None)
-                while True:
-                    reply = self._reply(*guest.receive(None))
-                    guest.send(reply.header(), reply.body, _SENDING_S)
+                    self._guests[end] = True
+                while not self._closed:
+                    message = guest.receive()
+                    try:
+                        reply = self._values.perform(Request.parse(*message))
+                    except RefitError as error:
+                        reply = Reply(error=str(error))
+                    with guest.within(_SENDING_S):
+                        guest.send(reply.header(), reply.body)
         finally:
-            self._forget(connection)
+            self._forget(end)
 
-    def _reply(self, header: bytes, body: bytes) -> Reply:
-        try:
-            return self._values.perform(Request.decoded(header, body))
-        except RefitError as error:
-            return Reply(error=str(error))
+    def _forget(self, end: socket.socket) -> None:
+        with self._lock:
+            del self._guests[end]
+        hang_up(end)
 
 
 class ControlClient:
@@ -112,22 +200,23 @@ class ControlClient:
         self, ip: str, port: int, secret: bytes, connect_s: float, timeout_s: float
     ) -> None:
         """Connect within `connect_s`; `timeout_s` bounds requests that have no bound of their own.
-        OSError where nobody listens there; see `authenticated_connection.connect` for the rest.
+        OSError where nobody listens there; see `AuthenticatedConnection` for the rest.
         """
-        connection = socket.create_connection((ip, port), connect_s)
+        end = socket.create_connection((ip, port), connect_s)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._host: AuthenticatedConnection = connect(connection, secret, connect_s)
+            self._host = AuthenticatedConnection(end, secret, host=False, timeout_s=connect_s)
         except BaseException:
-            hang_up(connection)
+            hang_up(end)
             raise
         self._timeout_s = timeout_s
 
     def perform(self, request: Request) -> Reply:
         """As `KeyValueStore.perform`; OSError if the server does not answer."""
-        self._host.send(request.header(), request.body, self._timeout_s)
-        limit = request.timeout_s + _GRACE_S if request.timeout_s else self._timeout_s
-        return Reply.decoded(*self._host.receive(limit))
+        with self._host.within(
+            request.timeout_s + _GRACE_S if request.timeout_s else self._timeout_s
+        ):
+            self._host.send(request.header(), request.body)
+            return Reply.parse(*self._host.receive())
 
     def close(self) -> None:
         """Hang up."""

@@ -4,27 +4,29 @@ that no process without the group's secret can read, set or delete. Every call i
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
 
 from megatron_policy.coordination.authenticated_connection import WrongSecret, checked_secret
-from megatron_policy.coordination.control_server import ControlClient, ControlServer
-from megatron_policy.coordination.key_value import (
-    COUNT,
+from megatron_policy.coordination.control_server import (
+    ADD,
     DROP,
     GET,
     PUT,
-    KeyValue,
+    ControlClient,
+    ControlServer,
     KeyValueStore,
+    Reply,
     Request,
 )
 from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.coordination.timeouts import run_with_timeout
-from megatron_policy.coordination.torch_store import TorchControlStore
 from megatron_policy.errors import RefitError
-
-T = TypeVar("T")
 
 _RETRY_S = 0.05
 _GRACE_S = 0.5
@@ -64,87 +66,70 @@ class ControlStore:
 
     def put(self, key: str, content: bytes) -> None:
         """Set the value of a key."""
-        request = Request(PUT, (key,), body=content)
-        self._ask(self._timeout_s, lambda keeper: keeper.perform(request))
+        self._perform(Request(PUT, (key,), content))
 
     def get(self, key: str, timeout_s: float, missing: str) -> bytes:
         """The value of a key, once it exists; RefitError with `missing` if it does not in time."""
-        request = Request(GET, (key,), timeout_s)
-        reply = self._ask(timeout_s, lambda keeper: keeper.perform(request))
+        reply = self._perform(Request(GET, (key,), timeout_s=timeout_s), timeout_s)
         if not reply.found:
             raise RefitError(missing)
         return reply.body
 
     def find(self, key: str) -> bytes | None:
         """The value of a key, None if it does not exist now."""
-        request = Request(GET, (key,))
-        reply = self._ask(self._timeout_s, lambda keeper: keeper.perform(request))
+        reply = self._perform(Request(GET, (key,)))
         return reply.body if reply.found else None
 
     def drop(self, keys: Iterable[str]) -> None:
         """Delete keys. For the host."""
-        request = Request(DROP, tuple(keys))
-        self._ask(self._timeout_s, lambda keeper: keeper.perform(request))
+        self._perform(Request(DROP, tuple(keys)))
 
     def count(self) -> int:
-        """The number of keys, including those of process groups that met here."""
-        return self._ask(self._timeout_s, lambda keeper: keeper.perform(Request(COUNT))).number
+        """The number of keys, including those of process groups that met here. For the host."""
+        assert self._values is not None, "only the host has the values"
+        return len(self._values)
 
     def process_group(
         self, name: str, rank: int, size: int, timeout_s: float
     ) -> BoundedProcessGroup:
         """Meet the other `size - 1` processes under a name that is new to this store."""
-
-        def meet(_: KeyValue) -> BoundedProcessGroup:
-            # A connection of its own: a group may wait in it, and from a thread of torch's.
-            client = self._connected(timeout_s) if self._values is None else None
-            store = TorchControlStore(client or self._own(), timeout_s)
-
-            def leave() -> None:
-                if client is not None:
-                    client.close()
-
-            try:
-                return run_with_timeout(
-                    timeout_s + _GRACE_S,
-                    lambda: BoundedProcessGroup(name, store, rank, size, timeout_s, leave),
-                )
-            except TimeoutError as error:
-                leave()
-                raise RefitError(self._words(str(error))) from error
-            except BaseException:
-                leave()
-                raise
-
-        return self._ask(timeout_s, meet)
+        # A connection of its own: a group may wait in it, and from a thread of torch's.
+        keeper = self._values or self._connect(timeout_s)
+        store = TorchControlStore(keeper, timeout_s)
+        try:
+            return run_with_timeout(
+                timeout_s + _GRACE_S,
+                lambda: BoundedProcessGroup(name, store, rank, size, timeout_s, keeper.close),
+            )
+        except BaseException as error:
+            keeper.close()
+            if isinstance(error, TimeoutError):
+                raise self._unreachable(error) from error
+            raise
 
     def close(self) -> None:
         """Leave. The host's values are gone then."""
-        self._forget()
+        self._disconnect()
         if self._server is not None:
             self._server.close()
         self._server = None
 
-    def _own(self) -> KeyValueStore:
-        assert self._values is not None, "only the host has the values itself"
-        return self._values
-
-    def _ask(self, timeout_s: float, step: Callable[[KeyValue], T]) -> T:
-        """The result of `step`, which sends requests."""
+    def _perform(self, request: Request, connect_s: float | None = None) -> Reply:
         if self._values is not None:
-            return step(self._values)
+            return self._values.perform(request)
         known = self._client
         try:
-            self._client = known or self._connected(timeout_s)
-            return step(self._client)
+            limit_s = self._timeout_s if connect_s is None else connect_s
+            self._client = client = known or self._connect(limit_s)
+            return client.perform(request)
         except OSError as error:
-            self._forget()
+            self._disconnect()
             # The host can have been restarted. One that is only silent would stay silent.
             if known is not None and not isinstance(error, TimeoutError):
-                return self._ask(timeout_s, step)
-            raise RefitError(self._words(str(error))) from error
+                return self._perform(request, connect_s)
+            raise self._unreachable(error) from error
 
-    def _connected(self, timeout_s: float) -> ControlClient:
+    def _connect(self, timeout_s: float) -> ControlClient:
         """A connection to the host, whose port can open later than this call."""
         end = time.monotonic() + timeout_s
         while True:
@@ -157,22 +142,64 @@ class ControlStore:
                     f"the refit group at {ip}:{port} refuses this process: {error}. Give it the "
                     "trainer's: `Collective.secret`, or the driver's `get_refit_secret()`"
                 ) from error
-            except RefitError as error:
-                raise RefitError(self._words(str(error))) from error
-            except OSError as error:
-                if time.monotonic() + _RETRY_S > end:
-                    raise RefitError(self._words(str(error))) from error
+            except (OSError, RefitError) as error:
+                if isinstance(error, RefitError) or time.monotonic() + _RETRY_S > end:
+                    raise self._unreachable(error) from error
             time.sleep(_RETRY_S)
 
-    def _forget(self) -> None:
-        """Close the connection: after a failure it is of no use."""
+    def _disconnect(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             client.close()
 
-    def _words(self, what: str) -> str:
+    def _unreachable(self, error: Exception) -> RefitError:
         ip, port = self._at
-        return (
-            f"training rank 0, at {ip}:{port}, cannot be reached: {what}. Is it running, and did "
+        return RefitError(
+            f"training rank 0, at {ip}:{port}, cannot be reached: {error}. Is it running, and did "
             "it call init_collective with this address?"
         )
+
+
+class TorchControlStore(dist.Store):
+    """A control store with those of torch's methods that process groups call. DistStoreError if a
+    key does not appear in time or the control store cannot be reached.
+
+    torch calls it from threads of its own, and holds no reference that keeps it alive.
+    """
+
+    def __init__(self, keeper: KeyValueStore | ControlClient, timeout_s: float) -> None:
+        super().__init__()
+        self._keeper, self._timeout_s = keeper, timeout_s
+        self._one_at_a_time = threading.Lock()
+
+    def set(self, key: str, value: Any) -> None:
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self._perform(Request(PUT, (key,), content))
+
+    def get(self, key: str) -> bytes:
+        return self._perform(Request(GET, (key,), timeout_s=self._timeout_s)).body
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit = self._timeout_s if timeout is None else timeout.total_seconds()
+        self._perform(Request(GET, tuple(keys), timeout_s=limit))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._perform(Request(GET, tuple(keys)), missing=False).found
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._perform(Request(ADD, (key,), b"%d" % number)).body)
+
+    def delete_key(self, key: str) -> bool:
+        return self._perform(Request(DROP, (key,)), missing=False).found
+
+    def _perform(self, request: Request, missing: bool = True) -> Reply:
+        with self._one_at_a_time:
+            try:
+                reply = self._keeper.perform(request)
+            except (OSError, RefitError) as error:
+                raise dist.DistStoreError(f"the refit group's notes: {error}") from error
+        if missing and not reply.found:
+            raise dist.DistStoreError(
+                f"timeout: {', '.join(request.keys)} were not set within {request.timeout_s:g} s"
+            )
+        return reply

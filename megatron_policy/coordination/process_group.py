@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megatron_policy.device.process_groups import private_group
 from megatron_policy.errors import RefitError
+from megatron_policy.parallel.topology import Coords, Topology
 
 _IN_TIME = 0.9  # of the timeout: an earlier failure is not a timeout
 
@@ -98,3 +100,44 @@ class PendingCollective:
         if work is not None:
             timeout = timedelta(seconds=self._channel._timeout_s)
             self._channel._bounded(lambda: work.wait(timeout))
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """A rank's groups for refits: its tensor-parallel peers, the ranks that hold a layer's experts
+    between them, its pipeline peers.
+    """
+
+    tp: BoundedProcessGroup
+    experts: BoundedProcessGroup
+    pp: BoundedProcessGroup
+
+    @classmethod
+    def join(
+        cls, name: str, store: dist.Store, sizes: Topology, at: Coords, timeout_s: float
+    ) -> ProcessGroups:
+        """Meet the other members of each; `name` must be new to the store."""
+        of_experts = sizes.expert_coords(sizes.rank(at))
+
+        def group(name_: str, rank: int, size: int) -> BoundedProcessGroup:
+            return BoundedProcessGroup(f"{name}/{name_}", store, rank, size, timeout_s)
+
+        return cls(
+            tp=group(f"tp/{at.pp}.{at.dp}.{at.cp}", at.tp, sizes.tp),
+            experts=group(
+                f"experts/{at.pp}.{of_experts.edp}",
+                of_experts.ep * sizes.expert_tp + of_experts.etp,
+                sizes.ep * sizes.expert_tp if sizes.experts_apart else 1,
+            ),
+            pp=group(f"pp/{at.dp}.{at.cp}.{at.tp}", at.pp, sizes.pp),
+        )
+
+    @property
+    def calls(self) -> int:
+        """Collective calls over them so far."""
+        return self.tp.calls + self.experts.calls + self.pp.calls
+
+    def close(self, broken: bool = False) -> None:
+        """Leave them."""
+        for group in (self.tp, self.experts, self.pp):
+            group.close(broken)

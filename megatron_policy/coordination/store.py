@@ -1,16 +1,24 @@
-"""Calls of the torch store in which the ranks of a policy meet, each bounded in time."""
+"""The torch store in which the ranks of a policy meet: calls of it, each bounded in time, and
+heartbeats in it for those that wait.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron_policy.coordination.timeouts import run_with_timeout
+from megatron_policy.coordination.timeouts import run_with_timeout, start_thread
 from megatron_policy.errors import CheckpointError, RefitError
 
 T = TypeVar("T")
+
+_BEATS = 8  # within the silence after which others give up
+_SHORTEST_S = 0.0005  # between two looks at the number
 
 
 class StoreCalls:
@@ -18,12 +26,12 @@ class StoreCalls:
 
     def __init__(
         self,
-        timeout_s: float,
+        timeout_s: float | None,
         error: type[CheckpointError | RefitError],
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """No call takes longer than 1.25 * `timeout_s` seconds. `on_failure` is called before
-        `error` is raised.
+        """No call takes longer than 1.25 * `timeout_s` seconds; None: this process hosts the store.
+        `on_failure` is called before `error` is raised.
         """
         self._timeout_s, self._error, self._on_failure = timeout_s, error, on_failure
         self.failure = ""
@@ -35,20 +43,68 @@ class StoreCalls:
         """
         if self.failure:
             raise self._error(self.failure)
+        if self._timeout_s is None:
+            return step()
         try:
             # A process group's own timeout comes first: its message says more.
             return run_with_timeout(1.25 * self._timeout_s + 0.5, step)
         except (TimeoutError, dist.DistError) as error:
-            self.failure = _describe(error)
+            what = (
+                "does not answer" if isinstance(error, TimeoutError) else "has left, or was ended"
+            )
+            line = (str(error).splitlines() or [type(error).__name__])[0]
+            self.failure = f"the rendezvous on rank 0 {what} ({line}); check its log"
             self._on_failure()
             raise self._error(self.failure) from error
 
-    def reset(self) -> None:
-        """Call the store again: a new operation begins."""
-        self.failure = ""
 
+class Heartbeat:
+    """One rank's heartbeats, and those of all: a number that grows while a rank works. `add` adds
+    to the number and returns it.
+    """
 
-def _describe(error: Exception) -> str:
-    what = "does not answer" if isinstance(error, TimeoutError) else "has left, or was ended"
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"the rendezvous on rank 0 {what} ({line}); check its log"
+    def __init__(self, add: Callable[[int], int], silence_s: float, longest_pause_s: float) -> None:
+        """A rank gives up after `silence_s` seconds without a beat: beat eight times as often. The
+        pauses between two looks at the number grow to `longest_pause_s` seconds.
+        """
+        self._add, self._silence_s, self._longest_pause_s = add, silence_s, longest_pause_s
+        self._interval_s = silence_s / _BEATS
+        self._last = 0.0
+
+    def beat(self) -> None:
+        """Beat if it is time. Call it often."""
+        now = time.monotonic()
+        if now - self._last > self._interval_s:
+            self._last = now
+            self._add(1)
+
+    def wait_while_alive(self, condition: Callable[[], bool]) -> bool:
+        """Wait for the condition; return False if no rank beats for too long."""
+        pause, seen, quiet_since = _SHORTEST_S, -1, time.monotonic()
+        while not condition():
+            count, now = self._add(0), time.monotonic()
+            seen, quiet_since = count, quiet_since if count == seen else now
+            if now - quiet_since > self._silence_s:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, self._longest_pause_s)
+        return True
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Beat from a thread until the body ends. The body waits for something that ends itself."""
+        over = threading.Event()
+
+        def beat() -> None:
+            with suppress(CheckpointError, RefitError):  # the next call in the body reports it
+                while not over.wait(self._interval_s):
+                    self._add(1)
+
+        thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
+        started = start_thread(thread)
+        try:
+            yield
+        finally:
+            over.set()
+            if started:
+                thread.join()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import os
 import shutil
@@ -20,36 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-__all__ = [
-    "MemoryInfo",
-    "accelerators",
-    "can_compile",
-    "choose_gpu",
-    "compute_capability",
-    "current_device",
-    "device_id",
-    "host_buffer",
-    "is_accelerated",
-    "load_torchs_cudnn",
-    "memory_info",
-    "on_side_stream",
-    "place_process",
-    "prefer_flash_attention",
-    "prepare_for_other_engines",
-    "queued",
-    "random_state",
-    "reset_peak_memory",
-    "runs_triton",
-    "set_random_state",
-    "shareable_bytes",
-    "spare_cores",
-    "synchronize",
-    "to_device",
-    "trains_packed_cudnn",
-    "varlen_kernel",
-]
-
 
 _chosen: int | None = None
 
@@ -252,6 +223,30 @@ def shareable_bytes() -> int:
         return free
     shared = os.statvfs("/dev/shm")
     return min(free, shared.f_bavail * shared.f_frsize)
+
+
+def allocated() -> int:
+    """Bytes of device memory that live tensors of this process occupy; 0 on the CPU, which does not
+    count them.
+    """
+    return torch.cuda.memory_allocated() if is_accelerated() else 0
+
+
+def release_cached() -> None:
+    """Return cached, unused device memory to the driver, so that other processes can use it; on the
+    CPU do nothing: freed memory is returned by itself.
+    """
+    if is_accelerated():
+        gc.collect()
+        # An exported buffer that no process has opened would keep its memory.
+        torch.cuda.ipc_collect()
+        return_unused()
+
+
+def return_unused() -> None:
+    """The same for what is unused already: unreachable cycles and exported buffers stay."""
+    if is_accelerated():
+        torch.cuda.empty_cache()
 
 
 def reset_peak_memory() -> None:

@@ -23,11 +23,11 @@ def swap(pairs: Sequence[Pair]) -> None:
     """
     if not pairs:
         return
-    lane = _Lane(pairs)
+    buffer = _DoubleBuffer(pairs)
     done = 0
     try:
         for pair in pairs:
-            lane.exchange(*pair)
+            buffer.exchange(*pair)
             done += 1
     except BaseException:
         synchronize()
@@ -35,18 +35,18 @@ def swap(pairs: Sequence[Pair]) -> None:
             swap(pairs[:done])
         raise
     finally:
-        synchronize()  # also before the lane's buffers are freed
+        synchronize()  # also before the buffers are freed
 
 
 @torch.no_grad()
 def copy_out(pairs: Iterable[Pair]) -> None:
     """Copy the content of each tensor to its pieces; all of it is there when this returns."""
     for tensor, pieces in pairs:
-        _to_pieces(_bytes(tensor), pieces)
+        _copy(pieces, _bytes(tensor), out=True)
     synchronize()
 
 
-class _Lane:
+class _DoubleBuffer:
     """Two buffers that content passes through in turns, on its way out; on a GPU on a stream of
     its own, which waits until the pieces have been read.
     """
@@ -69,35 +69,28 @@ class _Lane:
             torch.cuda.current_stream().wait_event(left)
         held = self._buffers[turn][: content.numel()].copy_(content)
         try:
-            _from_pieces(content, pieces)
-            self._send(held, pieces, turn)
+            _copy(pieces, content)
+            if self._stream is None:
+                _copy(pieces, held, out=True)
+                return
+            self._stream.wait_event(torch.cuda.current_stream().record_event())
+            with torch.cuda.stream(self._stream):
+                _copy(pieces, held, out=True)
+            self._left[turn] = self._stream.record_event()
         except BaseException:
             content.copy_(held)
             raise
-
-    def _send(self, held: Tensor, pieces: Sequence[Tensor], turn: int) -> None:
-        if self._stream is None:
-            _to_pieces(held, pieces)
-            return
-        self._stream.wait_event(torch.cuda.current_stream().record_event())
-        with torch.cuda.stream(self._stream):
-            _to_pieces(held, pieces)
-        self._left[turn] = self._stream.record_event()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _from_pieces(content: Tensor, pieces: Iterable[Tensor]) -> None:
+def _copy(pieces: Iterable[Tensor], content: Tensor, out: bool = False) -> None:
+    """Copy the pieces to the content, or the content `out` to the pieces."""
     start = 0
     for piece in pieces:
-        content[start : start + piece.numel()].copy_(piece, non_blocking=True)
-        start += piece.numel()
-
-
-def _to_pieces(content: Tensor, pieces: Iterable[Tensor]) -> None:
-    start = 0
-    for piece in pieces:
-        piece.copy_(content[start : start + piece.numel()], non_blocking=True)
+        part = content[start : start + piece.numel()]
+        target, source = (piece, part) if out else (part, piece)
+        target.copy_(source, non_blocking=True)
         start += piece.numel()

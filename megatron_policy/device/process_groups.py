@@ -41,34 +41,29 @@ def join_process_group(timeout_s: float = 600.0) -> bool:
     without RANK the process becomes a world of one. An existing group is used as it is; in one made
     here, a collective fails after `timeout_s` seconds instead of hanging.
     """
-    global _holders
+    global _holders, _joined
     if dist.is_initialized():
         _holders += 1 if _holders else 0
         return _holders > 0
     _holders = 0
+    backend, timeout = "nccl" if is_accelerated() else "gloo", timedelta(seconds=timeout_s)
     with sharing_gloo_devices():
-        _make_default_group(timedelta(seconds=timeout_s))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun keeps one store for all groups of its processes: a second one must not find
+            # the addresses of the first.
+            _joined += 1
+            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            own = dist.PrefixStore(f"megatron_policy/{_joined}", store)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+        elif "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
     _holders = 1
     return True
-
-
-def _make_default_group(timeout: timedelta) -> None:
-    global _joined
-    backend = "nccl" if is_accelerated() else "gloo"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun keeps one store for all groups of its processes: a second one must not find the
-        # addresses of the first.
-        _joined += 1
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
-        own = dist.PrefixStore(f"megatron_policy/{_joined}", store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
 
 
 def leave_process_group() -> None:
@@ -110,7 +105,13 @@ def sharing_gloo_devices() -> Iterator[None]:
         yield
         return
     devices = _devices.get(dist.group.WORLD) if dist.is_initialized() else None
-    devices = devices or _make_devices()
+    if devices is None:  # those that torch would give to a group
+        gloo, names = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
+        devices = (
+            [gloo.create_device(interface=name) for name in names.split(",")]
+            if names
+            else [gloo.create_default_device()]
+        )
     make = _gloo_constructor()
 
     def init(
@@ -135,14 +136,6 @@ def sharing_gloo_devices() -> Iterator[None]:
 def _gloo_constructor() -> Any:
     """Torch's own, also where another thread is in the context."""
     return dist.ProcessGroupGloo.__init__
-
-
-def _make_devices() -> list[Any]:
-    """The devices that torch would give to a group."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not names:
-        return [dist.ProcessGroupGloo.create_default_device()]
-    return [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
 
 
 def forget_groups(root: object) -> None:

@@ -32,7 +32,7 @@ def device_name() -> str:
 
 
 @dataclass(frozen=True)
-class Operation:
+class OperationTime:
     """All calls of one operation, or of one kernel of the GPU, and the seconds that they took
     without the operations that they called.
     """
@@ -63,7 +63,7 @@ class OperationProfiler:
         """Write a Chrome trace, compressed if the name ends in .gz."""
         self._profiler.export_chrome_trace(str(path))
 
-    def operations(self, without: Collection[str] = ()) -> list[Operation]:
+    def operations(self, without: Collection[str] = ()) -> list[OperationTime]:
         """What took longest first: kernels where there is a GPU, else operations. Names in
         `without` are left out.
         """
@@ -71,5 +71,5 @@ class OperationProfiler:
         for each in self._profiler.key_averages():
             own = each.self_device_time_total if is_accelerated() else each.self_cpu_time_total
             if own and each.key not in without:
-                found.append(Operation(each.key, each.count, own / 1e6))
+                found.append(OperationTime(each.key, each.count, own / 1e6))
         return sorted(found, key=lambda each: -each.seconds)

@@ -48,17 +48,12 @@ def capture(engine: EngineRandom, generators: Mapping[str, torch.Generator]) -> 
     return _digest(content) + content
 
 
-def kept(engine: EngineRandom) -> Callable[[], None]:
+def remember(engine: EngineRandom) -> Callable[[], None]:
     """A function that resets every source of this process to its current state; cheap enough for
     every step.
     """
-    python, arrays, host, device = (
-        random.getstate(),
-        np.random.get_state(),
-        torch.get_rng_state(),
-        random_state(),
-    )
-    own = engine.random_states()
+    python, arrays, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    device, own = random_state(), engine.random_states()
 
     def restore_all() -> None:
         random.setstate(python)
@@ -71,11 +66,6 @@ def kept(engine: EngineRandom) -> Callable[[], None]:
     return restore_all
 
 
-def check(content: bytes) -> None:
-    """CheckpointError for bytes that are damaged or of a newer format."""
-    _parsed(content)
-
-
 def restore(
     content: bytes, engine: EngineRandom, generators: Mapping[str, torch.Generator]
 ) -> str | None:
@@ -85,7 +75,7 @@ def restore(
     (another device, other names): then nothing is changed. CheckpointError for bytes that are
     damaged or of a newer format.
     """
-    states = _parsed(content)
+    states = parse(content)
     if why := _mismatch(states, _states(engine, generators)):
         return why
     version, words, gauss = states["python"]
@@ -122,7 +112,8 @@ def _named(states: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
     return {n.removeprefix(prefix): each for n, each in states.items() if n.startswith(prefix)}
 
 
-def _parsed(content: bytes) -> dict[str, Any]:
+def parse(content: bytes) -> dict[str, Any]:
+    """The states in the bytes; CheckpointError if they are damaged or of a newer format."""
     digest, rest = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if digest != _digest(rest):
         raise CheckpointError(
@@ -148,23 +139,21 @@ def _parsed(content: bytes) -> dict[str, Any]:
 def _mismatch(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
     """Why `saved` cannot replace `own`, or None if it can."""
     if missing := own.keys() - saved.keys():
-        return f"the checkpoint has no random state for {_listed(missing)}, which this run uses"
+        return f"the checkpoint has no random state for {_list(missing)}, which this run uses"
     if unknown := saved.keys() - own.keys():
-        return (
-            f"the checkpoint has random state for {_listed(unknown)}, which this run does not use"
-        )
+        return f"the checkpoint has random state for {_list(unknown)}, which this run does not use"
     torches = {name: each for name, each in own.items() if isinstance(each, torch.Tensor)}
     other = [name for name, each in torches.items() if saved[name].shape != each.shape]
     other += ["numpy"] if saved["numpy"][0] != own["numpy"][0] else []
     other += ["python"] if saved["python"][0] != own["python"][0] else []
     return (
-        f"the checkpoint's random state comes from a different kind of: {_listed(other)}"
+        f"the checkpoint's random state comes from a different kind of: {_list(other)}"
         if other
         else None
     )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 

@@ -71,22 +71,17 @@ def share(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     try:
         function, arguments = reduce_tensor(tensor.detach())
     except RuntimeError as error:
-        raise RuntimeError(f"{error}{_advice()}") from error
+        for variable in _ALLOCATOR_VARIABLES:
+            if "expandable_segments:true" in os.environ.get(variable, "").lower():
+                raise RuntimeError(
+                    f"{error}. {variable} asks for expandable segments, which not every driver "
+                    "shares with other processes: remove expandable_segments:True from it"
+                ) from error
+        raise
     return function, arguments
 
 
-def _advice() -> str:
-    """What to change where the allocator's memory cannot be shared."""
-    for variable in _ALLOCATOR_VARIABLES:
-        if "expandable_segments:true" in os.environ.get(variable, "").lower():
-            return (
-                f". {variable} asks for expandable segments, which not every driver shares with "
-                "other processes: remove expandable_segments:True from it"
-            )
-    return ""
-
-
-def plain(arguments: Sequence[Any]) -> dict[str, Any]:
+def encode(arguments: Sequence[Any]) -> dict[str, Any]:
     """The arguments from `share` as plain values, for a message."""
     fields: dict[str, Any] = dict(zip(_FIELDS, arguments, strict=True))
     size, dtype = list(fields["size"]), str(fields["dtype"]).removeprefix("torch.")
@@ -95,8 +90,8 @@ def plain(arguments: Sequence[Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _CLASSES}
 
 
-def arguments(fields: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The inverse of `plain`. ValueError, TypeError or LookupError for anything else."""
+def decode(fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The inverse of `encode`. ValueError, TypeError or LookupError for anything else."""
     made: dict[str, Any] = dict(fields) | _CLASSES
     dtype = dtype_named(made["dtype"])
     if made.keys() != set(_FIELDS):
@@ -109,7 +104,7 @@ def arguments(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(made[name] for name in _FIELDS)
 
 
-def opened(arguments: Sequence[Any]) -> Tensor:
+def open_tensor(arguments: Sequence[Any]) -> Tensor:
     """The tensor that another process has shared, on this process's GPU: the same GPU by UUID,
     whatever its number in either process.
     """

@@ -10,8 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from megatron_policy.device import is_accelerated
-from megatron_policy.device.caches import release_cached
+from megatron_policy.device import is_accelerated, release_cached
 from megatron_policy.errors import RefitError, TransitionError
 from megatron_policy.memory.offloader import Resize, StorageOffloader
 from megatron_policy.memory.pinned_pool import PinnedMemoryPool
@@ -23,10 +22,8 @@ from megatron_policy.memory.states import (
     MemoryState,
     Requirement,
     Storages,
-    kinds_of,
-    listed,
-    state_of,
-    stopped_before,
+    list_kinds,
+    parse_kinds,
 )
 
 Item = TypeVar("Item")
@@ -122,25 +119,24 @@ class DeviceMemory:
         continues.
         """
         self._policy.check_can_enter(target)
-        failure = None
+        failure: Exception | None = None
         try:
             self._settle()
             self._still()
             self._empty([kind for kind in _LEAVING if kind not in target.holds])
-            self._refill([kind for kind in Kind if kind in target.holds])
+            for kind in Kind:
+                if kind in target.holds:
+                    if self._bytes_away(kind):
+                        self._offloaders[kind].refill()
+                    self._whole.add(kind)
         except (RuntimeError, MemoryError) as error:
             failure = error
-        self._policy.enter(target if failure is None else stopped_before(target, self._whole))
+        self._policy.enter(target if failure is None else target.interrupted(self._whole))
         if failure is None:
             self._check_ceiling()
-        self._agree_on(target, failure)
-
-    def _agree_on(self, target: MemoryState, failure: Exception | None) -> None:
-        """TransitionError on every rank if it failed on one: otherwise the others would continue
-        and wait for it in the next call.
-        """
         why = "" if failure is None else f"{failure}. The policy is {self.state}"
         try:
+            # Without it the others would continue and wait for this rank in the next call.
             self._agree(RuntimeError(why) if why else None)
         except RefitError as error:
             why, failure = str(error), failure or error
@@ -152,13 +148,13 @@ class DeviceMemory:
 
     def offload(self, what: str | Iterable[str]) -> None:
         """Move these kinds to the host; the others stay where they are."""
-        self.enter(state_of(self._whole - kinds_of(what)))
+        self.enter(MemoryState.of(self._whole - parse_kinds(what)))
 
     def onload(self, what: str | Iterable[str]) -> None:
         """Move these kinds to the device; the others stay unchanged where they are: gradients on
         the device keep their content.
         """
-        self.enter(state_of(self._whole | kinds_of(what)))
+        self.enter(MemoryState.of(self._whole | parse_kinds(what)))
 
     def manages(self, model: object) -> bool:
         """Whether `model` is a module of this policy, wrapped for training or not."""
@@ -198,12 +194,6 @@ class DeviceMemory:
         if moving:
             release_cached()
 
-    def _refill(self, arriving: Sequence[Kind]) -> None:
-        for kind in arriving:
-            if self._bytes_away(kind):
-                self._offloaders[kind].refill()
-            self._whole.add(kind)
-
     def _stays(self, kind: Kind, state: MemoryState) -> bool:
         return kind in state.holds or kind not in self._offloaders
 
@@ -216,4 +206,4 @@ class DeviceMemory:
             stays = self._stays(kind, self.state)
             stray = self._bytes_away(kind) if stays else here[kind]
             where = "still in host memory" if stays else "still on the device"
-            assert not stray, f"{self.state}, with {stray} bytes of {listed([kind])} {where}"
+            assert not stray, f"{self.state}, with {stray} bytes of {list_kinds([kind])} {where}"

@@ -10,8 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_policy.device import current_device, is_accelerated, synchronize
-from megatron_policy.device.caches import release_cached
+from megatron_policy.device import current_device, is_accelerated, release_cached, synchronize
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.states import Kind
 

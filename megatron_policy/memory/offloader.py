@@ -55,28 +55,29 @@ class StorageOffloader:
         """Copy each storage's content to the host and free its memory."""
         try:
             for storage in storages:
-                self._emptied.append(self._copied(storage))
+                nbytes = storage.nbytes()
+                region = None if self._pool is None else self._pool.take(nbytes)
+                for piece, part in _pairs(region or (), storage):
+                    piece.copy_(part, non_blocking=True)
+                self._emptied.append(_Emptied(storage, nbytes, region))
                 storage.resize_(0)
         finally:
             synchronize()
 
     def refill(self) -> None:
         """Restore every emptied storage's memory and content, in the order they were emptied."""
-        arrived: list[_Emptied] = []
+        arrived: list[PoolSlice] = []
         try:
             while self._emptied:
                 self._restore(self._emptied[0])
-                arrived.append(self._emptied.popleft())
+                arrived.append(self._emptied.popleft().copy or ())
         finally:
             synchronize()
-            self._free(arrived)
-
-    def _copied(self, storage: torch.UntypedStorage) -> _Emptied:
-        nbytes = storage.nbytes()
-        region = None if self._pool is None else self._pool.take(nbytes)
-        for piece, part in _pairs(region or (), storage):
-            piece.copy_(part, non_blocking=True)
-        return _Emptied(storage, nbytes, region)
+            if self._pool is not None and not self._emptied:
+                self._pool.reset()
+            elif self._pool is not None:
+                for region in arrived:
+                    self._pool.release(region)
 
     def _restore(self, emptied: _Emptied) -> None:
         storage = emptied.storage
@@ -90,14 +91,6 @@ class StorageOffloader:
         except BaseException:
             storage.resize_(0)
             raise
-
-    def _free(self, arrived: Iterable[_Emptied]) -> None:
-        """Free copies whose content has arrived, for reuse."""
-        if self._pool is not None and not self._emptied:
-            self._pool.reset()
-        elif self._pool is not None:
-            for each in arrived:
-                self._pool.release(each.copy or ())
 
 
 def _pairs(

@@ -21,43 +21,23 @@ class PolicyState:
 
     def __init__(self, *, awaits_weights: bool = False) -> None:
         """`awaits_weights` is whether no weights were read: a load has to fill all of them."""
-        self._memory = TRAIN
-        self._users: list[str] = []
-        self._step_open = False
-        self._loading = ""
-        self._gather_pending = False
-        self._awaits_weights = awaits_weights
-        self._closed = False
-
-    @property
-    def memory(self) -> MemoryState:
+        self.memory = TRAIN
         """Which memory is on the device."""
-        return self._memory
-
-    @property
-    def step_open(self) -> bool:
+        self.step_open = False
         """Whether gradients are being accumulated for a step that is not taken yet."""
-        return self._step_open
-
-    @property
-    def gather_pending(self) -> bool:
+        self.gather_pending = False
         """Whether the gather of the last step's parameters can still be pending."""
-        return self._gather_pending
-
-    @property
-    def awaits_weights(self) -> bool:
+        self.awaits_weights = awaits_weights
         """Whether no load has filled the weights yet."""
-        return self._awaits_weights
+        self.closed = False
+        """Whether the policy has been shut down."""
+        self._users: list[str] = []
+        self._loading = ""
 
     @property
     def user(self) -> str:
         """Who uses the weights now, such as "the reference policy"; empty if nobody does."""
         return self._users[-1] if self._users else ""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the policy has been shut down."""
-        return self._closed
 
     def check(self, operation: str, need: Requirement, *, repairs: bool = False) -> None:
         """ConfigError unless the state permits `operation`, such as "train()".
@@ -65,7 +45,7 @@ class PolicyState:
         CheckpointError if a load has left the weights half changed, unless the operation
         `repairs` them.
         """
-        if self._closed:
+        if self.closed:
             raise ConfigError(
                 f"{operation}: this policy was shut down, and its process groups are gone: make a "
                 "new one"
@@ -75,9 +55,9 @@ class PolicyState:
                 f"{operation} would use weights that are partly old and partly new: "
                 f"{self._loading}. Call load_checkpoint() again"
             )
-        if self._step_open and not need.within_step:
+        if self.step_open and not need.within_step:
             raise ConfigError(f"{operation} has to wait: {STEP_OPEN}")
-        check_permits(self._memory, operation, need)
+        check_permits(self.memory, operation, need)
         if need.alone and self._users:
             raise ConfigError(f"{operation} has to wait until {self.user} has ended")
 
@@ -85,16 +65,16 @@ class PolicyState:
         """ConfigError while something uses the weights, or if this would lose the gradients of an
         open step.
         """
-        if self._closed:
+        if self.closed:
             raise ConfigError(
                 f"the policy cannot go to the {target.name} state: it was shut down, make a new one"
             )
         if self._users:
             raise ConfigError(
                 f"the policy cannot go to the {target.name} state while {self.user} is running; it "
-                f"stays {self._memory} until {self.user} finishes"
+                f"stays {self.memory} until {self.user} finishes"
             )
-        if self._step_open and Kind.GRADIENTS not in target.holds:
+        if self.step_open and Kind.GRADIENTS not in target.holds:
             raise ConfigError(
                 f"the {target.name} state would lose gradients: {STEP_OPEN}. To score in between, "
                 "call prepare_for_lp_inference(keep_train_buffers=True)"
@@ -104,7 +84,7 @@ class PolicyState:
         """Record that memory has been moved, after `check_can_enter`: whole, or as far as it went
         before it failed.
         """
-        self._memory = memory
+        self.memory = memory
 
     @contextmanager
     def in_use(self, by: str) -> Iterator[None]:
@@ -117,25 +97,25 @@ class PolicyState:
 
     def begin_step(self, operation: str) -> None:
         """Gradients are accumulated from now on. ConfigError while a step is open."""
-        if self._step_open:
+        if self.step_open:
             raise ConfigError(f"{operation} has to wait: {STEP_OPEN}")
-        self._step_open = True
+        self.step_open = True
 
     def end_step(self, operation: str) -> None:
         """The open step has been taken or dropped. ConfigError if none is open."""
-        if not self._step_open:
+        if not self.step_open:
             raise ConfigError(
                 f"{operation}: no training step is open, call begin_train_step() first"
             )
-        self._step_open = False
+        self.step_open = False
 
     def take_step(self) -> None:
         """The optimizer has changed the parameters; their gather overlaps what follows."""
-        self._gather_pending = True
+        self.gather_pending = True
 
     def settle(self) -> None:
         """The parameters are complete."""
-        self._gather_pending = False
+        self.gather_pending = False
 
     def begin_load(self, what: str) -> None:
         """The weights are being replaced: until `end_load` they are unusable."""
@@ -143,12 +123,12 @@ class PolicyState:
 
     def close(self) -> None:
         """The policy has been shut down: everything is refused from now on."""
-        self._closed = True
+        self.closed = True
 
     def fill(self) -> None:
         """The load has read all weights."""
         assert self._loading, "no load has begun"
-        self._awaits_weights = False
+        self.awaits_weights = False
 
     def end_load(self) -> None:
         """The load is complete."""

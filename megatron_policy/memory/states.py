@@ -33,11 +33,24 @@ class MemoryState:
     name: str
     holds: frozenset[Kind]
 
+    @classmethod
+    def of(cls, holds: Collection[Kind]) -> MemoryState:
+        """The state for what a policy holds, if no transition has named it."""
+        held = frozenset(holds)
+        whole = (state for state in (TRAIN, LOGPROB, IDLE) if state.holds == held)
+        return next(whole, cls("partial", held))
+
+    def interrupted(self, holds: Collection[Kind]) -> MemoryState:
+        """The state after a transition to this one that failed half-way; `holds` are the kinds that
+        are whole.
+        """
+        return MemoryState(f"interrupted on the way to {self.name}", frozenset(holds))
+
     def __str__(self) -> str:
         """As used in messages after "the policy is"."""
         if self == IDLE:
             return f"{self.name} (its weights are in host memory)"
-        return f"in state {self.name!r} (on the device: {listed(self.holds)})"
+        return f"in state {self.name!r} (on the device: {list_kinds(self.holds)})"
 
 
 TRAIN = MemoryState("train", ALL)
@@ -57,7 +70,7 @@ class Requirement:
     """
 
     holds: frozenset[Kind]
-    said: str
+    what: str
     call: str
     alone: bool = True
     within_step: bool = False
@@ -89,33 +102,19 @@ def check_permits(state: MemoryState, operation: str, need: Requirement) -> None
     """
     if not need.holds <= state.holds:
         raise ConfigError(
-            f"{operation} needs {need.said}; the policy is {state}: call {need.call} first"
+            f"{operation} needs {need.what}; the policy is {state}: call {need.call} first"
         )
 
 
-def state_of(holds: Collection[Kind]) -> MemoryState:
-    """The state for what a policy holds, if no transition has named it."""
-    held = frozenset(holds)
-    whole = (state for state in (TRAIN, LOGPROB, IDLE) if state.holds == held)
-    return next(whole, MemoryState("partial", held))
-
-
-def stopped_before(target: MemoryState, holds: Collection[Kind]) -> MemoryState:
-    """The state after a transition to `target` that failed half-way; `holds` are the kinds that
-    are whole.
-    """
-    return MemoryState(f"interrupted on the way to {target.name}", frozenset(holds))
-
-
-def kinds_of(what: str | Iterable[str]) -> frozenset[Kind]:
+def parse_kinds(what: str | Iterable[str]) -> frozenset[Kind]:
     """The kinds that a caller names, one or several; ConfigError for unknown ones."""
     names = [what] if isinstance(what, str) else list(what)
     unknown = sorted({str(name) for name in names} - {str(kind) for kind in Kind})
     if unknown:
-        raise ConfigError(f"{', '.join(unknown)} cannot be moved; legal: {listed(ALL)}")
+        raise ConfigError(f"{', '.join(unknown)} cannot be moved; legal: {list_kinds(ALL)}")
     return frozenset(Kind(name) for name in names)
 
 
-def listed(kinds: Collection[Kind]) -> str:
+def list_kinds(kinds: Collection[Kind]) -> str:
     """Kinds in their order, for messages."""
     return ", ".join(kind.value for kind in Kind if kind in kinds) or "nothing"

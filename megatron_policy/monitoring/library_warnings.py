@@ -36,7 +36,7 @@ _OF_GPUS = (r"(?s).*CUDA_DEVICE_MAX_CONNECTIONS", UserWarning)
 
 
 @contextmanager
-def collected_warnings() -> Iterator[None]:
+def collect_warnings() -> Iterator[None]:
     """In this context warnings that libraries raise are kept, and logged as one line at its end,
     also after an error: a warning on rank 0, an information elsewhere. Others are shown as ever.
 
@@ -54,7 +54,8 @@ def collected_warnings() -> Iterator[None]:
             finally:
                 kept = list(caught)
     finally:
-        roots = _roots()
+        folders = (getattr(sys.modules.get(name), "__path__", ()) for name in LIBRARIES)
+        roots = tuple(os.path.join(path, "") for paths in folders for path in paths)
         of_libraries = []
         hidden = (*_OF_STEPS, *(() if is_accelerated() else (_OF_GPUS,)))
         for each in kept:
@@ -68,31 +69,22 @@ def collected_warnings() -> Iterator[None]:
                 )
         if of_libraries:
             level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.INFO
-            _log.log(level, "%s", one_line(of_libraries))
+            _log.log(level, "%s", summarize(of_libraries))
         for message, category in hidden:
             # Last: filters of the caller's own come first.
             warnings.filterwarnings("ignore", message, category, module=_WITHIN, append=True)
 
 
-def one_line(found: Sequence[warnings.WarningMessage]) -> str:
+def summarize(found: Sequence[warnings.WarningMessage]) -> str:
     """How many warnings there were, and the first of each kind, the most frequent first."""
-    kinds = Counter(f"{each.category.__name__}: {_short(str(each.message))}" for each in found)
+    kinds = Counter(f"{each.category.__name__}: {_shorten(str(each.message))}" for each in found)
     shown = [kind for kind, _ in kinds.most_common(_SHOWN)]
     more = f"; and others ({len(kinds) - _SHOWN})" if len(kinds) > _SHOWN else ""
     number = f"{len(found)} warning{'s' * (len(found) > 1)} of libraries"
     return f"{number} (set {VARIABLE}=all to see them): {'; '.join(shown)}{more}"
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     """The text on one line, of bounded length."""
     text = re.sub(r"\s+", " ", text).strip()
     return text if len(text) <= _LENGTH else f"{text[:_LENGTH]}..."
-
-
-def _roots() -> tuple[str, ...]:
-    """The directories of the libraries that are imported."""
-    found: list[str] = []
-    for name in LIBRARIES:
-        module = sys.modules.get(name)
-        found += [os.path.join(path, "") for path in getattr(module, "__path__", ())]
-    return tuple(found)

@@ -70,13 +70,13 @@ class MetricsLog:
         """
         if report is not None and report != self._saved:
             self._saved = report
-            self._moved("checkpoint", report)
+            self._record("checkpoint", report)
 
     def sent(self, manifest: Transfer) -> None:
         """Record bytes, seconds and rate of a refit."""
-        self._moved("refit", manifest)
+        self._record("refit", manifest)
 
-    def _moved(self, what: str, transfer: Transfer) -> None:
+    def _record(self, what: str, transfer: Transfer) -> None:
         names = ("total_bytes", "seconds", "bytes_per_second")
         self.write(transfer.step, {f"{what}/{name}": getattr(transfer, name) for name in names})
 
@@ -86,7 +86,18 @@ class MetricsLog:
             try:
                 writer.write(step, metrics)
             except Exception as error:
-                self._detach(writer, f"step {step}", error)
+                self._writers.remove(writer)
+                _log.warning(
+                    "%s could not write the metrics of step %d and is not used any more, training "
+                    "goes on: %r",
+                    type(writer).__name__,
+                    step,
+                    error,
+                )
+                try:
+                    writer.close()
+                except Exception as second:
+                    _log.debug("nor could it be closed: %r", second)
 
     def close(self) -> None:
         """Close all writers."""
@@ -95,19 +106,6 @@ class MetricsLog:
                 writer.close()
             except Exception as error:
                 _log.warning("%s could not be closed: %r", type(writer).__name__, error)
-
-    def _detach(self, writer: MetricsWriter, what: str, error: Exception) -> None:
-        self._writers.remove(writer)
-        _log.warning(
-            "%s could not write the metrics of %s and is not used any more, training goes on: %r",
-            type(writer).__name__,
-            what,
-            error,
-        )
-        try:
-            writer.close()
-        except Exception as further:
-            _log.debug("nor could it be closed: %r", further)
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> Record:
@@ -139,7 +137,7 @@ def training_record(
         f"{kind}/valid_tokens": sum(result["valid_tokens"]),
     }
     for name, values in per_microbatch.items():
-        number = None if name in _OF_THE_STEP else _joined(name, values)
+        number = None if name in _OF_THE_STEP else _join(name, values)
         if number is not None:
             found[f"{of_loss}/{name}"] = number
     if eval_mode:
@@ -153,7 +151,7 @@ def training_record(
     return found
 
 
-def merged_microbatches(parts: Iterable[PerMicrobatch]) -> dict[str, list[Any]]:
+def merge_microbatches(parts: Iterable[PerMicrobatch]) -> dict[str, list[Any]]:
     """The metrics of all parts' microbatches, by name, one part after another."""
     found: dict[str, list[Any]] = {}
     for part in parts:
@@ -162,7 +160,7 @@ def merged_microbatches(parts: Iterable[PerMicrobatch]) -> dict[str, list[Any]]:
     return found
 
 
-def _joined(name: str, values: Sequence[Any]) -> float | None:
+def _join(name: str, values: Sequence[Any]) -> float | None:
     """One number for a call: the parts add up, minima and maxima do not; None without numbers."""
     numbers = [number for number in map(_number, values) if number is not None]
     if not numbers:

@@ -60,20 +60,18 @@ class StepSpeed:
     def of(cls, speeds: Sequence[Numbers]) -> StepSpeed:
         """From the `speed` of each call's result."""
 
-        def total(name: str) -> float:
-            return sum(each[name] for each in speeds)
-
-        seconds, tokens = total("seconds"), total("tokens")
+        total = {each: sum(speed.get(each, 0.0) for speed in speeds) for each in speeds[0]}
         known = all("mfu" in each for each in speeds)
+        mfu = sum(each["mfu"] * each["seconds"] for each in speeds) if known else None
         return cls(
             len(speeds),
-            seconds,
-            total("forward_backward_seconds"),
-            total("reduce_seconds"),
-            total("step_seconds"),
-            tokens,
-            tokens / seconds,
-            sum(each["mfu"] * each["seconds"] for each in speeds) / seconds if known else None,
+            total["seconds"],
+            total["forward_backward_seconds"],
+            total["reduce_seconds"],
+            total["step_seconds"],
+            total["tokens"],
+            total["tokens"] / total["seconds"],
+            None if mfu is None else mfu / total["seconds"],
         )
 
     @property
@@ -134,9 +132,9 @@ class PolicyReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join([*self._memory_lines(), *self._speed_lines()])
 
-    def _lines(self) -> Iterator[str]:
+    def _memory_lines(self) -> Iterator[str]:
         several = self.ranks > 1
         steps = f"{self.step} step{'s' * (self.step != 1)}"
         yield f"after {steps}, on {self.ranks} rank{'s' * several}"
@@ -145,10 +143,30 @@ class PolicyReport:
             most, least = getattr(self.memory, name), getattr(self.memory_least, name)
             if most is not None:
                 yield _row(f"  {label}", show_size(most), show_size(least) if several else "")
-        if self.speed is None or self.balance is None:
+
+    def _speed_lines(self) -> Iterator[str]:
+        speed, balance = self.speed, self.balance
+        if speed is None or balance is None:
             yield "speed: nothing was trained yet"
             return
-        yield from _timed(self.speed, self.balance, several)
+        calls = "last call" if speed.calls == 1 else f"last {speed.calls} calls"
+        yield f"speed of the {calls}" + (", slowest rank" if self.ranks > 1 else "")
+        parts = {
+            "  seconds a call": speed.seconds,
+            "    forward, backward": speed.forward_backward_seconds,
+            "    reducing gradients": speed.reduce_seconds,
+            "    clipping, update": speed.step_seconds,
+            "    other": speed.other_seconds,
+        }
+        for label, seconds in parts.items():
+            share = seconds / speed.seconds
+            yield _row(label, f"{seconds / speed.calls:.3g}", f"{share:.0%}")
+        yield _row("  tokens per second", f"{speed.tokens_per_second:,.0f}")
+        yield _row("  MFU", "not known" if speed.mfu is None else f"{speed.mfu:.1%}")
+        yield "balance"
+        yield _row("  packing efficiency", f"{balance.packing_efficiency:.1%}")
+        yield _row("  data-parallel imbalance", f"{balance.data_parallel_imbalance:.3f}")
+        yield _row("  pipeline bubble", f"{balance.pipeline_bubble:.1%}")
 
 
 _MEMORY = {
@@ -162,26 +180,5 @@ _MEMORY = {
 }
 
 
-def _timed(speed: StepSpeed, balance: StepBalance, several: bool) -> Iterator[str]:
-    calls = "last call" if speed.calls == 1 else f"last {speed.calls} calls"
-    yield f"speed of the {calls}" + (", slowest rank" if several else "")
-    parts = {
-        "  seconds a call": speed.seconds,
-        "    forward, backward": speed.forward_backward_seconds,
-        "    reducing gradients": speed.reduce_seconds,
-        "    clipping, update": speed.step_seconds,
-        "    other": speed.other_seconds,
-    }
-    for label, seconds in parts.items():
-        share = seconds / speed.seconds
-        yield _row(label, f"{seconds / speed.calls:.3g}", f"{share:.0%}")
-    yield _row("  tokens per second", f"{speed.tokens_per_second:,.0f}")
-    yield _row("  MFU", "not known" if speed.mfu is None else f"{speed.mfu:.1%}")
-    yield "balance"
-    yield _row("  packing efficiency", f"{balance.packing_efficiency:.1%}")
-    yield _row("  data-parallel imbalance", f"{balance.data_parallel_imbalance:.3f}")
-    yield _row("  pipeline bubble", f"{balance.pipeline_bubble:.1%}")
-
-
-def _row(name: str, value: str, further: str = "") -> str:
-    return f"{name:<{_NAME}}{value:>10}{further:>10}".rstrip()
+def _row(name: str, value: str, second: str = "") -> str:
+    return f"{name:<{_NAME}}{value:>10}{second:>10}".rstrip()

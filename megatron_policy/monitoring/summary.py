@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import platform
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_policy.config import PolicyConfig
@@ -42,7 +42,7 @@ _STAGES = 8
 _PACKAGES = ("torch", "transformers", "ray")
 
 
-def expected_memory(
+def estimate_memory(
     config: PolicyConfig, engine: TrainingEngine, topology: Topology
 ) -> StageMemory | None:
     """What this rank needs in a step over rows of full length, as far as it can be estimated: of
@@ -58,7 +58,7 @@ def expected_memory(
     return stage_memory(config, rows, topology, shape, stage, kernels, trained)
 
 
-def summary_of(
+def summarize(
     config: PolicyConfig,
     engine: TrainingEngine,
     topology: Topology,
@@ -67,8 +67,10 @@ def summary_of(
     closed: bool = False,
 ) -> str:
     """The lines, as one rank sees them; the first says whether the policy is `closed`."""
-    named = (
-        ("state", iter(["shut down: this is what it was; make a new policy"] * closed)),
+    here, packages = memory_info(), {name: _version(name) for name in _PACKAGES}
+    others = "".join(f", {name} {found}" for name, found in packages.items() if found is not None)
+    named: tuple[tuple[str, Iterable[str]], ...] = (
+        ("state", ["shut down: this is what it was; make a new policy"] * closed),
         ("model", _model(config, engine)),
         ("parameters", _parameters(engine)),
         ("layout", _layout(config, engine, topology)),
@@ -78,21 +80,20 @@ def summary_of(
         ("batches", _batches(config, engine.table.architecture, topology)),
         ("memory", _memory(config, engine, topology, memory, reference_bytes)),
         ("note", notes_of(config, engine.table.architecture)),
-        ("device", _device()),
-        ("versions", _versions()),
+        ("device", [f"{device_name()}, {show_size(here.free)} free of {show_size(here.total)}"]),
+        ("versions", [f"megatron-policy {VERSION}{others}, Python {platform.python_version()}"]),
     )
-    return "\n".join(line for label, lines in named for line in _wrapped(label, lines))
-
-
-def _wrapped(label: str, lines: Iterator[str]) -> Iterator[str]:
-    for number, text in enumerate(lines):
-        yield from textwrap.wrap(
-            text,
-            WIDTH,
-            initial_indent=f"{'' if number else label:<{_LABEL}}",
-            subsequent_indent=" " * _LABEL,
-            break_on_hyphens=False,
-        )
+    wrapped: list[str] = []
+    for label, lines in named:
+        for number, text in enumerate(lines):
+            wrapped += textwrap.wrap(
+                text,
+                WIDTH,
+                initial_indent=f"{'' if number else label:<{_LABEL}}",
+                subsequent_indent=" " * _LABEL,
+                break_on_hyphens=False,
+            )
+    return "\n".join(wrapped)
 
 
 def _model(config: PolicyConfig, engine: TrainingEngine) -> Iterator[str]:
@@ -202,24 +203,13 @@ def _memory(
     yield f"{show_size(sum(here.values()))} on this rank's device: {parts}"
     if reference_bytes:
         yield f"{show_size(reference_bytes)} of the reference's weights on the host"
-    expected = expected_memory(config, engine, topology)
+    expected = estimate_memory(config, engine, topology)
     if expected is not None and engine.trainable is not None:
         most = expected.activations + expected.head
         yield (
             f"{show_size(expected.peak)} expected at a step's peak: states "
             f"{show_size(expected.states.resident)}, activations and head {show_size(most)}"
         )
-
-
-def _device() -> Iterator[str]:
-    found = memory_info()
-    yield f"{device_name()}, {show_size(found.free)} free of {show_size(found.total)}"
-
-
-def _versions() -> Iterator[str]:
-    found = ((name, _version(name)) for name in _PACKAGES)
-    others = "".join(f", {name} {known}" for name, known in found if known is not None)
-    yield f"megatron-policy {VERSION}{others}, Python {platform.python_version()}"
 
 
 def _version(package: str) -> str | None:

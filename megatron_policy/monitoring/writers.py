@@ -42,7 +42,7 @@ class JsonlWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
         if self._file is None:
-            self._file = self._opened()
+            self._file = self._open()
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n"
         left = memoryview(line.encode())
@@ -55,7 +55,7 @@ class JsonlWriter:
             os.close(self._file)
         self._file = None
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         end = size = os.fstat(file).st_size

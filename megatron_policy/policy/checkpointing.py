@@ -30,7 +30,7 @@ from megatron_policy.converters.formats.side_files import (
     side_files,
     side_paths,
 )
-from megatron_policy.coordination.barrier import Coordinator
+from megatron_policy.coordination.operation import SAVES, Coordinator
 from megatron_policy.errors import ConfigError
 from megatron_policy.memory.states import SAVE, SEND_WEIGHTS
 from megatron_policy.policy.session import Session
@@ -57,7 +57,9 @@ class Checkpoints:
         self._contents = Contents(session.engine, session.topology, generators)
         store = dist.distributed_c10d._get_default_store()
         size = session.topology.world_size
-        self._coordinator = Coordinator(store, session.rank, size, config.checkpoint_timeout_s)
+        self._coordinator = Coordinator(
+            SAVES, store, session.rank, size, config.checkpoint_timeout_s
+        )
         side_paths(locate(config.model_name))  # raises on every rank or on none
         self._kept = KeptFiles(self._side_files(), tokenizer) if session.rank == 0 else None
         self._saved = saved_by(session.engine)
@@ -154,17 +156,17 @@ class Checkpoints:
             need = SAVE if self._contents.has_optimizer else SEND_WEIGHTS
             self._session.memory.ready("load_checkpoint()", need, repairs=True)
 
-        loader.together("ready", prepare)
+        loader.under.together("ready", prepare)
         moments = self._contents.kept_states
         found = loader.find(weights, optimizer, moments=moments, fresh=fresh_optimizer)
         loader.verify(found)
         state = self._session.state
         with loader.opened(partial(self._look_up, found)) as (plan, rest):
             state.begin_load(str(found.root))  # unusable until all of it has succeeded
-            loader.together("read", lambda: self._fill(plan))
-            report = loader.together("restored", lambda: self._contents.restored(found, rest))
+            loader.under.together("read", lambda: self._fill(plan))
+            report = loader.under.together("restored", lambda: self._contents.restored(found, rest))
             state.end_load()
-        loader.leave()
+        loader.under.leave_together()
         if self._session.rank == 0:
             _log.log(logging.WARNING if report.not_restored else logging.INFO, "%s", report)
         return report

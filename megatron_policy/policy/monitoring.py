@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
-from megatron_policy.coordination.agreement import gathered, largest
+from megatron_policy.coordination.agreement import find_largest, gather_lists
 from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.interfaces.metrics import MetricsWriter
 from megatron_policy.memory.device_memory import DeviceMemory
@@ -20,10 +20,10 @@ from megatron_policy.memory.states import Kind
 from megatron_policy.monitoring.metrics_log import (
     MetricsLog,
     checked_metrics,
-    merged_microbatches,
+    merge_microbatches,
 )
 from megatron_policy.monitoring.report import MemoryUse, PolicyReport
-from megatron_policy.monitoring.summary import expected_memory, summary_of
+from megatron_policy.monitoring.summary import estimate_memory, summarize
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.policy.checkpointing import AnyPath
 from megatron_policy.policy.profiling import Profile, profiling
@@ -52,7 +52,7 @@ class PolicyMonitoring:
         columns; after `shutdown` the first says so. Rank 0 logs it at the start, at level INFO.
         """
         held = (self._engine, self.topology, self.memory, self._session.reference_bytes)
-        return summary_of(self.config, *held, closed=self._session.state.closed)
+        return summarize(self.config, *held, closed=self._session.state.closed)
 
     def report(self) -> PolicyReport:
         """This rank's memory now, and the speed and balance of its last training calls."""
@@ -87,14 +87,14 @@ class PolicyMonitoring:
 
     @cached_property
     def _activations(self) -> int | None:
-        expected = expected_memory(self.config, self._engine, self.topology)
+        expected = estimate_memory(self.config, self._engine, self.topology)
         return None if expected is None else expected.activations + expected.head
 
     def _start_monitoring(self, writers: Sequence[MetricsWriter]) -> None:
         """Log the summary, and keep rank 0's writers; collective."""
         world = dist.group.WORLD
         assert world is not None, "the session has joined it"
-        self._records = bool(largest([len(writers)], world)[0])
+        self._records = bool(find_largest([len(writers)], world)[0])
         self._metrics = MetricsLog(writers if self.rank == 0 else ())
         if self.rank == 0 and _log.isEnabledFor(logging.INFO):
             _log.info("the policy is ready\n%s", self.summary())
@@ -107,6 +107,6 @@ class PolicyMonitoring:
         parts = None
         if self._records and self.rank in self.topology.reporters():
             own = [result["microbatch_metrics"]]
-            parts = merged_microbatches(gathered(own, self._engine.groups.dp))
+            parts = merge_microbatches(gather_lists(own, self._engine.groups.dp))
         self._metrics.trained(result, parts, eval_mode=eval_mode)
         return result

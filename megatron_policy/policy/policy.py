@@ -26,7 +26,7 @@ from megatron_policy.memory.states import (
     FORWARD,
     TRAIN_STEP,
 )
-from megatron_policy.monitoring.library_warnings import collected_warnings
+from megatron_policy.monitoring.library_warnings import collect_warnings
 from megatron_policy.monitoring.writers import configured_writers
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dtypes
@@ -104,7 +104,7 @@ class MegatronPolicy(PolicyScoring, WeightExports, PolicyMonitoring, DriverNames
         self.config = PolicyConfig.parse(config)
         self.tokenizer = tokenizer
         all_writers = [*writers, *configured_writers(self.config.metrics)]
-        with collected_warnings():
+        with collect_warnings():
             self._session = Session(
                 self.config,
                 init_optimizer=init_optimizer,

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_policy.coordination.agreement import gathered
-from megatron_policy.device.profiling import Operation, OperationProfiler
+from megatron_policy.coordination.agreement import gather_lists
+from megatron_policy.device.profiling import OperationProfiler, OperationTime
 from megatron_policy.device.timing import BACKWARD, FORWARD, SCORING, TRAINING
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.schedule import Schedule
@@ -81,14 +81,14 @@ def profiling(
             profiler.stop()
         spans = engine.recorder.stop()
     # Not after an error, which other ranks need not have.
-    own: list[Operation] = []
+    own: list[OperationTime] = []
     if profiler is not None:
         profiler.write(found.folder / _trace_name(rank))
         own = profiler.operations(without=_PARTS)[:_SENT]
     stage = topology.coords(rank).pp
     world = dist.group.WORLD
     assert world is not None
-    ranks = gathered([(Track(rank, stage, spans), own)], world)
+    ranks = gather_lists([(Track(rank, stage, spans), own)], world)
     found.timeline = Timeline(tuple(track for track, _ in ranks), topology.vpp, expected=False)
     found.summary = _summarize(found.timeline, topology, [each for _, each in ranks])
     from megatron_policy.pictures.canvas import can_draw
@@ -122,17 +122,17 @@ def _write(found: Profile) -> None:
 
 
 def _summarize(
-    timeline: Timeline, topology: Topology, operations: Sequence[Sequence[Operation]]
+    timeline: Timeline, topology: Topology, operations: Sequence[Sequence[OperationTime]]
 ) -> dict[str, Any]:
     """The profile as JSON: seconds and counts."""
     step = timeline.last_step()
     axes = ("tp", "cp", "ep", "dp", "pp", "vpp")
     schedule = Schedule.of(topology, step.microbatches)
-    total: dict[str, Operation] = {}
+    total: dict[str, OperationTime] = {}
     for each in (one for of_rank in operations for one in of_rank):
-        before = total.get(each.name, Operation(each.name, 0, 0.0))
+        before = total.get(each.name, OperationTime(each.name, 0, 0.0))
         summed = before.calls + each.calls, before.seconds + each.seconds
-        total[each.name] = Operation(each.name, *summed)
+        total[each.name] = OperationTime(each.name, *summed)
     slowest = sorted(total.values(), key=lambda each: -each.seconds)[:_SLOWEST]
     return {
         "ranks": topology.world_size,

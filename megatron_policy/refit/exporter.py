@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -14,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
-from megatron_policy.coordination.collectives import BoundedCollectives
+from megatron_policy.coordination.operation import REFITS, Coordinator
+from megatron_policy.coordination.process_group import ProcessGroups
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.parallel.topology import Coords, Topology
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.export import Filled, Place, Sources, stream_alone
@@ -34,8 +34,8 @@ _KEPT_PLANS = 64
 class Exporter:
     """A rank's weights as whole Hugging Face tensors; every rank of the policy has one.
 
-    Collectives use its own groups, made at the first refit. If one of them fails, all ranks abandon
-    the groups and make new ones for the next refit, which begins a new epoch.
+    Collectives use its own groups, made at their first use. If one of them fails, all ranks abandon
+    the groups and make new ones for the next refit.
     """
 
     def __init__(
@@ -72,7 +72,12 @@ class Exporter:
             self._of_adapters = replace(self._model, table=own.table, dtypes=own.dtypes)
         self._only_adapters = False
         self._plans: dict[object, RefitPlan] = {}
-        self._collectives = BoundedCollectives(self.topology, self.coords, timeout_s, self.device)
+        store = dist.distributed_c10d._get_default_store()
+        size = self.topology.world_size
+        self._coordinator = Coordinator(REFITS, store, self.rank, size, timeout_s)
+        self._operation = self._coordinator.begin()
+        self._groups: ProcessGroups | None = None
+        self._calls = 0
 
     @property
     def probe(self) -> Tensor:
@@ -85,19 +90,18 @@ class Exporter:
         return self.probe.device
 
     @property
-    def store(self) -> dist.Store:
-        """The store through which the policy's ranks met."""
-        return self._collectives.store
-
-    @property
     def calls(self) -> int:
         """Number of collective calls by this rank so far."""
-        return self._collectives.calls
+        return self._calls + (self._groups.calls if self._groups else 0)
 
     def begin(self) -> None:
-        """Begin an operation of all ranks; see `BoundedCollectives.begin`."""
+        """Begin an operation of all ranks, which count them alike: one that comes late to an
+        operation which has failed does not meet the others in the next.
+        """
         self._sources.restart()
-        self._collectives.begin()
+        before, self._operation = self._operation, self._coordinator.begin()
+        if self._groups is not None and before.first_failure(self._operation.call):
+            self._leave_groups(broken=True)  # this rank was not there when the others gave up
 
     def plan(
         self,
@@ -171,62 +175,87 @@ class Exporter:
         )
 
     def agree(self, failure: Exception | None) -> None:
-        """Collective over all ranks: RefitError on all of them, with reasons, if any failed. What
-        was merged is no longer needed.
+        """End an operation, collectively: RefitError on all ranks, with reasons, if any failed.
+        What was merged is no longer needed.
         """
         self._sources.restart()
-        self._collectives.check_all_succeeded(failure)
+        with self._giving_up():
+            reasons = self._operation.collect_failures(failure)
+        self._operation.leave_together()
+        if reasons:
+            raise RefitError(reasons) from failure
 
     def broadcast_text(self, words: str | None) -> str:
         """The words that rank 0 passes. Collective over all ranks; the others pass None."""
-        number = torch.zeros(1, dtype=torch.int64, device=self.device)
-        if words is not None:
-            number += secrets.randbits(62)  # an earlier message may still be there
-            self._collectives.messages.publish(str(int(number)), words)
-        self.sum(number)
-        return self._collectives.messages.read(str(int(number)))
+        with self._giving_up():
+            return self._operation.broadcast(words)
+
+    def gather_text(self, words: str) -> list[str]:
+        """On rank 0 the words that each rank passes; nothing on the others. Collective."""
+        with self._giving_up():
+            return self._operation.gather(words)
 
     def leave_together(self) -> None:
         """End an operation that `agree` does not end."""
-        self._collectives.leave_together()
+        self._operation.leave_together()
 
     def alive(self) -> AbstractContextManager[None]:
         """Send heartbeats to the other ranks while the body waits for an engine."""
-        return self._collectives.heartbeat.beating()
-
-    def sum(self, numbers: Tensor) -> None:
-        """Collective over all ranks, in place: add up int64 numbers on the weights' device."""
-        self._collectives.sum(numbers)
+        return self._operation.beating()
 
     def leave(self) -> None:
-        """Call before `close` if nothing failed; see `BoundedCollectives.shut_down`."""
-        self._collectives.shut_down()
+        """Call before `close` if nothing failed: rank 0 leaves after the others."""
+        self._coordinator.shut_down()
 
     def close(self) -> None:
         """Leave the groups."""
-        self._collectives.close()
+        self._leave_groups()
 
-    def _watched(self, plan: RefitPlan, place: Place) -> Filled:
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Leave the groups if the body fails: calls can still be under way in them."""
         try:
-            for filled in self._streamed(plan, place):
-                yield filled
-                self._collectives.heartbeat.beat()
-        except BaseException as error:
-            # Also if the caller stops early: the others are in the middle of an exchange.
-            self._collectives.abort(error)
+            yield
+        except BaseException:
+            self._leave_groups(broken=True)
             raise
 
+    def _leave_groups(self, broken: bool = False) -> None:
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            self._calls += groups.calls
+            groups.close(broken)
+
+    def _watched(self, plan: RefitPlan, place: Place) -> Filled:
+        with self._giving_up():
+            try:
+                for filled in self._streamed(plan, place):
+                    yield filled
+                    self._operation.beat()
+            except BaseException as error:
+                # Also if the caller stops early: the others are in the middle of an exchange.
+                self._operation.abort(error)
+                raise
+
     def _streamed(self, plan: RefitPlan, place: Place) -> Filled:
-        joined = self._collectives.groups()  # also needed by ranks that only wait
+        operation = self._operation
+        if reason := operation.first_failure():
+            raise RefitError(f"the other ranks have already aborted: {reason}")
+        if self._groups is None:
+            self._groups = operation.call(lambda: self._join(operation.number))
         for exchange in plan.exchanges:
             if exchange.gathers:
-                group = joined.experts if exchange.of_experts else joined.tp
+                group = self._groups.experts if exchange.of_experts else self._groups.tp
                 # Nothing keeps the buffer of these rounds while the next exchange makes its own.
                 yield from stream_together(
-                    exchange, rounds_of(exchange, self._sources, group, joined.pp), place
+                    exchange, rounds_of(exchange, self._sources, group, self._groups.pp), place
                 )
             else:
                 yield from stream_alone(exchange, self._sources, place)
+
+    def _join(self, number: int) -> ProcessGroups:
+        name, store = f"{self._coordinator.root}/{number}", self._coordinator.store
+        return ProcessGroups.join(name, store, self.topology, self.coords, self.timeout_s)
 
 
 def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Tensor]]:

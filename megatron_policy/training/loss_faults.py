@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_policy.coordination.agreement import gathered, largest
+from megatron_policy.coordination.agreement import find_largest, gather_lists
 from megatron_policy.errors import LossError
 from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.packing.microbatch import Microbatch
@@ -86,7 +86,7 @@ def any_fault(faults: Sequence[LossFault], groups: Groups) -> bool:
     """Whether any rank has a fault; all stages of a pipeline have the same faults."""
     found = int(bool(faults))
     for group in _stage_groups(groups):
-        (found,) = largest([found], group)
+        (found,) = find_largest([found], group)
     return bool(found)
 
 
@@ -96,7 +96,7 @@ def raise_everywhere(faults: Iterable[LossFault], groups: Groups, consequence: s
     """
     found = list(faults)
     for group in _stage_groups(groups):
-        found = gathered(found, group)
+        found = gather_lists(found, group)
     found = sorted(set(found))
     places: dict[str, list[LossFault]] = {}
     for fault in found:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from megatron_policy.device.random_states import kept as keep_random_states
+from megatron_policy.device.random_states import remember as keep_random_states
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.errors import ConfigError, LossError
 from megatron_policy.interfaces.engine import Loss, NotFiniteError, Trainable, TrainingEngine

@@ -27,7 +27,7 @@ def cut_together(
 
     What `cut` raises is raised here, and a BatchError on the other ranks, so that none waits.
     """
-    batches, (most, least) = agreement.prepared_together(
+    batches, (most, least) = agreement.prepare_together(
         cut, lambda cut: [len(cut), -len(cut)], group, BatchError(_REFUSED)
     )
     number = len(batches)
@@ -39,7 +39,7 @@ def cut_together(
     estimator = batcher.estimator
     own = [estimator.share(batch.data, batch.microbatches) for batch in batches]
     filled, workload = [], Workload()
-    ranks = agreement.gathered_numbers(own, group)
+    ranks = agreement.gather_numbers(own, group)
     for batch, numbers in zip(batches, zip(*ranks, strict=True), strict=True):
         shares = [Share.of(each) for each in numbers]
         count = max(share.microbatches for share in shares)
@@ -55,7 +55,7 @@ def prepare_together(
     """What `prepare` returns here, and the largest `count` of it on any rank of `group`. What it
     raises is raised here, and a BatchError on the other ranks, so that none waits.
     """
-    prepared, (most,) = agreement.prepared_together(
+    prepared, (most,) = agreement.prepare_together(
         prepare, lambda own: [count(own)], group, BatchError(_REFUSED)
     )
     return prepared, most

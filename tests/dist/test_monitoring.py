@@ -17,7 +17,7 @@ import yaml
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.monitoring import JsonlWriter
-from megatron_policy.monitoring.summary import expected_memory
+from megatron_policy.monitoring.summary import estimate_memory
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
 from tests.dist.layouts import LENGTH, VOCAB
@@ -51,7 +51,7 @@ def watched(config: dict[str, Any], folder: str) -> dict[str, Any]:
         policy.write_metrics({"reward": torch.tensor(0.5)})
         policy.save_checkpoint(f"{folder}/saved", f"{folder}/saved")
         summary, report = policy.summary(), policy.report()
-        expected = expected_memory(policy.config, policy._engine, policy.topology)
+        expected = estimate_memory(policy.config, policy._engine, policy.topology)
     ended = policy.summary()
     resumed = {"weights_path": f"{folder}/saved", "optimizer_path": f"{folder}/saved"}
     with open_policy(config, **resumed) as policy:

@@ -4,6 +4,7 @@ What would send wrong weights, or train what is not there, is refused and costs 
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -142,7 +143,8 @@ def test_a_rank_that_stalls_fails_the_others_in_time_and_itself_when_it_is_back(
     assert results[0]["seconds"] < 2.4 * TIMEOUT_S
     assert "did not take part within 2 s" in results[0]["said"]
     if at == "before the first":
-        assert "rank 0: refit/1/0" in results[1]["said"], "it hears who gave up, and why"
+        who_and_why = "rank 0: .*did not take part within 2 s"
+        assert re.search(who_and_why, results[1]["said"]), "it hears who gave up, and why"
     assert_recovered(results, path)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_policy import device
-from megatron_policy.device.caches import allocated, release_cached
+from megatron_policy.device import allocated, release_cached
 from megatron_policy.errors import TransitionError
 from megatron_policy.memory.move_model import move_to_host, move_to_own_device
 from megatron_policy.memory.pinned_pool import page_locked

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_policy import device
-from megatron_policy.device.caches import allocated, release_cached
+from megatron_policy.device import allocated, release_cached
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.transports.ipc.exported_buffer import handle_of, open_exported

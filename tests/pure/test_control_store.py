@@ -9,20 +9,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from megatron_policy.coordination import control_server
 from megatron_policy.coordination.authenticated_connection import (
     AuthenticatedConnection,
-    accept,
-    connect,
     new_secret,
 )
-from megatron_policy.coordination.control_server import ControlClient
+from megatron_policy.coordination.control_server import ControlClient, Reply, Request
 from megatron_policy.coordination.control_store import ControlStore
-from megatron_policy.coordination.key_value import Reply, Request
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.coordination.timeouts import run_with_timeout
 from megatron_policy.errors import ConfigError, RefitError
@@ -37,7 +36,7 @@ def test_notes_of_any_size_arrive_whole_and_go_whole() -> None:
             content = bytes(range(256)) * (size // 256 + 1)
             host.put("note", content[:size])
             assert other.get("note", 20.0, "missing") == other.find("note") == content[:size]
-        assert host.count() == other.count() == 1
+        assert host.count() == 1
         host.drop(["note", "none"])
         assert host.count() == 0
         assert other.find("note") is None
@@ -118,15 +117,15 @@ def test_torchs_own_store_reaches_no_note(host: ControlStore) -> None:
 
 
 def plant(request: Request) -> bytes:
-    """A frame as a holder of the secret would send it, but for the seal."""
-    header = request.header()
-    return struct.pack("!IQ", len(header), len(request.body)) + header + request.body + bytes(32)
+    """A message as a holder of the secret would send it, but for the seal."""
+    parts = (request.header(), request.body, bytes(32))
+    return b"".join(struct.pack("!i", len(part)) + part for part in parts)
 
 
 def test_a_note_planted_without_the_secret_is_not_accepted(host: ControlStore) -> None:
-    planted = plant(Request("put", ("note",), body=b"planted"))
+    planted = plant(Request("put", ("note",), b"planted"))
     with socket.create_connection(("127.0.0.1", host.port), 20.0) as stranger:
-        assert len(stranger.recv(1024)) > 32
+        assert len(stranger.recv(60, socket.MSG_WAITALL)) == 60  # greeting and random bytes
         stranger.sendall(planted)  # as if it were the proof
         stranger.settimeout(20.0)
         assert stranger.recv(1) in (b"\0", b"")
@@ -135,32 +134,33 @@ def test_a_note_planted_without_the_secret_is_not_accepted(host: ControlStore) -
 
 def test_a_note_planted_in_a_holders_connection_is_not_accepted(host: ControlStore) -> None:
     with closing(ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)) as holder:
-        connection = holder._host._connection
-        connection.sendall(plant(Request("put", ("note",), body=b"planted")))
+        connection = holder._host._end
+        connection.sendall(plant(Request("put", ("note",), b"planted")))
         assert connection.recv(1) == b"", "it was hung up"
     assert untouched(host)
 
 
 def test_a_message_that_is_sent_twice_is_taken_once(host: ControlStore) -> None:
     class Doubling:
-        def __init__(self, inner: socket.socket) -> None:
-            self.inner, self.said = inner, b""
+        def __init__(self, inner: Connection) -> None:
+            self.inner, self.said = inner, []
 
-        def sendall(self, content: bytes) -> None:
-            self.said += content
-            self.inner.sendall(content)
+        def send_bytes(self, content: bytes) -> None:
+            self.said.append(content)
+            self.inner.send_bytes(content)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
 
     with socket.create_connection(("127.0.0.1", host.port), 20.0) as connection:
-        doubling = Doubling(connection)
-        sealed = connect(doubling, SECRET.encode(), 20.0)
-        doubling.said = b""
-        sealed.send(Request("add", ("sum",), number=1).header(), b"", 20.0)
-        assert Reply.decoded(*sealed.receive(20.0)).number == 1
-        connection.sendall(doubling.said)
-        assert connection.recv(1) == b"", "it was hung up"
+        sealed = AuthenticatedConnection(connection, SECRET.encode(), host=False, timeout_s=20.0)
+        inner, sealed._connection = sealed._connection, Doubling(sealed._connection)
+        sealed.send(Request("add", ("sum",), b"1").header(), b"1")
+        assert Reply.parse(*sealed.receive()).body == b"1"
+        for part in sealed._connection.said:
+            inner.send_bytes(part)
+        with pytest.raises(ConnectionResetError):
+            sealed.receive()
     assert host.find("sum") == b"1"
 
 
@@ -172,7 +172,9 @@ def test_a_host_without_the_secret_is_not_taken_for_the_trainer() -> None:
         def pretend() -> None:
             connection, _ = server.accept()
             with connection, pytest.raises(RefitError):
-                accept(connection, b"a guess at the secret", 20.0)
+                AuthenticatedConnection(
+                    connection, b"a guess at the secret", host=True, timeout_s=20.0
+                )
 
         with ThreadPoolExecutor(1) as threads:
             pretending = threads.submit(pretend)
@@ -185,11 +187,12 @@ def test_a_host_without_the_secret_is_not_taken_for_the_trainer() -> None:
     "header",
     [
         *(b"", b"\x80\x04.", b"[]", b"{}", b"[" * 100_000),
-        b'{"do": "put", "keys": [], "timeout_s": 0, "number": 0}',
-        b'{"do": "put", "keys": [1], "timeout_s": 0, "number": 0}',
-        b'{"do": "run", "keys": ["a"], "timeout_s": 0, "number": 0}',
-        b'{"do": "get", "keys": ["a"], "timeout_s": 1e300, "number": 0}',
-        b'{"do": "get", "keys": ["a"], "timeout_s": NaN, "number": 0}',
+        b'{"do": "put", "keys": [], "timeout_s": 0}',
+        b'{"do": "put", "keys": [1], "timeout_s": 0}',
+        b'{"do": "run", "keys": ["a"], "timeout_s": 0}',
+        b'{"do": "get", "keys": ["a"], "timeout_s": 1e300}',
+        b'{"do": "get", "keys": ["a"], "timeout_s": NaN}',
+        b'{"do": "drop", "keys": "a", "timeout_s": 0}',
     ],
 )
 def test_a_request_that_means_nothing_is_answered_with_its_words(
@@ -197,14 +200,16 @@ def test_a_request_that_means_nothing_is_answered_with_its_words(
 ) -> None:
     with closing(ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)) as holder:
         sealed: AuthenticatedConnection = holder._host
-        sealed.send(header, b"", 20.0)
+        sealed.send(header, b"")
         with pytest.raises(RefitError, match="received an unrecognised request"):
-            Reply.decoded(*sealed.receive(20.0))
-        assert holder.perform(Request("get", ("note",), 20.0)).body == b"here", "it goes on"
+            Reply.parse(*sealed.receive())
+        assert holder.perform(Request("get", ("note",), timeout_s=20.0)).body == b"here", (
+            "it goes on"
+        )
 
 
 def test_a_sum_of_what_is_no_number_is_refused_by_name(host: ControlStore) -> None:
-    request = Request("add", ("note",), number=1)
+    request = Request("add", ("note",), b"1")
     holder = ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)
     with closing(holder), pytest.raises(RefitError, match=r"the note note .* is not a number"):
         holder.perform(request)
@@ -218,6 +223,37 @@ def test_strangers_who_say_nothing_do_not_keep_holders_away(host: ControlStore) 
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+def test_a_stranger_that_dribbles_or_announces_much_is_hung_up_on(host, monkeypatch) -> None:
+    address = ("127.0.0.1", host.port)
+    monkeypatch.setattr(control_server, "_HANDSHAKE_S", 0.5)
+    with socket.create_connection(address, 20.0) as stranger, pytest.raises(OSError):
+        stranger.sendall(struct.pack("!i", 32))
+        for _ in range(32):  # each byte comes in time
+            time.sleep(0.1)
+            stranger.sendall(b"\0")
+    monkeypatch.setattr(control_server, "_HANDSHAKE_S", 600.0)
+    with socket.create_connection(address, 20.0) as stranger:
+        greeting = stranger.recv(1024)
+        stranger.sendall(struct.pack("!i", 33))  # more than the random bytes that are expected
+        while stranger.recv(1024):
+            pass
+    assert greeting.startswith(b"megatron-policy refit ") and untouched(host)
+
+
+@pytest.mark.parametrize(
+    "greeting", [b"megatron-policy refit 2\n", b"SSH-2.0-OpenSSH_9.6 Debian\r\n"]
+)
+def test_a_host_of_another_version_is_named_as_such(greeting: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        board = ControlStore("127.0.0.1", server.getsockname()[1], 20.0, SECRET)
+        asked = threads.submit(board.find, "note")
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(greeting + bytes(32))
+            with pytest.raises(RefitError, match="not a refit group of this version"):
+                asked.result(20)
 
 
 def test_a_board_that_is_closed_listens_no_more(host: ControlStore) -> None:

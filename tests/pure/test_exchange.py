@@ -49,23 +49,23 @@ def test_what_was_copied_out_comes_in_and_goes_back(
     swap([])
 
 
-@pytest.mark.parametrize("step", ["_from_pieces", "_to_pieces"])
+@pytest.mark.parametrize("out", [False, True])
 @pytest.mark.parametrize("number", range(4))
 def test_tensors_are_as_they_were_after_an_interrupt(
-    monkeypatch: pytest.MonkeyPatch, step: str, number: int
+    monkeypatch: pytest.MonkeyPatch, out: bool, number: int
 ) -> None:
     tensors, pairs = made([(3, 5), (2, 7), (4, 4), (1, 9)], 512)
     for tensor in tensors:
         tensor.add_(1)
     before = [tensor.clone() for tensor in tensors]
-    original, calls = getattr(exchange, step), iter(range(100))
+    original, calls = exchange._copy, iter(range(100))
 
-    def interrupted(*arguments: Any) -> None:
-        if next(calls) == number:
+    def interrupted(*arguments: Any, **direction: bool) -> None:
+        if direction.get("out", False) == out and next(calls) == number:
             raise KeyboardInterrupt
-        original(*arguments)
+        original(*arguments, **direction)
 
-    monkeypatch.setattr(exchange, step, interrupted)
+    monkeypatch.setattr(exchange, "_copy", interrupted)
     with pytest.raises(KeyboardInterrupt):
         swap(pairs)
     assert all(map(torch.equal, tensors, before))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_policy.device import is_accelerated
-from megatron_policy.monitoring.library_warnings import VARIABLE, collected_warnings
+from megatron_policy.monitoring.library_warnings import VARIABLE, collect_warnings
 
 LIBRARY = torch.__file__
 
@@ -31,7 +31,7 @@ def warn(text: str, file: str = LIBRARY, line: int = 1) -> None:
 def test_warnings_of_libraries_are_one_line_with_the_first_of_each_kind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with warnings.catch_warnings(record=True) as shown, collected_warnings():
+    with warnings.catch_warnings(record=True) as shown, collect_warnings():
         for line in range(3):
             warn("no  fused\nkernels", line=line)
         warn("b" * 500)
@@ -50,7 +50,7 @@ def test_others_warnings_are_shown_as_ever_also_after_an_error(
     with (
         warnings.catch_warnings(record=True) as shown,
         pytest.raises(ZeroDivisionError),
-        collected_warnings(),
+        collect_warnings(),
     ):
         warn("mine", __file__)
         warn("of torch")
@@ -63,7 +63,7 @@ def test_a_filter_that_makes_errors_of_warnings_still_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     warnings.simplefilter("error")
-    with pytest.raises(UserWarning, match="stop here"), collected_warnings():
+    with pytest.raises(UserWarning, match="stop here"), collect_warnings():
         warn("stop here")
     with pytest.raises(FutureWarning):  # nor does what is ignored later come before it
         warnings.warn("`torch.distributed.a_name` is deprecated", FutureWarning, stacklevel=1)
@@ -74,7 +74,7 @@ def test_a_variable_shows_all_and_collects_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "all")
-    with warnings.catch_warnings(record=True) as shown, collected_warnings():
+    with warnings.catch_warnings(record=True) as shown, collect_warnings():
         warn("of torch")
     assert [str(each.message) for each in shown] == ["of torch"]
     assert caplog.text == ""
@@ -84,7 +84,7 @@ def test_only_rank_0_warns(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "3")
-    with caplog.at_level(logging.INFO), collected_warnings():
+    with caplog.at_level(logging.INFO), collect_warnings():
         warn("of torch")
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
@@ -100,7 +100,7 @@ def test_advice_of_a_step_that_is_for_nobody_is_not_shown_afterwards_and_other_w
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
         warnings.filters[:] = []
-        with collected_warnings():
+        with collect_warnings():
             pass
         for text in said:
             for module in (

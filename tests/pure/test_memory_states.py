@@ -21,9 +21,7 @@ from megatron_policy.memory.states import (
     Kind,
     MemoryState,
     check_permits,
-    kinds_of,
-    state_of,
-    stopped_before,
+    parse_kinds,
 )
 
 PERMITTED = {
@@ -58,7 +56,7 @@ def test_the_refusal_of_training_while_idle_reads_as_a_sentence() -> None:
 
 @pytest.mark.parametrize("holds", SUBSETS, ids=lambda holds: "+".join(sorted(holds)) or "none")
 def test_a_state_that_nobody_named_is_known_by_what_it_holds(holds) -> None:
-    state = state_of(holds)
+    state = MemoryState.of(holds)
     assert state.holds == holds
     named = {ALL: TRAIN, NOTHING: IDLE, frozenset({Kind.PARAMETERS}): LOGPROB}
     assert state == named.get(holds, MemoryState("partial", holds))
@@ -66,13 +64,13 @@ def test_a_state_that_nobody_named_is_known_by_what_it_holds(holds) -> None:
 
 
 def test_an_interrupted_transition_is_no_named_state_even_when_nothing_is_whole() -> None:
-    left = stopped_before(TRAIN, set())
+    left = TRAIN.interrupted(set())
     assert left not in STATES
     assert "interrupted on the way to train" in str(left) and "nothing" in str(left)
 
 
 def test_kinds_are_given_alone_or_together_and_others_are_refused_with_the_legal_ones() -> None:
-    assert kinds_of("gradients") == {Kind.GRADIENTS}
-    assert kinds_of(["optimizer", Kind.PARAMETERS]) == {Kind.OPTIMIZER, Kind.PARAMETERS}
+    assert parse_kinds("gradients") == {Kind.GRADIENTS}
+    assert parse_kinds(["optimizer", Kind.PARAMETERS]) == {Kind.OPTIMIZER, Kind.PARAMETERS}
     with pytest.raises(ConfigError, match=r"weights.*legal: parameters, gradients, optimizer"):
-        kinds_of(["weights", "optimizer"])
+        parse_kinds(["weights", "optimizer"])

@@ -16,7 +16,7 @@ from megatron_policy.monitoring.metrics_log import (
     KEPT_CALLS,
     MetricsLog,
     checked_metrics,
-    merged_microbatches,
+    merge_microbatches,
     training_record,
 )
 from megatron_policy.monitoring.report import MemoryUse, PolicyReport
@@ -65,7 +65,7 @@ class Kept:
 
 def test_a_record_joins_global_batches_and_the_microbatches_of_all_ranks() -> None:
     other = {"kl": [1.0], "ratio_min": [0.5, 0.25], "note": ["text"]}
-    joined = merged_microbatches([RESULT["microbatch_metrics"], other])
+    joined = merge_microbatches([RESULT["microbatch_metrics"], other])
     record = training_record(RESULT, joined, eval_mode=False)
     expected = {
         "train/loss": 1.5,

@@ -4,6 +4,8 @@ hear, and that none of them waits for longer than it was told.
 
 from __future__ import annotations
 
+import os
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +14,8 @@ from contextlib import closing, contextmanager
 import pytest
 import torch
 
-from megatron_policy.coordination.control_server import ControlClient
+from megatron_policy.coordination.control_server import GET, PUT, ControlClient, Reply, Request
 from megatron_policy.coordination.control_store import ControlStore
-from megatron_policy.coordination.key_value import GET, PUT, Reply, Request
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import RefitError
 from tests.collective_engine import SECRET
@@ -39,34 +40,23 @@ def put_half(port: int) -> None:
     client = ControlClient("127.0.0.1", port, SECRET.encode(), LONG_S, LONG_S)
     _kept.append(client)
     connection = client._host._connection
-    send, sent = connection.sendall, []
-
-    class Half:
-        """The connection, over which only half of the value goes."""
-
-        def settimeout(self, _: float) -> None: ...
-
-        def sendall(self, content: bytes) -> None:
-            sent.append(content)
-            if len(sent) < 3:
-                send(content[: len(content) // 2] if len(sent) == 2 else content)
-
-    client._host._connection = Half()  # type: ignore[assignment]
-    client._host.send(Request(PUT, ("note",)).header(), b"planted" * 1000, LONG_S)
+    connection.send_bytes(Request(PUT, ("note",)).header())
+    body = b"planted" * 1000
+    os.write(connection.fileno(), struct.pack("!i", len(body)) + body[: len(body) // 2])
 
 
 def ask_for_large(port: int) -> None:
     """Ask for the large value, and do not read the answer."""
     client = ControlClient("127.0.0.1", port, SECRET.encode(), LONG_S, LONG_S)
     _kept.append(client)
-    client._host.send(Request(GET, ("large",), LONG_S).header(), b"", LONG_S)
+    client._host.send(Request(GET, ("large",), timeout_s=LONG_S).header(), b"")
 
 
 def read_large() -> bool:
     """Read that answer: is it whole?"""
     client = _kept[-1]
     assert isinstance(client, ControlClient)
-    return Reply.decoded(*client._host.receive(LONG_S)).body == b"x" * LARGE
+    return Reply.parse(*client._host.receive()).body == b"x" * LARGE
 
 
 def get(port: int, key: str) -> bytes:
@@ -171,7 +161,6 @@ ASKS: dict[str, Ask] = {
     "get": lambda store: store.get("note", SHORT_S, "missing"),
     "find": lambda store: store.find("note"),
     "drop": lambda store: store.drop(["another"]),
-    "count": lambda store: store.count(),
     "process_group": lambda store: store.process_group("group", 1, 2, SHORT_S),
 }
 

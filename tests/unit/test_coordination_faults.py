@@ -8,31 +8,28 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from megatron_policy.coordination.collectives import BoundedCollectives
-from megatron_policy.coordination.heartbeat import Heartbeat
+from megatron_policy.coordination.operation import REFITS, Coordinator
 from megatron_policy.coordination.rendezvous import reserved_port
-from megatron_policy.coordination.store import StoreCalls
+from megatron_policy.coordination.store import Heartbeat, StoreCalls
 from megatron_policy.errors import CheckpointError, RefitError
-from megatron_policy.parallel.topology import Topology
 from tests import coordination_ranks
 from tests.coordination_parts import (
     AGREEMENTS,
-    COLLECTIVES,
     GROUPS,
     HANG_S,
     LONG_S,
-    OPERATIONS,
+    REFITTING,
     REPEATED,
+    SAVING,
 )
 from tests.coordination_ranks import COMES_LATE, IS_KILLED, IS_STOPPED, LEAVES, RAISES
 from tests.other_process import OtherProcess
 
 SHORT_S = 3.0
 FAULTS = (RAISES, IS_KILLED, IS_STOPPED, LEAVES)
-NAMES = [part.__name__ for part in (*OPERATIONS, *COLLECTIVES, *GROUPS, *AGREEMENTS)]
+NAMES = [part.__name__ for part in (*SAVING, *REFITTING, *GROUPS, *AGREEMENTS)]
 
 Heard = dict[str, str]
 
@@ -120,21 +117,20 @@ def reasons(fault: str, culprit: int, silence: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_a_rank_is_raised_on_the_other_in_every_primitive(stage, fault, culprit) -> None:
     heard = stage.heard(fault, culprit)[0]
-    for part in (*OPERATIONS, *COLLECTIVES, *GROUPS, *AGREEMENTS):
+    for part in (*SAVING, *REFITTING, *GROUPS, *AGREEMENTS):
         said = heard[name := part.__name__]
         late = f"did not take part within {SHORT_S:g} s"
-        if name == "operation_leave_together":  # it has succeeded here, and this is logged
-            assert said == "True"
-        elif part in OPERATIONS:
+        if part in SAVING:
+            # What ends an operation that has succeeded here is logged.
             words = reasons(fault, culprit, f"no sign of life for {SHORT_S:g} s")
-            assert said.startswith("'" if name == "departure" else "CheckpointError: "), name
+            logged = "'done here, but a rank may not know that all are: "
+            last = name == "operation_leave_together"
+            assert said.startswith(logged if last else "CheckpointError: "), name
             assert any(each in said for each in words), (name, said)
             assert "the cause" in said or fault != RAISES, name
-        elif name == "collectives_shut_down":  # a rank that is gone needs nothing
+        elif name == "refit_shut_down":  # a rank that is gone needs nothing
             assert said == "'down'"
-        elif name == "collectives_leave_together" and fault != RAISES:
-            assert said == "'done'"
-        elif part in COLLECTIVES:
+        elif part in REFITTING:
             words = reasons(fault, culprit, f"a rank {late}")
             assert said.startswith("RefitError: "), name
             assert any(each in said for each in words), (name, said)
@@ -153,15 +149,13 @@ def test_a_fault_of_a_rank_is_raised_on_the_other_in_every_primitive(stage, faul
 WHOLE = {
     "operation_wait_for_all": "'all have written'",
     "operation_wait_for": "'here'",
-    "operation_check_same_value": "'all have found the same'",
-    "operation_leave_together": "False",
-    "departure": "''",
-    "collectives_sum": "11",
-    "collectives_check_all_succeeded": "'all have succeeded'",
-    "collectives_messages": "'words'",
-    "collectives_leave_together": "'done'",
-    "collectives_shut_down": "'down'",
-    "agreement_prepared_together": "[10, -1, 1, 10]",
+    "operation_check_same": "'all have found the same'",
+    "operation_leave_together": "''",
+    "refit_gather": "'of rank 0, of rank 1'",
+    "refit_collect_failures": "'all have succeeded'",
+    "refit_broadcast": "'words'",
+    "refit_shut_down": "'down'",
+    "agreement_prepare_together": "[10, -1, 1, 10]",
     "group_all_gather": "[1, 10]",
     "group_sum": "[11, 11, 11]",
 }
@@ -183,11 +177,11 @@ def test_a_rank_that_raises_hears_its_own_reason(stage: Stage, culprit: int) -> 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_was_stopped_does_not_go_on_without_the_others(stage, culprit) -> None:
     own = stage.heard(IS_STOPPED, culprit)[1]
-    together = ["collectives_sum", "collectives_check_all_succeeded", "collectives_messages"]
+    together = ["refit_gather", "refit_collect_failures", "refit_broadcast"]
     together += [part.__name__ for part in GROUPS]
     for name in together:
         assert own[name].startswith("RefitError: "), name
-    for name in ("operation_wait_for_all", "operation_check_same_value"):
+    for name in ("operation_wait_for_all", "operation_check_same"):
         # Rank 1 had done its part when rank 0 stopped answering, and could not take that back.
         silent = own[name].startswith("CheckpointError: ") and "no sign of life" in own[name]
         assert silent or (culprit == 0 and own[name] == WHOLE[name]), name
@@ -232,17 +226,13 @@ def test_calls_of_a_store_fail_at_once_after_its_host_has_not_answered(host: Oth
             answered(lambda: store.add("number", 1))
 
 
-def test_a_rank_that_has_failed_says_why_also_where_the_store_is_gone(monkeypatch) -> None:
-    store = dist.HashStore()
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    topology = Topology(dp=2)
-    collectives = BoundedCollectives(topology, topology.coords(1), LONG_S, torch.device("cpu"))
-    collectives.begin()
-    collectives._call.failure = "the rendezvous on rank 0 has left"
+def test_a_rank_that_has_failed_says_why_also_where_the_store_is_gone() -> None:
+    operation = Coordinator(REFITS, dist.HashStore(), 1, 2, LONG_S).begin()
+    operation.call.failure = "the rendezvous on rank 0 has left"
     with pytest.raises(RefitError, match="the cause"):
-        collectives.check_all_succeeded(RuntimeError("the cause"))
+        operation.collect_failures(RuntimeError("the cause"))
     with pytest.raises(RefitError, match="has left"):
-        collectives.check_all_succeeded(None)
+        operation.collect_failures(None)
 
 
 def test_heartbeats_over_a_store_that_is_gone_end_without_a_word(monkeypatch) -> None:
@@ -253,6 +243,6 @@ def test_heartbeats_over_a_store_that_is_gone_end_without_a_word(monkeypatch) ->
         beaten.set()
         raise CheckpointError("the rendezvous on rank 0 has left")
 
-    with Heartbeat(beat, 0.1).beating():
+    with Heartbeat(beat, 0.1, 0.1).beating():
         assert beaten.wait(HANG_S)
     assert not raised

@@ -30,7 +30,7 @@ from megatron_policy.attention.tiles import mask
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
 from megatron_policy.config.model_table import model_table
-from megatron_policy.device import caches, process_groups, shared
+from megatron_policy.device import process_groups, shared
 from megatron_policy.engines import megatron
 from megatron_policy.engines.megatron import cpu_platform, model_config
 from megatron_policy.engines.megatron.layers import grouped_experts
@@ -410,11 +410,11 @@ def test_releasing_caches_drops_exported_buffers_that_nobody_opened(
 ) -> None:
     """After what is unreachable, which can hold such buffers, and before their memory goes."""
     calls: list[str] = []
-    monkeypatch.setattr(caches, "is_accelerated", lambda: accelerated)
+    monkeypatch.setattr(device, "is_accelerated", lambda: accelerated)
     monkeypatch.setattr(gc, "collect", lambda: calls.append("cycles"))
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append("exported"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("unused"))
-    caches.release_cached()
+    device.release_cached()
     assert calls == (["cycles", "exported", "unused"] if accelerated else [])
 
 

@@ -16,8 +16,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.fsdp import PytorchOptimizerConfig
 from megatron_policy.config.parallel_sizes import transformers_settings
 from megatron_policy.converters.rows import Role
-from megatron_policy.device import current_device
-from megatron_policy.device.caches import return_unused
+from megatron_policy.device import current_device, return_unused
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.engines.hugging_face.import_paths import (
     DEFAULT,

@@ -15,7 +15,7 @@ from megatron_policy.config import MegatronConfig
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Entry
-from megatron_policy.device.caches import return_unused
+from megatron_policy.device import return_unused
 from megatron_policy.engines.megatron.gradient_norm import (
     ClippedApart,
     GradientNorm,

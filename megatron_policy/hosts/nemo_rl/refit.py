@@ -9,7 +9,7 @@ import ray
 import torch
 
 from megatron_policy import device
-from megatron_policy.device.caches import release_cached
+from megatron_policy.device import release_cached
 from megatron_policy.errors import RefitError
 from megatron_policy.hosts.nemo_rl.host_imports import accepted, part_or_none
 from megatron_policy.hosts.nemo_rl.worker_info import node_and_device

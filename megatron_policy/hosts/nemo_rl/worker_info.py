@@ -10,7 +10,7 @@ import ray
 import torch
 
 from megatron_policy import device
-from megatron_policy.device.caches import allocated
+from megatron_policy.device import allocated
 from megatron_policy.device.profiling import device_name
 from megatron_policy.workers.worker.assigned_gpu import given_by_ray
 

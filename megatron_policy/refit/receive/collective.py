@@ -24,14 +24,14 @@ from megatron_policy.refit.transports.collective.handshake import (
     CALL,
     OFF,
     REFUSED,
-    gave_up,
+    encode,
     group_name,
-    heard,
     layout_note,
     note,
-    said,
+    parse_note,
+    raise_peer_failure,
+    read_abort_reason,
     sent_manifest,
-    understood,
 )
 from megatron_policy.refit.transports.collective.stream_layout import StreamLayout
 
@@ -150,7 +150,7 @@ class CollectiveGroup:
 
     def _announced(self, deadline: float, missing: str) -> dict[str, Any]:
         content = self._store.get(CALL, _left(deadline), missing)
-        return understood(CALL, content, session=str, number=int, over=int)
+        return parse_note(CALL, content, session=str, number=int, over=int)
 
     def _answer(
         self, number: int, assembler: WeightAssembler, deadline: float, limit: float
@@ -160,7 +160,7 @@ class CollectiveGroup:
         """
         missing = f"the trainer has not continued its refit within {limit:g} s"
         content = self._store.get(note(number, "offer"), _left(deadline), missing)
-        offer = understood("offer", content, layout=str, senders=int, bucket_bytes=int, model=dict)
+        offer = parse_note("offer", content, layout=str, senders=int, bucket_bytes=int, model=dict)
         layout = self._known_layout(offer["layout"], deadline, missing)
         if offer["senders"] != len(layout.streams) or offer["bucket_bytes"] < 1:
             raise RefitError(f"the trainer's offer contradicts itself: {offer}")
@@ -170,12 +170,12 @@ class CollectiveGroup:
             forms = {slot.name: (slot.shape, slot.dtype) for slot in slots}
             assembler.announce(RefitInfo(forms, _model_of(offer)))
         except RefitError as error:
-            self._store.put(ready, said({REFUSED: str(error)}))
+            self._store.put(ready, encode({REFUSED: str(error)}))
             raise
         groups = {str(sender): made_in for sender, (made_in, _) in self._joined.items()}
-        self._store.put(ready, said({"process": self._process, "groups": groups}))
+        self._store.put(ready, encode({"process": self._process, "groups": groups}))
         answers = [
-            understood(
+            parse_note(
                 "go",
                 self._store.get(note(number, "go", sender), _left(deadline), missing),
                 group=int,
@@ -226,7 +226,7 @@ class CollectiveGroup:
             start(sender, 0)
         turns = sorted((n, s) for s, of in enumerate(chunks) for n in range(len(of)))
         for number, sender in turns:
-            with heard(lambda: self._trainer_errors(call)):
+            with raise_peer_failure(lambda: self._trainer_errors(call)):
                 pending[sender].wait()
             # If each chunk has its own memory, receive the next one while this one is read.
             if assembler.staged:
@@ -255,7 +255,7 @@ class CollectiveGroup:
         if not self._store.connected:
             return []
         notes = [self._store.find(note(call.number, "sent", s)) for s in range(len(call.made_in))]
-        return [words for words in map(gave_up, notes) if words]
+        return [words for words in map(read_abort_reason, notes) if words]
 
     def _refuse(self, call: _Call, error: BaseException) -> None:
         """Tell the trainer why, then break the connection: the trainer then looks for a reason."""

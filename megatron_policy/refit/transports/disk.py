@@ -96,22 +96,17 @@ class DirectorySession:
         if manifest.algorithm == HOST:
             self._digests = {name: sent.digest for name, sent in manifest.tensors.items()}
         copied = self._copy_carried()
-        names = list(self._plan.weight_map)
-        totals = torch.zeros(len(names) + 1, dtype=torch.int64)
-        for index, name in enumerate(names):
-            if name in self._digests:
-                totals[index] = _signed(self._digests[name])
         if isinstance(self._failure, OSError):
             self._failure = self._not_written(self._failure)
-        totals[-1] = self._failure is not None
-        totals = totals.to(self._exporter.device)
-        self._exporter.sum(totals)
-        *digests, failed = totals.tolist()
+        own = self._digests if self._failure is None else None
+        parts = self._exporter.gather_text(json.dumps(own))
         if self._failure is not None:
             raise self._failure
-        if failed == 0 and self._exporter.rank == 0:
+        digests = [json.loads(part) for part in parts]
+        if digests and None not in digests:
+            known = {name: number for part in digests for name, number in part.items()}
             try:
-                self._publish(dict(zip(names, digests, strict=True)) | copied, manifest.step)
+                self._publish(known | copied, manifest.step)
             except OSError as error:
                 raise self._not_written(error) from error
 
@@ -170,7 +165,7 @@ def directory_manifest(
     digests: Mapping[str, int],
     step: int,
 ) -> DirectoryManifest:
-    """The manifest of a written directory; `digests` are the tensors', as signed 64-bit numbers."""
+    """The manifest of a written directory; `digests` are the tensors', as 64-bit numbers."""
     tensors = {
         tensor.name: (Info(tensor.dtype, tensor.shape), f"{digests[tensor.name] % 2**64:016x}")
         for file in plan.files
@@ -199,10 +194,6 @@ def directory_manifest(
 
 def _forms(file: ExportFile) -> dict[str, tuple[torch.dtype, Shape]]:
     return {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors}
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
 
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9

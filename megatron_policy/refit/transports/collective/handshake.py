@@ -56,12 +56,12 @@ def group_name(call: int, sender: int) -> str:
     return f"group/{call}/{sender}"
 
 
-def said(content: Any) -> bytes:
+def encode(content: Any) -> bytes:
     """A message of plain values, encoded."""
     return json.dumps(content).encode()
 
 
-def understood(what: str, content: bytes, **kinds: type) -> dict[str, Any]:
+def parse_note(what: str, content: bytes, **kinds: type) -> dict[str, Any]:
     """The values of a message, including those of `kinds` with their types; else RefitError."""
     try:
         values = json.loads(content)
@@ -80,7 +80,7 @@ def understood(what: str, content: bytes, **kinds: type) -> dict[str, Any]:
 
 
 @contextmanager
-def heard(words: Callable[[], list[str]]) -> Iterator[None]:
+def raise_peer_failure(words: Callable[[], list[str]]) -> Iterator[None]:
     """If the body fails on a broken connection, wait a moment for the other side's reason, and
     raise RefitError with that reason.
     """
@@ -97,12 +97,12 @@ def heard(words: Callable[[], list[str]]) -> Iterator[None]:
 
 def sent_manifest(content: bytes) -> bytes:
     """The manifest in a `sent` message; RefitError if the sender gave up."""
-    if (why := gave_up(content)) is not None:
+    if (why := read_abort_reason(content)) is not None:
         raise RefitError(why)
     return content[len(_SENT) :]
 
 
-def gave_up(content: bytes | None) -> str | None:
+def read_abort_reason(content: bytes | None) -> str | None:
     """The reason in a `sent` message if the sender gave up, else None."""
     if content is None or content.startswith(_SENT):
         return None
@@ -119,12 +119,12 @@ class SenderHandshake:
         self.number = 0
         self._store, self._sender, self._engines = store, sender, engines
         self._session, self._timeout_s = session, timeout_s
-        self._layout, self._over, self._said_go = "", 0, False
+        self._layout, self._over, self._sent_go = "", 0, False
 
     def begin(self) -> None:
         """Begin a new handshake; all senders number them alike, as refits are collective."""
         self.number += 1
-        self._said_go = False
+        self._sent_go = False
 
     def offer(self, layout: StreamLayout, bucket_bytes: int, model: ServedModel) -> None:
         """Publish the offer to the engines; only sender 0 does."""
@@ -138,13 +138,13 @@ class SenderHandshake:
         sizes = {"senders": senders, "bucket_bytes": bucket_bytes}
         offer = {"layout": digest, **sizes, "model": model.plain()}
         self._announce()  # first: an engine waiting for the offer then finds it announced
-        self._put("offer", None, said(offer))
+        self._put("offer", None, encode(offer))
 
     def ready(self) -> list[dict[str, Any]]:
         """Each engine's `ready` message; RefitError if one is not ready in time, or refuses."""
         missing = "did not get ready within {:g} s: is it running, and receiving?"
         answers = [
-            understood("ready", content, process=str, groups=dict)
+            parse_note("ready", content, process=str, groups=dict)
             for content in self._from_engines("ready", missing)
         ]
         for engine, answer in enumerate(answers):
@@ -154,8 +154,8 @@ class SenderHandshake:
 
     def go(self, group: int, processes: Sequence[str]) -> None:
         """Tell these engine processes to receive in that group."""
-        self._said_go = True
-        self._put("go", self._sender, said({"group": group, "to": list(processes)}))
+        self._sent_go = True
+        self._put("go", self._sender, encode({"group": group, "to": list(processes)}))
 
     def finish(self, manifest: bytes) -> None:
         """Publish the manifest, and wait until all engines accept; RefitError if one does not."""
@@ -171,8 +171,8 @@ class SenderHandshake:
         if not self._store.connected:
             return
         self._end()
-        if not self._said_go:
-            self._put("go", self._sender, said({OFF: why}))
+        if not self._sent_go:
+            self._put("go", self._sender, encode({OFF: why}))
         self._put("sent", self._sender, _GAVE_UP + why.encode())
 
     def objections(self) -> list[str]:
@@ -201,7 +201,7 @@ class SenderHandshake:
 
     def _announce(self) -> None:
         now = {"session": self._session, "number": self.number, "over": self._over}
-        self._store.put(CALL, said(now))
+        self._store.put(CALL, encode(now))
 
     def _drop_notes(self, senders: int) -> None:
         """Delete the previous handshake's keys: once the next begins, everyone has read them."""

@@ -20,7 +20,11 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.collective.chunks import Writer
-from megatron_policy.refit.transports.collective.handshake import SenderHandshake, group_name, heard
+from megatron_policy.refit.transports.collective.handshake import (
+    SenderHandshake,
+    group_name,
+    raise_peer_failure,
+)
 from megatron_policy.refit.transports.collective.stream_layout import Stream, StreamLayout
 
 if TYPE_CHECKING:
@@ -227,18 +231,18 @@ class CollectiveSession:
 
     def place(self, tensor: RefitTensor) -> BufferSlice:
         """See `delivery.TransportSession`."""
-        with heard(self._member.caller.objections):
+        with raise_peer_failure(self._member.caller.objections):
             return self._writer.place(tensor.name)
 
     def filled(self, tensor: RefitTensor, target: BufferSlice) -> None:
         """See `delivery.TransportSession`."""
-        with heard(self._member.caller.objections):
+        with raise_peer_failure(self._member.caller.objections):
             self._writer.filled(tensor.name, target)
 
     def finish(self, manifest: RefitManifest) -> None:
         """See `delivery.TransportSession`."""
         with self._exporter.alive():  # for ranks that wait: engines may be slow to load
-            with heard(self._member.caller.objections):
+            with raise_peer_failure(self._member.caller.objections):
                 self._writer.settle()
             self._member.caller.finish(manifest.encoded())
         self._accepted = True

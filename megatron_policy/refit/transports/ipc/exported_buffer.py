@@ -106,7 +106,7 @@ def open_exported(handle: object, consume: Callable[[Tensor], None]) -> None:
 
 def _opened_on_gpu(handle: Any) -> Tensor:
     try:
-        return on_gpu.opened(handle[0])
+        return on_gpu.open_tensor(handle[0])
     except (RuntimeError, TypeError, IndexError) as error:
         raise RefitError(
             f"the engine cannot open the trainer's GPU memory: {error}. Both must use the same "

@@ -126,7 +126,7 @@ def _said(say: str, **content: Any) -> bytes:
 def _plain(handle: Any) -> dict[str, Any]:
     if isinstance(handle, Handle):
         return {"host": asdict(handle)}
-    return {"device": on_gpu.plain(handle[0])}
+    return {"device": on_gpu.encode(handle[0])}
 
 
 def _handle(said: Any) -> object:
@@ -134,7 +134,7 @@ def _handle(said: Any) -> object:
         case {"host": dict(fields)}:
             return Handle(**{name: _count(value) for name, value in fields.items()})
         case {"device": dict(fields)}:
-            return (on_gpu.arguments(fields),)
+            return (on_gpu.decode(fields),)
     raise ValueError("it has no handle of memory")
 
 

@@ -9,24 +9,25 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from megatron_policy.coordination.barrier import _GIVEN_UP, CollectiveOperation, Coordinator
+from megatron_policy.coordination.operation import _GIVEN_UP, SAVES, Coordinator, Operation
 from megatron_policy.errors import CheckpointError
 
 TIMEOUT_S = 1.0
+WORDS = "found {own}, the other {first}"
 
 
-def begin(world: int = 2, timeout_s: float = TIMEOUT_S) -> list[CollectiveOperation]:
+def begin(world: int = 2, timeout_s: float = TIMEOUT_S) -> list[Operation]:
     """One operation of each rank."""
     store = dist.HashStore()
-    return [Coordinator(store, rank, world, timeout_s).begin() for rank in range(world)]
+    return [Coordinator(SAVES, store, rank, world, timeout_s).begin() for rank in range(world)]
 
 
-def finish(operation: CollectiveOperation, stage: str) -> None:
+def finish(operation: Operation, stage: str) -> None:
     with operation.critical_section(stage):
         pass
 
 
-def fail(operation: CollectiveOperation, stage: str = "") -> None:
+def fail(operation: Operation, stage: str = "") -> None:
     """It does not wait for a rank that shows no sign of life."""
     with pytest.raises(CheckpointError, match="the cause"), operation.critical_section(stage):
         raise RuntimeError("the cause")
@@ -45,7 +46,7 @@ def beside(work: Callable[[], object]) -> Iterator[threading.Event]:
 
 def test_a_rank_that_is_late_hears_of_every_failure_that_it_missed() -> None:
     store = dist.HashStore()
-    early, late = (Coordinator(store, rank, 2, TIMEOUT_S) for rank in range(2))
+    early, late = (Coordinator(SAVES, store, rank, 2, TIMEOUT_S) for rank in range(2))
     for number in range(2):
         with pytest.raises(CheckpointError), early.begin().critical_section():
             raise OSError(28, "No space left on device", f"file {number}")
@@ -81,26 +82,26 @@ def test_where_all_have_arrived_a_failure_that_follows_stops_nobody() -> None:
 def test_ranks_that_have_found_different_things_all_hear_of_it() -> None:
     one, other = begin()
     with one.critical_section("found"):
-        one.check_same_value("a save")
+        one.check_same("value", "a save", WORDS)
     with (
-        pytest.raises(CheckpointError, match="found another, another a save: "),
+        pytest.raises(CheckpointError, match="found another, the other a save"),
         other.critical_section(),
     ):
-        other.check_same_value("another")
-    with pytest.raises(CheckpointError, match="rank 1: this rank has found"):
+        other.check_same("value", "another", WORDS)
+    with pytest.raises(CheckpointError, match="rank 1: found another"):
         one.wait_for_all("found")
 
 
 def test_an_empty_message_is_a_message() -> None:
     one, other = begin()
     one.publish("where", "")
-    assert other._decide("where", _GIVEN_UP) != _GIVEN_UP, "who gives up late wins over it"
+    assert other._agree_on("where", _GIVEN_UP) != _GIVEN_UP, "who gives up late wins over it"
     assert one.wait_for("where") == other.wait_for("where") == ""
 
 
 def test_notes_do_not_pile_up() -> None:
     store = dist.HashStore()
-    coordinators = [Coordinator(store, rank, 2, TIMEOUT_S) for rank in range(2)]
+    coordinators = [Coordinator(SAVES, store, rank, 2, TIMEOUT_S) for rank in range(2)]
     seen = []
     for _ in range(20):
         both = [coordinator.begin() for coordinator in coordinators]
@@ -156,14 +157,14 @@ def test_no_rank_goes_before_all_are_done() -> None:
 
 
 def test_what_is_done_stays_done_when_a_rank_is_gone_in_the_end(caplog) -> None:
-    here = Coordinator(dist.HashStore(), 0, 2, TIMEOUT_S)
+    here = Coordinator(SAVES, dist.HashStore(), 0, 2, TIMEOUT_S)
     here.begin().leave_together()
     assert here.lost_a_rank and "no sign of life for 1 s" in caplog.text
 
 
 def test_a_rank_that_has_failed_is_not_waited_for_in_the_end(caplog) -> None:
     store = dist.HashStore()
-    coordinators = [Coordinator(store, rank, 2, 1000.0) for rank in range(2)]
+    coordinators = [Coordinator(SAVES, store, rank, 2, 1000.0) for rank in range(2)]
     done, failing = (coordinator.begin() for coordinator in coordinators)
     with beside(lambda: fail(failing)):  # nor does it wait for the others
         done.leave_together()
