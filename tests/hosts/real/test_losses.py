@@ -19,8 +19,8 @@ from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.engines.megatron.process_groups import make_groups
-from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
-from megatron_policy.hosts.nemo_rl.losses import adapted
+from megatron_policy.hosts.nemo_rl.host_imports import find_part
+from megatron_policy.hosts.nemo_rl.losses import adapt_loss
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape
 from megatron_policy.lm_head.output import Output
@@ -115,7 +115,7 @@ def ours(
     model = SimpleNamespace(share_embeddings_and_output_weights=False, output_layer=Layer())
     head = Head(HeadShape(vocab_start=0, real=VOCAB, filters=filters), groups.tp, 8, model)
     output = Output(hidden_TRD, microbatch, head, groups.cp)
-    loss, metrics = evaluate_loss(adapted(loss_fn), output, counts_of(data), VOCAB, groups)
+    loss, metrics = evaluate_loss(adapt_loss(loss_fn), output, counts_of(data), VOCAB, groups)
     loss.backward()
     return Found(loss.item(), plain(metrics), microbatch.layout.put(hidden_TRD.grad[None]))
 
@@ -244,8 +244,8 @@ def test_a_loss_of_the_host_gives_what_the_host_makes_of_it(
 
 def test_the_hosts_losses_of_preferences_are_recognised_by_their_pairs() -> None:
     known = losses()
-    assert {name for name in known if adapted(known[name]).rows_per_group == 2} == {"dpo"}
-    assert {name for name in known if adapted(known[name]).rows_per_group == 1} == {*known} - {
+    assert {name for name in known if adapt_loss(known[name]).rows_per_group == 2} == {"dpo"}
+    assert {name for name in known if adapt_loss(known[name]).rows_per_group == 1} == {*known} - {
         "dpo"
     }
 
@@ -262,7 +262,7 @@ KEPT = {
 def test_a_loss_on_what_filters_keep_is_what_the_host_makes_of_it(
     ranks: Any, kept: str, packed: int
 ) -> None:
-    if part_or_none("nemo_rl.algorithms.logits_sampling_utils", "TrainingSamplingParams") is None:
+    if find_part("nemo_rl.algorithms.logits_sampling_utils", "TrainingSamplingParams") is None:
         pytest.skip("this NeMo RL filters no log-probabilities")
     for name in ("nll", "grpo"):
         ranks.run(1, compared, name, packed, KEPT[kept])
