@@ -278,10 +278,10 @@ def test_workers_are_led_to_a_checkout_and_not_to_an_installed_package(
     groups: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    monkeypatch.setattr(redirect, "_found_by_a_new_python", lambda: True)
+    monkeypatch.setattr(redirect, "_is_found_by_a_new_python", lambda: True)
     host.install()
     assert os.environ["PYTHONPATH"] == "/elsewhere"
-    monkeypatch.setattr(redirect, "_found_by_a_new_python", lambda: False)
+    monkeypatch.setattr(redirect, "_is_found_by_a_new_python", lambda: False)
     host.install()
     assert os.environ["PYTHONPATH"] == os.pathsep.join(("/elsewhere", str(ROOT)))
 
