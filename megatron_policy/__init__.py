@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from megatron_policy.workers.cluster.virtual_cluster import (
         RayVirtualCluster as RayVirtualCluster,
     )
-    from megatron_policy.workers.driver.policy import Policy as Policy
-    from megatron_policy.workers.worker.remote import MegatronPolicyWorker as MegatronPolicyWorker
+    from megatron_policy.workers.policy import MegatronPolicyWorker as MegatronPolicyWorker
+    from megatron_policy.workers.policy import Policy as Policy
 
 # The module from which a name is imported on first use.
 _HOME = {
@@ -60,10 +60,10 @@ _HOME = {
     "LossInputType": "interfaces",
     "LossType": "interfaces",
     "MegatronPolicy": "policy",
-    "MegatronPolicyWorker": "workers.worker.remote",
+    "MegatronPolicyWorker": "workers.policy",
     "MetricNormalizer": "interfaces",
     "MissingPackageError": "errors",
-    "Policy": "workers.driver.policy",
+    "Policy": "workers.policy",
     "PolicyConfig": "config",
     "PolicyInterface": "interfaces",
     "RayVirtualCluster": "workers.cluster.virtual_cluster",

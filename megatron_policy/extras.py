@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from types import ModuleType
 
 from megatron_policy.errors import MissingPackageError
 
@@ -31,10 +32,10 @@ EXTRAS = {
 """By the name under which the package is imported."""
 
 
-def require(package: str) -> None:
+def require(package: str) -> ModuleType:
     """Import a package of `EXTRAS`; MissingPackageError, with the pip command, if it is missing."""
     try:
-        importlib.import_module(package)
+        return importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:
             raise  # it is installed, and lacks a package of its own

@@ -85,17 +85,14 @@ NAME_ONLY_IN: dict[str, tuple[str, ...]] = {
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 250
 
-# Public classes of one name in two modules; Protocols may have it.
-SAME_CLASS_NAME = {
-    "MegatronPolicyWorker": "the actor of our own driver, and of NeMo RL, which fixes the name"
-}
+# Public classes of one name in two modules, each with its reason; Protocols may have it.
+SAME_CLASS_NAME: dict[str, str] = {}
 
 # A file of fewer than 80 lines with one importer belongs into that importer. Families, Protocols,
 # packages and programs stand alone, and so does what is named here, each with its reason.
 FRAGMENT_LINES = 80
 _LAYER = "a module of the model is a file"
 _LONG = "one subject, and its importer has at least the 150 to 250 lines that a file aims at"
-_METHODS = "the host's methods of one subject are a file"
 _TRANSPORT = "one side of one transport is a file"
 FRAGMENTS = {
     "attention.context_parallel": _LONG,
@@ -103,26 +100,16 @@ FRAGMENTS = {
     "engines.megatron.layers.residual": _LAYER,
     "engines.megatron.layers.self_attention": _LAYER,
     "hosts.nemo_rl.autoload": "loaded by a .pth file when Python starts",
-    "hosts.nemo_rl.checkpoints": _LONG,
-    "hosts.nemo_rl.layout": _LONG,
     "hosts.nemo_rl.not_implemented": _LONG,
     "hosts.own_driver": "loaded by its entry point",
     "hosts.verl.config": "loaded by the name that verl's users give",
     "hosts.verl.plugin": "loaded by its entry point",
     "lm_head.fused_topk": _LONG,
-    "policy.driver_names": _LONG,
     "packing.dynamic": _LONG,
     "policy.weight_exports": _LONG,
     "refit.receive.staging": _LONG,
     "refit.transports.carried": _TRANSPORT,
     "refit.transports.ipc.sockets.replies": _TRANSPORT,
-    "workers.cluster.process_activity": _LONG,
-    "workers.driver.memory": _METHODS,
-    "workers.worker.accumulation": _METHODS,
-    "workers.worker.checkpoint": _METHODS,
-    "workers.worker.model": _METHODS,
-    "workers.worker.monitoring": _METHODS,
-    "workers.worker.remote": "the only file of its folder that needs Ray",
 }
 
 

@@ -79,7 +79,7 @@ def _ask_for(workers: str, host: str) -> None:
     if host != "nemo_rl":
         raise typer.BadParameter(f"--workers is for --host nemo_rl; leave it out with {host!r}")
     try:
-        redirect.asked_for(workers)
+        redirect.choose_workers(workers)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     os.environ[redirect.WORKERS_VARIABLE] = workers

@@ -7,4 +7,4 @@ from megatron_policy.interfaces.host import Host
 
 def backend() -> Host:
     """The host through which `Policy` finds its worker."""
-    return Host("ray", "megatron_policy.workers.worker.remote.MegatronPolicyWorker", lambda: None)
+    return Host("ray", "megatron_policy.workers.policy.MegatronPolicyWorker", lambda: None)

@@ -83,13 +83,13 @@ others they agree.
 _FREE = frozenset(key for keys in MAY_DIFFER.values() for key in keys)
 
 
-class Stage:
+class SharedPolicy:
     """The roles of a process that share one policy: one that trains, and a reference. A role enters
     when its engine is made ready, and again when that is repeated.
 
     The policy is built when the trained role enters, with a reference if one has entered. A
     reference that computes before there is a trained role gets a policy of its own, which gives way
-    to the trained one. Roles with models of their own, such as a critic, have a stage of their own:
+    to the trained one. Roles with models of their own, such as a critic, share one of their own:
     policies of one process share their process groups.
     """
 

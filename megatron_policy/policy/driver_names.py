@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import wraps
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.states import IDLE, LOGPROB, REFIT, TRAIN, Kind, MemoryState
+from megatron_policy.training.accumulate import GradientAccumulator
+
+Result = TypeVar("Result")
 
 
-def _of_part(path: str, *first: Any) -> Callable[..., Any]:
-    """A method of a policy that calls what is at `path` below it, with `first` as arguments before
-    the caller's.
+def delegate(path: str, function: Callable[..., Result]) -> Callable[..., Result]:
+    """A method that calls `function` with what is at `path` below its object as the first argument:
+    a method of that, or a plain function. It has the signature and the docstring of `function`.
     """
     reach = attrgetter(path)
 
-    def call(self: object, *args: Any, **kwargs: Any) -> Any:
-        return reach(self)(*first, *args, **kwargs)
+    @wraps(function)
+    def call(self: object, /, *args: Any, **kwargs: Any) -> Result:
+        return function(reach(self), *args, **kwargs)
 
-    call.__doc__ = f"The driver's name of `{path}({', '.join(map(str, first))})`."
+    # Ray changes the signature of what an actor's method wraps: `function` is to keep its own.
+    del call.__wrapped__
+    call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return call
 
 
-def _enters(state: MemoryState) -> Callable[..., None]:
+def _enter(state: MemoryState) -> Callable[..., None]:
     """A method of a policy that has its memory go to `state`, regardless of what a host passes."""
 
-    def enter(self: DriverNames, *args: Any, **kwargs: Any) -> None:
+    def call(self: DriverNames, *args: Any, **kwargs: Any) -> None:
         self.memory.enter(state)
 
-    enter.__doc__ = f"The driver's name of `memory.enter({state.name.upper()})`."
-    return enter
+    call.__doc__ = f"The driver's name of `memory.enter({state.name.upper()})`."
+    return call
 
 
 class DriverNames:
@@ -38,16 +46,22 @@ class DriverNames:
 
     memory: DeviceMemory
 
-    begin_train_step = _of_part("accumulator.begin")
-    train_microbatch = _of_part("accumulator.microbatch")
-    finish_train_step = _of_part("accumulator.finish")
-    abort_train_step = _of_part("accumulator.abort")
-    prepare_for_training = _enters(TRAIN)
-    finish_training = _enters(LOGPROB)
-    offload_before_refit = _enters(REFIT)
-    offload_after_refit = _enters(IDLE)
-    prepare_for_generation = _of_part("memory.onload", Kind.PARAMETERS)
-    finish_inference = _of_part("memory.offload", Kind.PARAMETERS)
+    begin_train_step = delegate("accumulator", GradientAccumulator.begin)
+    train_microbatch = delegate("accumulator", GradientAccumulator.microbatch)
+    finish_train_step = delegate("accumulator", GradientAccumulator.finish)
+    abort_train_step = delegate("accumulator", GradientAccumulator.abort)
+    prepare_for_training = _enter(TRAIN)
+    finish_training = _enter(LOGPROB)
+    offload_before_refit = _enter(REFIT)
+    offload_after_refit = _enter(IDLE)
+
+    def prepare_for_generation(self) -> None:
+        """Parameters on the device, for a policy that itself generates."""
+        self.memory.onload(Kind.PARAMETERS)
+
+    def finish_inference(self) -> None:
+        """Parameters leave the device; training state stays where it is."""
+        self.memory.offload(Kind.PARAMETERS)
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Only parameters on the device; with `keep_train_buffers` training state on the device

@@ -1,5 +1,5 @@
 """The Ray layer: a driver, the actor of each rank, and the cluster that both run in. Read
-`driver/policy.py` first, then `worker/actor.py` and `cluster/group.py`.
+`policy.py` first, then `worker.py` and `cluster/group.py`.
 """
 
 from __future__ import annotations

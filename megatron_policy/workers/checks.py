@@ -23,3 +23,9 @@ def check_device(config: PolicyConfig, use_gpus: bool) -> None:
             "policy.megatron_cfg.transformer_impl is 'transformer_engine', which needs GPUs, but "
             "the cluster was made with use_gpus=False; use 'auto' or 'local'"
         )
+
+
+def refuse_scales(kv_scales: Any) -> None:
+    """ConfigError if there are scales of a key-value cache, which no weights are sent with."""
+    if kv_scales is not None:
+        raise ConfigError("kv_scales: an fp8 key-value cache is not supported; leave it None")

@@ -23,7 +23,7 @@ from megatron_policy.checkpoint.common_state import source_dtypes
 from megatron_policy.convert import convert, verify
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.workers.worker.checkpoint import WorkerCheckpoint
+from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 from tests.dist.cases import open_policy
 from tests.dist.layouts import FSDP2_LAYOUTS, SIZES, VOCAB, layout
 from tests.dist.resuming import (
@@ -307,9 +307,9 @@ def test_a_link_that_leads_out_of_the_model_is_refused_by_every_rank(
     ranks.run(2, refused_at_once, config_of(own, TP2))
 
 
-def worker_of(policy: MegatronPolicy) -> WorkerCheckpoint:
+def worker_of(policy: MegatronPolicy) -> MegatronPolicyWorkerImpl:
     """A worker that only saves and loads."""
-    worker = WorkerCheckpoint()
+    worker = object.__new__(MegatronPolicyWorkerImpl)
     worker.policy = policy
     return worker
 

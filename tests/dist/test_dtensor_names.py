@@ -4,7 +4,6 @@ the driver, on a rank's policy.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,7 @@ from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.memory.move_model import get_cpu_state_dict, unshard_fsdp2_model
 from megatron_policy.memory.states import Kind
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
-from megatron_policy.workers.worker.actor import NOISE_STD
+from megatron_policy.workers.worker import NOISE_STD, MegatronPolicyWorkerImpl
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy, policy_config
 from tests.dist.fsdp_cases import data, share
@@ -67,13 +65,13 @@ def test_a_sharded_model_is_whole_within_a_context_and_its_parts_are_copied(
     assert first["config"].rms_norm_eps == 1e-5 != load_hf(path).config.rms_norm_eps
 
 
-def move(config: dict[str, Any], calls: list[tuple[Any, str]]) -> None:
+def move(config: dict[str, Any], calls: list[tuple[str, str, dict[str, str]]]) -> None:
     with open_policy(config) as policy:
         worker, model = worker_of(policy)
         rows = share(data(), policy)
         before = policy.logprobs(rows)
-        for leave, come_back in calls:
-            assert leave(worker, model) is model
+        for leave, come_back, options in calls:
+            assert getattr(worker, leave)(model, **options) is model
             assert Kind.PARAMETERS not in policy.memory.state.holds
             assert getattr(worker, come_back)(model) is model
             assert Kind.PARAMETERS in policy.memory.state.holds
@@ -82,11 +80,10 @@ def move(config: dict[str, Any], calls: list[tuple[Any, str]]) -> None:
 
 
 def test_the_model_leaves_the_device_and_comes_back(ranks, checkpoint) -> None:
-    path, worker = checkpoint("qwen2", tied=True), MegatronPolicyWorkerImpl
-    to_device = partial(worker.move_to_device, device="cpu")
-    of_fsdp2 = [(to_device, "move_to_cuda"), (worker.move_to_cpu, "move_to_cuda")]
+    path, to_cpu = checkpoint("qwen2", tied=True), {"device": "cpu"}
+    of_fsdp2 = [("move_to_device", "move_to_cuda", to_cpu), ("move_to_cpu", "move_to_cuda", {})]
     ranks.run(2, move, fsdp_config(path, {}), of_fsdp2)
-    of_fsdp1 = [(worker.manual_offload_to_cpu, "manual_load_to_gpu")]
+    of_fsdp1 = [("manual_offload_to_cpu", "manual_load_to_gpu", {})]
     ranks.run(2, move, fsdp_config(path, {}, section="fsdp_cfg"), of_fsdp1)
 
 

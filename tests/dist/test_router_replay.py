@@ -19,7 +19,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.workers.worker.actor import MegatronPolicyWorkerImpl
+from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config

@@ -12,7 +12,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
-from megatron_policy.hosts.nemo_rl.generation import refuse_lone_generation
+from megatron_policy.hosts.nemo_rl.config import refuse_lone_generation
 from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from tests.dist.cases import policy_config
 from tests.dist.layouts import SIZES

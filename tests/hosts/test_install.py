@@ -278,10 +278,10 @@ def test_workers_are_led_to_a_checkout_and_not_to_an_installed_package(
     groups: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    monkeypatch.setattr(redirect, "_found_by_a_new_python", lambda: True)
+    monkeypatch.setattr(redirect, "_is_found_by_a_new_python", lambda: True)
     host.install()
     assert os.environ["PYTHONPATH"] == "/elsewhere"
-    monkeypatch.setattr(redirect, "_found_by_a_new_python", lambda: False)
+    monkeypatch.setattr(redirect, "_is_found_by_a_new_python", lambda: False)
     host.install()
     assert os.environ["PYTHONPATH"] == os.pathsep.join(("/elsewhere", str(ROOT)))
 
@@ -297,14 +297,14 @@ def test_a_folder_that_a_pth_file_adds_is_not_put_onto_pythonpath(
     file = tmp_path / "neighbour.pth"
     for content, found in ((f"# {ROOT}\nimport sys\n", False), (f"\n{ROOT}\n", True)):
         file.write_text(content)
-        assert redirect._found_by_a_new_python() is found
+        assert redirect._is_found_by_a_new_python() is found
 
 
 def test_a_new_python_finds_a_checkout_by_pythonpath_only() -> None:
     code = "import sys; sys.path.insert(0, {root!r}); {install}; {ask}".format(
         root=str(ROOT),
         install="from megatron_policy.hosts.nemo_rl import redirect",
-        ask="print(redirect._found_by_a_new_python())",
+        ask="print(redirect._is_found_by_a_new_python())",
     )
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     for env, answer in ((clean, "False"), (clean | {"PYTHONPATH": str(ROOT)}, "True")):

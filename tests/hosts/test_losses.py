@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.hosts.nemo_rl.losses import adapted, fetched, set_aside
+from megatron_policy.hosts.nemo_rl.losses import adapt_loss, restore_tensors, set_aside
 from megatron_policy.interfaces import LossType
 from megatron_policy.training.checks import rows_per_group
 from megatron_policy.training.loss_checks import check_loss
@@ -47,21 +47,23 @@ def rows(**more: torch.Tensor) -> BatchedDataDict:
 def test_a_loss_gets_the_hosts_batch_in_either_form_of_the_call() -> None:
     older, newer, data = Remembers(), Remembers(input_type=Kind.LOGPROB), rows()
     with host_with(PARTS):
-        adapted(older)(torch.ones(1), data, 3, 4, vocab_parallel_rank=0)
-        adapted(newer)(data=data, global_valid_seqs=3, global_valid_toks=4)
+        adapt_loss(older)(torch.ones(1), data, 3, 4, vocab_parallel_rank=0)
+        adapt_loss(newer)(data=data, global_valid_seqs=3, global_valid_toks=4)
     assert type(older.args[1]) is HostBatch and type(newer.kwargs["data"]) is HostBatch
     assert older.args[1]["input_ids"] is data["input_ids"]
     assert (older.args[2:], older.kwargs) == ((3, 4), {"vocab_parallel_rank": 0})
     with host_with({}):  # where there is no host, a loss is one of ours
-        adapted(newer)(data=data)
+        adapt_loss(newer)(data=data)
     assert newer.kwargs["data"] is data
 
 
 def test_what_a_loss_says_of_itself_is_seen_through() -> None:
-    loss = adapted(Remembers(input_type=Kind.LOGPROB, candidates="top", metric_normalizations={}))
+    loss = adapt_loss(
+        Remembers(input_type=Kind.LOGPROB, candidates="top", metric_normalizations={})
+    )
     assert (loss.loss_type, loss.input_type) == (LossType.TOKEN_LEVEL, Kind.LOGPROB)
     assert (loss.candidates, loss.metric_normalizations) == ("top", {})
-    assert not hasattr(loss, "needs_entropy") and not hasattr(adapted(Remembers()), "input_type")
+    assert not hasattr(loss, "needs_entropy") and not hasattr(adapt_loss(Remembers()), "input_type")
 
 
 def test_a_loss_that_separates_the_rows_of_pairs_is_given_them_together() -> None:
@@ -69,11 +71,11 @@ def test_a_loss_that_separates_the_rows_of_pairs_is_given_them_together() -> Non
         def split_output_tensor(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return tensor[::2], tensor[1::2]
 
-    assert rows_per_group(adapted(Preference(input_type=Kind.LOGPROB))) == 2
-    assert rows_per_group(adapted(Preference())) == 2
-    assert rows_per_group(adapted(Preference(input_type=Kind.DISTILLATION))) == 2
-    assert rows_per_group(adapted(Preference(rows_per_group=4))) == 4
-    assert rows_per_group(adapted(Remembers())) == 1
+    assert rows_per_group(adapt_loss(Preference(input_type=Kind.LOGPROB))) == 2
+    assert rows_per_group(adapt_loss(Preference())) == 2
+    assert rows_per_group(adapt_loss(Preference(input_type=Kind.DISTILLATION))) == 2
+    assert rows_per_group(adapt_loss(Preference(rows_per_group=4))) == 4
+    assert rows_per_group(adapt_loss(Remembers())) == 1
 
 
 def test_a_distillation_is_prepared_by_the_host_on_a_slice_of_the_logits() -> None:
@@ -85,7 +87,7 @@ def test_a_distillation_is_prepared_by_the_host_on_a_slice_of_the_logits() -> No
 
     host_loss, data = Remembers(input_type=Kind.DISTILLATION), rows()
     turned = torch.zeros(4, 2, 5).transpose(0, 1)
-    loss = adapted(host_loss)
+    loss = adapt_loss(host_loss)
     # This policy calls it in the older form, so it must not look like one of the newer.
     assert not hasattr(loss, "input_type") and loss.loss_type is LossType.TOKEN_LEVEL
     groups = {"vocab_parallel_rank": 1, "vocab_parallel_group": "tp"}
@@ -105,26 +107,26 @@ def test_a_distillation_is_prepared_by_the_host_on_a_slice_of_the_logits() -> No
 )
 def test_an_input_that_is_not_fed_is_refused_by_name_and_reason(kind: Kind, reason: str) -> None:
     with pytest.raises(NotImplementedError, match=f"Remembers.*'{kind.value}': .*{reason}"):
-        adapted(Remembers(input_type=kind))
+        adapt_loss(Remembers(input_type=kind))
 
 
 def test_ratios_of_tokens_that_do_not_count_are_one() -> None:
     before, scores = torch.full((2, 4), -200.0), torch.full((2, 3), -1.0).requires_grad_()
     loss = Remembers(input_type=Kind.LOGPROB)
-    adapted(loss)(data=rows(prev_logprobs=before), next_token_logprobs=scores)
+    adapt_loss(loss)(data=rows(prev_logprobs=before), next_token_logprobs=scores)
     given = loss.kwargs["next_token_logprobs"]
     assert given.tolist() == [[-200.0, -1.0, -1.0], [-200.0] * 3]
     given.sum().backward()
     assert scores.grad.tolist() == [[0, 1, 1], [0, 0, 0]]
-    adapted(loss)(data=rows(), next_token_logprobs=scores)
+    adapt_loss(loss)(data=rows(), next_token_logprobs=scores)
     assert loss.kwargs["next_token_logprobs"] is scores
 
 
 def test_a_penalty_on_divergence_gets_logprobs_of_whole_distributions_in_the_data() -> None:
     before, kept = torch.full((2, 4), -7.0), torch.full((2, 3), -1.0)
     whole, data = torch.full((2, 3), -2.0), rows(prev_logprobs=before)
-    penalty = adapted(Remembers(input_type=Kind.LOGPROB, reference_policy_kl_penalty=0.1))
-    free = adapted(Remembers(input_type=Kind.LOGPROB, reference_policy_kl_penalty=0))
+    penalty = adapt_loss(Remembers(input_type=Kind.LOGPROB, reference_policy_kl_penalty=0.1))
+    free = adapt_loss(Remembers(input_type=Kind.LOGPROB, reference_policy_kl_penalty=0))
     assert penalty.needs_unfiltered_logprobs and not free.needs_unfiltered_logprobs
     check_loss(penalty, None)
     with host_with(PARTS):
@@ -143,7 +145,7 @@ def test_what_is_not_along_the_sequence_is_put_aside_and_fetched_again() -> None
     places = torch.arange(6).reshape(2, 3)
     put = set_aside(rows(places=places), ["places", "absent"])
     assert isinstance(put["places"], list) and isinstance(put["token_mask"], torch.Tensor)
-    chosen = fetched(BatchedDataDict(put).select_indices([1]), ["places", "absent"])
+    chosen = restore_tensors(BatchedDataDict(put).select_indices([1]), ["places", "absent"])
     assert torch.equal(chosen["places"], places[1:])
     data = rows(places=places)
-    assert set_aside(data, None) is data and fetched(data, ["places"]) is data
+    assert set_aside(data, None) is data and restore_tensors(data, ["places"]) is data

@@ -19,7 +19,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.section import Section
 from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.errors import ConfigError
-from megatron_policy.hosts.roles import MAY_DIFFER, Stage, check_alike
+from megatron_policy.hosts.roles import MAY_DIFFER, SharedPolicy, check_alike
 from megatron_policy.memory.states import Kind
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
@@ -74,7 +74,7 @@ class Process:
     """A process of a host, whose roles enter and leave."""
 
     def __init__(self) -> None:
-        self.stage, self.engine = Stage(Policy), Engine()
+        self.stage, self.engine = SharedPolicy(Policy), Engine()
 
     def enter_reference(self, name: str = "model", *, offloads: bool = False, **top: Any) -> None:
         self.stage.enter_reference(config(name, **top), offloads=offloads)

@@ -20,13 +20,13 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import GenerationConfig, PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl import refit
-from megatron_policy.hosts.nemo_rl.checkpoints import as_host_means
-from megatron_policy.hosts.nemo_rl.generation import (
-    filters_as_host_means,
+from megatron_policy.hosts.nemo_rl.config import (
+    AXES,
+    check_layout_of_host,
+    parse_host_config,
     shares_devices,
 )
-from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
-from megatron_policy.hosts.nemo_rl.layout import AXES, check_layout_of_host
+from megatron_policy.hosts.nemo_rl.host_imports import find_part
 from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from megatron_policy.interfaces import LossType
 from tests.dist.cases import policy_config
@@ -88,10 +88,10 @@ def test_filters_apply_to_logprobs_where_the_host_trains_on_what_they_leave(
 ) -> None:
     config = PolicyConfig.parse(policy_config("/nowhere", {}, generation=generation))
     with host_with({"nemo_rl.algorithms.logits_sampling_utils": SAMPLING}):
-        assert filters_as_host_means(config) == config
+        assert parse_host_config(config, None, None) == config
     # An older one only generates by them.
     with host_with({}):
-        older = filters_as_host_means(config).generation
+        older = parse_host_config(config, None, None).generation
     if generation is None:
         assert older is None
     else:
@@ -100,12 +100,12 @@ def test_filters_apply_to_logprobs_where_the_host_trains_on_what_they_leave(
 
 def test_weights_without_an_optimizers_path_start_a_new_optimizer() -> None:
     config = PolicyConfig.parse(policy_config("/nowhere", {}))
-    changed = as_host_means(config, "weights", None)
+    changed = parse_host_config(config, "weights", None)
     assert changed.megatron_cfg.checkpoint.fresh_optimizer
     assert changed.megatron_cfg.checkpoint != config.megatron_cfg.checkpoint
     assert changed.megatron_cfg.optimizer == config.megatron_cfg.optimizer
     for paths in ((None, None), ("weights", "optimizer")):
-        assert as_host_means(config, *paths) == config
+        assert parse_host_config(config, *paths) == config
 
 
 BASE_WORKER = "nemo_rl.models.policy.workers.base_policy_worker"
@@ -131,7 +131,7 @@ def test_saves_block_where_the_host_renames_them_without_waiting(
 ) -> None:
     config = PolicyConfig.parse(policy_config("/nowhere", {"checkpoint": {"async_save": True}}))
     with host_with(parts):
-        changed = as_host_means(config, None, None)
+        changed = parse_host_config(config, None, None)
     assert changed.megatron_cfg.checkpoint.async_save == waits
     assert ("async_save has no effect" in caplog.text) != waits
 
@@ -259,7 +259,7 @@ def check_refit(worker: NemoRLWorker) -> None:
         worker.init_collective(
             ip="127.0.0.1", port=1, world_size=3, train_world_size=2, nccl_peer="vllm"
         )
-        group = worker._engines
+        group = worker.refits._engines
         assert group.made == ("127.0.0.1", 1, worker.policy.rank, 3) and group.peer == "vllm"
         worker.broadcast_weights_for_collective(kv_scales=None, buffer_size_bytes=7, num_buffers=2)
         patch.setattr(worker.policy, "refit", lambda sink, adapters: sinks.append(sink))
@@ -280,7 +280,7 @@ def check_refit_of_one_rank(worker: NemoRLWorker, announced: dict[str, Any]) -> 
     with host_with(without):
         worker.init_collective(ip="127.0.0.1", port=1, world_size=2)
         worker.broadcast_weights_for_collective()
-    group = worker._engines
+    group = worker.refits._engines
     assert (group is not None) == (worker.policy.rank == 0)
     if group is not None:
         assert [tensor.shape for _, tensor in group.sent] == [s for s, *_ in announced.values()]
@@ -317,7 +317,7 @@ def test_a_host_before_its_own_group_takes_the_engines(monkeypatch: pytest.Monke
             "PyNcclCommunicator",
         ): lambda met, device: ("communicator", met),
     }
-    monkeypatch.setattr(refit, "part_or_none", lambda *name: parts.get(name))
+    monkeypatch.setattr(refit, "find_part", lambda *name: parts.get(name))
     joined = refit.join_engines("here", 7, 1, 4, {})
     assert joined == ("communicator", ("here", 7, 1, 4))
     parts.clear()
@@ -354,9 +354,9 @@ def test_a_part_that_lacks_what_it_needs_is_not_taken_for_missing(tmp_path: Path
     (package / "lacking.py").write_text("import not_installed_anywhere\nNAME = 1")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(tmp_path)
-        assert part_or_none("a_host.whole", "NAME") == 1
-        assert part_or_none("a_host.whole", "OTHER") is None
-        assert part_or_none("a_host.absent.deeper", "NAME") is None
-        assert part_or_none("no_host.at_all", "NAME") is None
+        assert find_part("a_host.whole", "NAME") == 1
+        assert find_part("a_host.whole", "OTHER") is None
+        assert find_part("a_host.absent.deeper", "NAME") is None
+        assert find_part("no_host.at_all", "NAME") is None
         with pytest.raises(ImportError, match=r"a_host\.lacking.*not_installed_anywhere.*Install"):
-            part_or_none("a_host.lacking", "NAME")
+            find_part("a_host.lacking", "NAME")

@@ -6,7 +6,7 @@ import pickle
 
 import torch
 
-from megatron_policy.hosts.nemo_rl.result_types import training_result
+from megatron_policy.hosts.nemo_rl.host_imports import rename_result
 from megatron_policy.training.results import TrainResult
 
 RESULT = TrainResult(
@@ -23,7 +23,7 @@ def test_it_crosses_processes() -> None:
 
 
 def test_the_host_finds_its_own_names() -> None:
-    found = training_result(RESULT)
+    found = rename_result(RESULT)
     assert type(found) is dict
     assert found["global_loss"] is RESULT["loss"]
     assert found["all_mb_metrics"] == {"loss": [1.5, 0.5]}

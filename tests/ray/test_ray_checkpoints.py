@@ -17,7 +17,7 @@ import torch
 from megatron_policy import Policy, errors
 from megatron_policy.errors import CheckpointError, ConfigError, WorkerError
 from megatron_policy.workers import RayVirtualCluster
-from megatron_policy.workers.cluster.failure import OWN, _raised_in
+from megatron_policy.workers.cluster.failure import OWN, find_own_error
 from tests.losses import TokenNLL
 from tests.ray.policies import GBS, TOKENIZER, TP2, batch, config_of
 
@@ -133,7 +133,7 @@ def test_an_error_of_our_own_is_recognised_in_what_is_left_of_a_constructor(
     text = (
         f"Traceback (most recent call last):\n  ...\n{kind.__module__}.{kind.__name__}: its words"
     )
-    found = _raised_in(text)
+    found = find_own_error(text)
     if kind.__module__ == errors.__name__:
         assert type(found) is kind and str(found) == "its words"
     else:

@@ -164,7 +164,7 @@ def test_the_worker_is_what_a_host_takes_for_one() -> None:
 @pytest.mark.nightly
 def test_driver_and_worker_modules_leave_megatron_core_to_the_worker_process() -> None:
     code = (
-        "import sys, megatron_policy.workers.driver.policy, megatron_policy.workers.worker;"
+        "import sys, megatron_policy.workers.policy, megatron_policy.workers.worker;"
         "print([name for name in ('megatron', 'transformers.models') if name in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

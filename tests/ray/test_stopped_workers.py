@@ -139,11 +139,11 @@ def test_a_driver_that_was_stopped_itself_blames_nobody_for_that_time(
     for passed in (5.0, 3600.0):
         clock[0] += passed
         group._watch.look()
-        assert group._watch.lost([0]) == []
+        assert group._watch.find_lost([0]) == []
     for _ in range(8):
         clock[0] += 2.5
         group._watch.look()
-    assert [failure.headline() for failure in group._watch.lost([0])] == ["rank 0 has stopped"]
+    assert [failure.headline() for failure in group._watch.find_lost([0])] == ["rank 0 has stopped"]
     monkeypatch.undo()
 
 

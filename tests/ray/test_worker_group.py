@@ -15,7 +15,7 @@ import megatron_policy
 from megatron_policy.errors import ConfigError, WorkerError
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.workers import RayVirtualCluster, WorkerGroup
-from megatron_policy.workers.cluster.environment import python_path
+from megatron_policy.workers.cluster.environment import make_python_path
 from tests.ray.actors import GroupMaker, Worker, still_running
 
 
@@ -58,9 +58,12 @@ def test_config_env_vars_and_the_drivers_import_path_reach_the_workers(
         assert env["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
         path = env["PYTHONPATH"].split(os.pathsep)
         assert path[0] == "/somewhere"
-        assert str(Path(megatron_policy.__path__[0]).parent) in path
+        package = Path(megatron_policy.__path__[0])
+        assert str(package.parent) in path and str(package) not in path
     # What the interpreter brings is left out.
-    assert not [p for p in python_path().split(os.pathsep) if Path(p).is_relative_to(sys.prefix)]
+    assert not [
+        p for p in make_python_path().split(os.pathsep) if Path(p).is_relative_to(sys.prefix)
+    ]
     with pytest.raises(ConfigError, match=r"env_vars sets MASTER_PORT, RANK"):
         make_group(Topology(), env_vars={"RANK": "7", "MASTER_PORT": "1"})
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_policy import device, policy
+from megatron_policy import device
 from megatron_policy.attention import tile_attention
 from megatron_policy.attention.tiles import mask
 from megatron_policy.config import PolicyConfig
@@ -42,7 +42,7 @@ from megatron_policy.packing.tiles import AttentionTile
 from megatron_policy.refit.buffers import Buffer
 from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.training.reference import Reference
-from megatron_policy.workers.worker import MegatronPolicyWorkerImpl, assigned_gpu
+from megatron_policy.workers import assigned_gpu, worker
 from tests.conftest import reason_to_fail
 from tests.dist.cases import policy_config
 from tests.dist.layouts import layout
@@ -101,7 +101,7 @@ def test_kernels_start_in_the_order_of_their_launches_unless_the_user_says_other
 
 def test_a_process_without_ray_was_given_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    assert assigned_gpu.own_gpu("0,1") is None and "ray" not in sys.modules
+    assert assigned_gpu.find_own_gpu("0,1") is None and "ray" not in sys.modules
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_a_worker_binds_to_the_gpu_that_ray_gave_it_before_it_makes_a_policy(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(policy, "MegatronPolicy", lambda *_, **__: device.place_process())
-    MegatronPolicyWorkerImpl(policy_config("a-model", {}))
+    monkeypatch.setattr(worker, "MegatronPolicy", lambda *_, **__: device.place_process())
+    worker.MegatronPolicyWorkerImpl(policy_config("a-model", {}))
     assert taken == [index]
 
 

@@ -6,6 +6,7 @@ import inspect
 import re
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "interface.md"
 RENAMED = {"split"}  # names of the last release
 SAME_AS = {
     "offload_to_cpu": "offload_after_refit",  # one method of the worker serves both
+    "prepare_info_for_collective": "prepare_refit_info",
     "profile": "begin_profile",  # a context of the driver is two methods of the worker
 }
 SEEN_AS = {
@@ -65,9 +67,20 @@ def test_every_method_of_the_driver_is_in_the_table_once() -> None:
     assert sorted(named) == sorted(public(Policy))
 
 
+def carried_out_by(method: Any) -> Any:
+    """What a method calls in the end that delegates to a part, or to a part of that."""
+    while function := inspect.getclosurevars(method).nonlocals.get("function"):
+        method = function
+    return method
+
+
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_a_worker_carries_out_the_drivers_method_by_the_ranks(ours: list[str], theirs: str) -> None:
-    source = inspect.getsource(getattr(MegatronPolicyWorkerImpl, SAME_AS.get(theirs, theirs)))
+    method = carried_out_by(getattr(MegatronPolicyWorkerImpl, SAME_AS.get(theirs, theirs)))
+    own = [getattr(MegatronPolicy, name) for name in ours if hasattr(MegatronPolicy, name)]
+    if method in [carried_out_by(each) for each in own if inspect.isfunction(each)]:
+        return
+    source = inspect.getsource(method)
     if theirs in SEEN_AS:
         assert SEEN_AS[theirs] in source
     else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megatron_policy.workers.cluster.process_activity import CpuReading, readings_of
+from megatron_policy.workers.cluster.processes import CpuReading, read_processes
 
 # A process that Ray could have started, by its name.
 WORKER = """
@@ -32,7 +32,7 @@ def worker() -> Iterator[int]:
 
 
 def reading_of(pid: int) -> CpuReading:
-    return readings_of([pid])[pid]
+    return read_processes([pid])[pid]
 
 
 def test_a_process_that_is_stopped_shows_no_beat_and_one_that_goes_on_does(worker: int) -> None:
@@ -53,7 +53,7 @@ def test_a_process_that_waits_for_its_machine_counts_as_running() -> None:
 
 
 def test_processes_that_are_none_of_rays_are_not_read(worker: int) -> None:
-    assert readings_of([os.getpid(), worker, 2**22 + 1]).keys() == {worker}
+    assert read_processes([os.getpid(), worker, 2**22 + 1]).keys() == {worker}
 
 
 def wait_for(condition: Callable[[], bool], within_s: float = 60.0) -> None:

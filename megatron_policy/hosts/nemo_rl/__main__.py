@@ -14,7 +14,7 @@ USAGE = "usage: python -m megatron_policy.hosts.nemo_rl [-m] PROGRAM [ARGS...]"
 FAILED, NOT_UNDERSTOOD = 1, 2
 
 
-def prepared(words: list[str]) -> launch.Program:
+def prepare(words: list[str]) -> launch.Program:
     """The program that `words` name, ready to run; on failure, exit with a message on stderr."""
     if words[:1] in (["-h"], ["--help"]):
         print(f"{USAGE}\n{__doc__}")
@@ -34,4 +34,4 @@ def prepared(words: list[str]) -> launch.Program:
 
 
 if __name__ == "__main__":
-    launch.run(prepared(sys.argv[1:]))
+    launch.run(prepare(sys.argv[1:]))

@@ -1,4 +1,6 @@
-"""Finds what the host of this process offers by trying imports, not by version numbers."""
+"""What the host of this process offers, found by trying imports, not by version numbers, and its
+types.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,13 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
+
+Arguments = ParamSpec("Arguments")
 
 
-def part(module: str, name: str) -> Any:
+def import_part(module: str, name: str) -> Any:
     """`name` of the host's `module`; ImportError saying what is missing."""
     found = importlib.import_module(module)
     if not hasattr(found, name):
@@ -17,12 +22,12 @@ def part(module: str, name: str) -> Any:
     return getattr(found, name)
 
 
-def part_or_none(module: str, name: str) -> Any:
+def find_part(module: str, name: str) -> Any:
     """The same; None if there is no host or it has no such part. ImportError if it has the part but
     a dependency is not installed: the part must then not be taken for missing.
     """
     try:
-        return part(module, name)
+        return import_part(module, name)
     except ImportError as error:
         missing = error.name or module
         if f"{module}.".startswith(f"{missing}."):
@@ -34,9 +39,33 @@ def part_or_none(module: str, name: str) -> Any:
         ) from error
 
 
-def accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def select_accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Those `options` that `function` accepts: hosts add arguments from version to version."""
     known = inspect.signature(function).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
         return dict(options)
     return {name: value for name, value in options.items() if name in known}
+
+
+def to_host_batch(data: Any) -> Any:
+    """The same rows as the host's own batch type, whose methods its code may call; unchanged
+    without a host. Tensors are shared, a microbatch plan is dropped.
+    """
+    kind = find_part("nemo_rl.distributed.batched_data_dict", "BatchedDataDict")
+    return data if kind is None else kind(dict(data))
+
+
+def return_host_batch(method: Callable[Arguments, Any]) -> Callable[Arguments, Any]:
+    """`method`, with the batch that it returns in the host's own type."""
+
+    @wraps(method)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        return to_host_batch(method(*args, **kwargs))
+
+    return call
+
+
+def rename_result(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A `TrainResult` under the host's names."""
+    names = {"loss": "global_loss", "microbatch_metrics": "all_mb_metrics"}
+    return {names.get(key, key): value for key, value in found.items()}

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.hosts.nemo_rl.host_imports import part
-from megatron_policy.hosts.nemo_rl.result_types import host_batch
+from megatron_policy.hosts.nemo_rl.host_imports import import_part, to_host_batch
 from megatron_policy.training.checks import loss_kind
 
 _PREPARED = "distillation"
@@ -20,7 +19,7 @@ _OF_PAIRS = "split_output_tensor"
 _UNFILTERED = "next_token_logprobs_unfiltered"
 
 
-def adapted(loss_fn: Any, aside: Iterable[str] = ()) -> Any:
+def adapt_loss(loss_fn: Any, aside: Iterable[str] = ()) -> Any:
     """`loss_fn` as this policy calls it; `aside` are the keys given to `set_aside`.
 
     NotImplementedError, naming the reason, for an input type that is not supported, LossError for
@@ -65,9 +64,9 @@ class HostLoss:
             data, given = kwargs["data"], kwargs.get("next_token_logprobs")
             unfiltered = kwargs.pop(_UNFILTERED, given)
             if given is not None:
-                kwargs["next_token_logprobs"] = _completed(data, given)
+                kwargs["next_token_logprobs"] = _fill_masked(data, given)
             if unfiltered is not given:
-                whole = {"curr_logprobs_unfiltered": _completed(data, unfiltered)}
+                whole = {"curr_logprobs_unfiltered": _fill_masked(data, unfiltered)}
                 data = BatchedDataDict(dict(data) | whole)
             kwargs["data"] = self._data(data)
         else:
@@ -78,7 +77,7 @@ class HostLoss:
         return result
 
     def _data(self, data: BatchedDataDict) -> Any:
-        return host_batch(fetched(data, self._aside))
+        return to_host_batch(restore_tensors(data, self._aside))
 
 
 class PreparedLoss(HostLoss):
@@ -100,7 +99,7 @@ class PreparedLoss(HostLoss):
         global_valid_toks: torch.Tensor,
         **groups: Any,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        prepare = part("nemo_rl.algorithms.loss.utils", "prepare_loss_input")
+        prepare = import_part("nemo_rl.algorithms.loss.utils", "prepare_loss_input")
         # The logits already cover all context-parallel ranks.
         groups["context_parallel_group"] = None
         given, prepared = prepare(
@@ -115,7 +114,7 @@ class PreparedLoss(HostLoss):
         return result
 
 
-def _completed(data: Any, next_token_logprobs: torch.Tensor) -> torch.Tensor:
+def _fill_masked(data: Any, next_token_logprobs: torch.Tensor) -> torch.Tensor:
     """Fill in the log-probabilities of masked tokens, which are not computed, from the data's
     `prev_logprobs`.
 
@@ -144,7 +143,7 @@ def set_aside(data: Mapping[str, Any], keys: Iterable[str] | None) -> Mapping[st
     return changed
 
 
-def fetched(data: BatchedDataDict, keys: Iterable[str]) -> BatchedDataDict:
+def restore_tensors(data: BatchedDataDict, keys: Iterable[str]) -> BatchedDataDict:
     """`data` with the lists of `set_aside` as tensors again, on the batch's device."""
     put = [key for key in keys if isinstance(data.get(key), list)]
     if not put:

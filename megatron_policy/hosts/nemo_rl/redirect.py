@@ -12,7 +12,7 @@ import os
 import shutil
 import site
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -59,28 +59,30 @@ log = logging.getLogger("megatron_policy.hosts.nemo_rl")
 
 def install(workers: str | None = None) -> None:
     """See `megatron_policy.hosts.nemo_rl.install`."""
-    replaced = asked_for(workers)
-    groups, registry = _imported(GROUPS), _imported(ENVIRONMENTS)
-    builder = _builder(groups)
-    environments = _environments(registry)
-    environments[OUR_WORKER] = environments[OUR_VALUE_WORKER] = worker_python()
+    replaced = choose_workers(workers)
+    builder, environments = _find_builder(), _find_environments()
+    environments[OUR_WORKER] = environments[OUR_VALUE_WORKER] = find_worker_python()
     if os.environ.get(PYTHON_VARIABLE, "").strip():
         # Processes in other folders inherit it, and may run this code too.
         os.environ[PYTHON_VARIABLE] = environments[OUR_WORKER]
     if hasattr(builder.__init__, "_megatron_policy"):
         builder.__init__._megatron_policy.update(replaced)
     else:
-        builder.__init__ = _redirecting(builder.__init__, dict(replaced), environments)
+        builder.__init__ = _redirect(builder.__init__, dict(replaced), environments)
         # NeMo RL's policies call Ray when they are collected. Those in reference cycles would be
         # collected after Ray has left the process, which can crash at the end of a complete run.
         atexit.register(gc.collect)
-    _lead_workers_to_this_package()
+    # NeMo RL passes PYTHONPATH on to its workers. They find an installed package anyway, and its
+    # neighbours are better left off the path.
+    if not _is_found_by_a_new_python():
+        entries = (os.environ.get("PYTHONPATH"), str(Path(__file__).resolve().parents[3]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, entries))
     # NeMo RL refuses to use Megatron unless this is set to something. Builds for a GPU treat an
     # empty value like none, and target the GPU that they find.
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "")
 
 
-def asked_for(workers: str | None = None) -> dict[str, str]:
+def choose_workers(workers: str | None = None) -> dict[str, str]:
     """Our worker by the name of each of theirs that it replaces: those that `workers` names, by
     default MEGATRON_POLICY_WORKERS, or else those of Megatron. ConfigError for another value.
     """
@@ -93,7 +95,7 @@ def asked_for(workers: str | None = None) -> dict[str, str]:
     return WORKERS[wanted]
 
 
-def worker_python() -> str:
+def find_worker_python() -> str:
     """The Python that runs the workers: MEGATRON_POLICY_PY, or else the Python of this process.
 
     A path, or a `uv run ...` command, from which NeMo RL makes an environment. ConfigError if the
@@ -112,7 +114,7 @@ def worker_python() -> str:
     return os.path.abspath(found)
 
 
-def _imported(name: str) -> ModuleType:
+def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -129,9 +131,9 @@ def _imported(name: str) -> ModuleType:
         ) from error
 
 
-def _builder(groups: ModuleType) -> Any:
+def _find_builder() -> Any:
     """The class that starts workers."""
-    builder = getattr(groups, "RayWorkerBuilder", None)
+    builder = getattr(_import(GROUPS), "RayWorkerBuilder", None)
     if not inspect.isclass(builder):
         _refuse(f"{GROUPS} has no class RayWorkerBuilder")
     parameters = list(inspect.signature(builder.__init__).parameters.values())[1:]
@@ -140,9 +142,9 @@ def _builder(groups: ModuleType) -> Any:
     return builder
 
 
-def _environments(registry: ModuleType) -> MutableMapping[str, str]:
+def _find_environments() -> MutableMapping[str, str]:
     """The mapping from a worker to the Python that runs it."""
-    environments = getattr(registry, "ACTOR_ENVIRONMENT_REGISTRY", None)
+    environments = getattr(_import(ENVIRONMENTS), "ACTOR_ENVIRONMENT_REGISTRY", None)
     if not isinstance(environments, MutableMapping):
         _refuse(f"{ENVIRONMENTS} has no mapping ACTOR_ENVIRONMENT_REGISTRY")
     if not any(name in environments for name in THEIR_WORKERS):
@@ -158,7 +160,7 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _redirecting(
+def _redirect(
     original: Callable[..., None],
     replaced: dict[str, str],
     environments: MutableMapping[str, str],
@@ -170,18 +172,16 @@ def _redirecting(
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if args:
-            args = (_worker_for(args[0], replaced, environments), *args[1:])
+            args = (_replace(args[0], replaced, environments), *args[1:])
         elif CLASS_NAME in kwargs:
-            kwargs[CLASS_NAME] = _worker_for(kwargs[CLASS_NAME], replaced, environments)
+            kwargs[CLASS_NAME] = _replace(kwargs[CLASS_NAME], replaced, environments)
         original(self, *args, **kwargs)
 
     cast(Any, __init__)._megatron_policy = replaced
     return __init__
 
 
-def _worker_for(
-    name: Any, replaced: Mapping[str, str], environments: MutableMapping[str, str]
-) -> Any:
+def _replace(name: Any, replaced: Mapping[str, str], environments: MutableMapping[str, str]) -> Any:
     if name in replaced:
         ours = replaced[name]
         _tell(f"{ours} is started instead of {name}, by {environments[ours]}")
@@ -208,22 +208,19 @@ def _tell(message: str) -> None:
         print(message, file=sys.stderr)
 
 
-def _lead_workers_to_this_package() -> None:
-    """Put a checkout of this package on PYTHONPATH, which NeMo RL passes on to its workers.
-
-    They find an installed package anyway, and its neighbours are better left off the path.
-    """
-    if not _found_by_a_new_python():
-        root = str(Path(__file__).resolve().parents[3])
-        known = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (known, root)))
-
-
-def _found_by_a_new_python() -> bool:
+def _is_found_by_a_new_python() -> bool:
     """Whether a new Python like this one imports this very package from any working directory."""
-    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    sites = [*site.getsitepackages(), site.getusersitepackages()]
-    lasting = [*given, *(folder for each in sites for folder in (each, *_folders_added_in(each)))]
+    lasting = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    for folder in [*site.getsitepackages(), site.getusersitepackages()]:
+        lasting.append(folder)
+        for file in sorted(Path(folder).glob("*.pth")):
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            added = [line.rstrip() for line in lines if line.strip()]
+            lasting += [
+                os.path.join(folder, line)
+                for line in added
+                if not line.startswith(("#", "import ", "import\t"))
+            ]
     here = Path(__file__).resolve().parents[2] / "__init__.py"
     found = PathFinder.find_spec("megatron_policy", lasting)
     for finder in sys.meta_path:
@@ -231,11 +228,3 @@ def _found_by_a_new_python() -> bool:
         if found is None and getattr(finder, "__module__", "").startswith("__editable__"):
             found = finder.find_spec("megatron_policy", None)
     return found is not None and Path(found.origin or "").resolve() == here
-
-
-def _folders_added_in(folder: str) -> Iterator[str]:
-    """The folders that the `.pth` files of a site-packages folder add to the import path."""
-    for file in sorted(Path(folder).glob("*.pth")):
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.strip() and not line.startswith(("#", "import ", "import\t")):
-                yield os.path.join(folder, line.rstrip())

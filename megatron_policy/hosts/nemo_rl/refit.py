@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -11,13 +12,17 @@ import torch
 from megatron_policy import device
 from megatron_policy.device import release_cached
 from megatron_policy.errors import RefitError
-from megatron_policy.hosts.nemo_rl.host_imports import accepted, part_or_none
-from megatron_policy.hosts.nemo_rl.worker_info import node_and_device
+from megatron_policy.hosts.nemo_rl.host_imports import find_part, select_accepted
 from megatron_policy.refit.transports.ipc.protocol import Dialect
-from megatron_policy.workers.worker.refit import WorkerRefit, refuse_scales
+from megatron_policy.workers.assigned_gpu import list_given_gpus
+from megatron_policy.workers.checks import refuse_scales
+from megatron_policy.workers.refits import EngineRefits
+
+if TYPE_CHECKING:
+    from megatron_policy.policy import MegatronPolicy
 
 
-class HostRefit(WorkerRefit):
+class HostRefits(EngineRefits):
     """Sends weights to the engines that NeMo RL has started.
 
     On GPUs they are the host's unmodified vLLM workers. Over a socket they get our stream in the
@@ -28,35 +33,30 @@ class HostRefit(WorkerRefit):
     listens at `cpu_address`. Every method is collective.
     """
 
-    _shares_devices: bool
-    """Whether engines compute on the training ranks' devices."""
     _joined = False
     _engines: Any = None
     """The host's own group, on a rank that has joined it."""
 
-    # The host passes no `with_numel`: its version decides.
-    def prepare_refit_info(self) -> dict[str, tuple[Any, ...]]:  # type: ignore[override]
+    def __init__(self, policy: MegatronPolicy, *, share_devices: bool) -> None:
+        """`share_devices` is whether engines compute on the training ranks' devices."""
+        super().__init__(policy)
+        self._share_devices = share_devices
+
+    def announce_weights(self) -> Any:
         """{HF name: (shape, dtype)} of what will be sent, in that order; with the number of
         elements as a third value if the host's policy itself groups tensors for engines on the same
         devices (0.3).
         """
-        policy = part_or_none("nemo_rl.models.policy.interfaces", "ColocatablePolicyInterface")
+        policy = find_part("nemo_rl.models.policy.interfaces", "ColocatablePolicyInterface")
         groups = policy is not None and hasattr(policy, "prepare_weights_for_ipc")
-        info = super().prepare_refit_info(with_numel=groups and self._shares_devices)
+        info = self.prepare_refit_info(with_numel=groups and self._share_devices)
         # The host's engines call `numel` on the shape.
         return {name: (torch.Size(shape), *rest) for name, (shape, *rest) in info.items()}
 
     def get_refit_address(self) -> str:
-        """The address that `stream_weights_via_ipc_zmq` of this rank binds."""
+        """The address that `stream_weights_via_ipc_zmq` binds on this rank."""
         alone = serves_host_engines() or not ray.is_initialized()
         return super().get_refit_address() if alone else cpu_address()
-
-    def get_zmq_address(self) -> str:
-        """The address that `stream_weights_via_ipc_zmq` of this rank binds."""
-        return self.get_refit_address()
-
-    def maybe_init_zmq(self) -> None:
-        """Do nothing: the socket exists during a refit. Engines can connect before."""
 
     def stream_weights_via_ipc_zmq(
         self,
@@ -72,7 +72,7 @@ class HostRefit(WorkerRefit):
         from megatron_policy.refit.transports.ipc.transport import IpcStream
 
         refuse_scales(kv_scales)
-        protocol = part_or_none("nemo_rl.models.policy.utils", "IPCProtocol")
+        protocol = find_part("nemo_rl.models.policy.utils", "IPCProtocol")
         if not serves_host_engines() or protocol is None:
             super().stream_weights_via_ipc_zmq(buffer_size_bytes, adapters=adapters)
             return
@@ -80,8 +80,7 @@ class HostRefit(WorkerRefit):
         transport = IpcStream(buffer_bytes=buffer_size_bytes or None, dialect=dialect)
         self.policy.refit(transport, adapters=adapters)
 
-    # The host passes no `secret`: its own groups need none.
-    def init_collective(  # type: ignore[override]
+    def meet_engines(
         self,
         ip: str,
         port: int,
@@ -95,7 +94,7 @@ class HostRefit(WorkerRefit):
         """
         if not serves_host_engines():
             # How the host's engines join matters on GPUs only.
-            super().init_collective(ip, port, world_size, train_world_size)
+            self.init_collective(ip, port, world_size, train_world_size)
             return
         self._joined, self._engines = True, None
         if train_world_size is not None or self.policy.rank == 0:
@@ -130,14 +129,14 @@ def _broadcast(
     tensors: Iterator[tuple[str, torch.Tensor]], group: Any, sizes: Mapping[str, int | None]
 ) -> None:
     """Use the host's producer, if any; `group` is None on ranks that do not send."""
-    produce = part_or_none("nemo_rl.utils.packed_tensor", "packed_broadcast_producer")
+    produce = find_part("nemo_rl.utils.packed_tensor", "packed_broadcast_producer")
     if group is not None and produce is not None:
         produce(
             iterator=tensors,
             group=group,
             src=0,
             post_iter_func=lambda named: named[1],
-            **accepted(produce, sizes),
+            **select_accepted(produce, sizes),
         )
         return
     for _, tensor in tensors:  # gathered by all ranks, even those that send nothing
@@ -150,6 +149,15 @@ def serves_host_engines() -> bool:
     return device.is_accelerated()
 
 
+def find_node_and_device() -> tuple[str, int]:
+    """This node's address, and the number of the GPU that Ray gave this worker (a logical one if
+    the machine has none); LOCAL_RANK if Ray gave none.
+    """
+    given = list_given_gpus()
+    number = int(given[0]) if given else int(os.environ.get("LOCAL_RANK", "0"))
+    return ray.util.get_node_ip_address(), number
+
+
 def cpu_address() -> str:
     """Where a worker without a GPU and its engine meet: in this job, Ray has given both the same
     GPU of this node, which exists in its books alone.
@@ -157,7 +165,9 @@ def cpu_address() -> str:
     from megatron_policy.refit.transports.ipc.transport import address_of
 
     run = ray.get_runtime_context()
-    return address_of(f"CPU-{run.get_node_id()[:16]}-{run.get_job_id()}-{node_and_device()[1]}")
+    return address_of(
+        f"CPU-{run.get_node_id()[:16]}-{run.get_job_id()}-{find_node_and_device()[1]}"
+    )
 
 
 def join_engines(ip: str, port: int, rank: int, world_size: int, options: Mapping[str, Any]) -> Any:
@@ -169,14 +179,14 @@ def join_engines(ip: str, port: int, rank: int, world_size: int, options: Mappin
     """
     release_cached()  # free memory for the group's buffers, which torch does not allocate
     here = device.current_device().index
-    meeting = part_or_none("nemo_rl.distributed.stateless_process_group", "StatelessProcessGroup")
+    meeting = find_part("nemo_rl.distributed.stateless_process_group", "StatelessProcessGroup")
     if meeting is not None:
         group = meeting(master_address=ip, port=port, rank=rank, world_size=world_size)
         begin = group.init_nccl_communicator
-        begin(device=here, **accepted(begin, {"peer": options.get("nccl_peer") or "nemo"}))
+        begin(device=here, **select_accepted(begin, {"peer": options.get("nccl_peer") or "nemo"}))
         return group
-    meeting = part_or_none("vllm.distributed.utils", "StatelessProcessGroup")
-    kind = part_or_none("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator")
+    meeting = find_part("vllm.distributed.utils", "StatelessProcessGroup")
+    kind = find_part("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator")
     if meeting is None or kind is None:
         raise NotImplementedError(
             "init_collective is not implemented for this NeMo RL: it has no "

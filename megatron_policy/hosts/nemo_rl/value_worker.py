@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
-from megatron_policy.hosts.nemo_rl.result_types import in_host_types
+from megatron_policy.hosts.nemo_rl.host_imports import to_host_batch
 from megatron_policy.hosts.nemo_rl.worker import ACTOR_OPTIONS, NemoRLWorker
 from megatron_policy.memory.states import IDLE, LOGPROB
 
@@ -72,8 +72,8 @@ class NemoRLValueWorker(NemoRLWorker):
 
     def get_values(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> Any:
         """`values`, fp32 [B, S], of the tokens before each position."""
-        found = super().get_values(data, micro_batch_size)
-        return in_host_types(BatchedDataDict({"values": of_tokens_before(found["values"])}))
+        values_BS = self.policy.values(BatchedDataDict(data), micro_batch_size=micro_batch_size)
+        return to_host_batch(BatchedDataDict({"values": shift_values(values_BS)}))
 
     def prepare_for_inference(self) -> None:
         """Only parameters on the device."""
@@ -104,16 +104,15 @@ class ValueLoss:
 
     def __call__(self, *, logits: torch.Tensor, **rest: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         result: tuple[torch.Tensor, dict[str, Any]] = self._loss_fn(
-            logits=of_tokens_before(logits.squeeze(-1)), **rest
+            logits=shift_values(logits.squeeze(-1)), **rest
         )
         return result
 
 
-def of_tokens_before(values_BS: torch.Tensor) -> torch.Tensor:
+def shift_values(values_BS: torch.Tensor) -> torch.Tensor:
     """Values of the tokens before each position, from those of the tokens up to it."""
     return F.pad(values_BS[:, :-1], (1, 0))
 
 
-@ray.remote(**ACTOR_OPTIONS)
-class MegatronValueWorker(NemoRLValueWorker):
-    """`NemoRLValueWorker` as an actor; Ray pickles it by value, so its body is empty."""
+MegatronValueWorker = ray.remote(**ACTOR_OPTIONS)(NemoRLValueWorker)
+"""`NemoRLValueWorker` as an actor."""

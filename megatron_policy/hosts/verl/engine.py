@@ -21,7 +21,7 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.layout import topology_of
 from megatron_policy.device import to_device
-from megatron_policy.hosts.roles import Stage
+from megatron_policy.hosts.roles import SharedPolicy
 from megatron_policy.hosts.verl.checkpoints import VerlFolders
 from megatron_policy.hosts.verl.data import (
     TEACHER,
@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 class MegatronPolicyEngine(KeepsState):
     """A language model of verl, trained or a reference (`engine_config.forward_only`)."""
 
-    stage = Stage()
+    stage = SharedPolicy()
     """The roles of this process that share a policy: verl makes an engine for each."""
 
     def __init__(
@@ -300,7 +300,7 @@ class MegatronPolicyValueEngine(MegatronPolicyEngine):
     process, in the same layout.
     """
 
-    stage = Stage()
+    stage = SharedPolicy()
 
 
 class _TrainMode(BaseEngineCtx):  # type: ignore[misc]

@@ -11,7 +11,7 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.base import BaseEngine
 
 from megatron_policy.errors import ConfigError
-from megatron_policy.hosts.roles import Stage
+from megatron_policy.hosts.roles import SharedPolicy
 from megatron_policy.hosts.verl.checkpoints import VerlFolders
 from megatron_policy.hosts.verl.lost_ranks import lost_ranks_named
 from megatron_policy.hosts.verl.translate import Translated
@@ -23,7 +23,7 @@ from megatron_policy.policy import MegatronPolicy
 class KeepsState(BaseEngine):  # type: ignore[misc]
     """The methods of an engine that move, hand over, save and load what its policy has."""
 
-    stage: Stage
+    stage: SharedPolicy
     adapters_are_off = False
     """Whether the model computes without its adapters now."""
     _folders: VerlFolders

@@ -38,45 +38,35 @@ def gather(
     def note(failure: Failure) -> None:
         nonlocal deadline
         failures.append(failure)
-        deadline = min(deadline, time.monotonic() + _grace(failure))
+        grace = GRACE_AFTER_REFUSAL_S if failure.refused else GRACE_S
+        grace = GRACE_AFTER_DEATH_S if failure.died else grace
+        deadline = min(deadline, time.monotonic() + grace)
 
     while pending:
         left = max(0.0, deadline - time.monotonic())
-        ready = _ready(pending, min(left, watch.interval_s))
+        timeout = min(left, watch.interval_s)
+        ready, _ = ray.wait(list(pending.values()), num_returns=1, timeout=timeout)
         if not ready and left == 0.0:
             break
-        for rank, ref in ready.items():
-            del pending[rank]
+        for rank in [rank for rank, ref in pending.items() if ref in ready]:
             try:
-                value = ray.get(ref)
+                value = ray.get(pending.pop(rank))
             except RayError as error:
                 note(Failure.of(rank, error))
             else:
                 if rank in wanted:
                     values[rank] = value
         watch.look()
-        for failure in watch.lost(pending):
+        for failure in watch.find_lost(pending):
             del pending[failure.rank]
             note(failure)
-    for failure in watch.held(pending) if failures else ():
+    for failure in watch.find_halted(pending) if failures else ():
         del pending[failure.rank]
         failures.append(failure)
     return values, failures, sorted(pending)
 
 
-def _ready(pending: Mapping[int, ray.ObjectRef], timeout_s: float) -> dict[int, ray.ObjectRef]:
-    """One of these that is ready, if any gets ready in time."""
-    ready, _ = ray.wait(list(pending.values()), num_returns=1, timeout=timeout_s)
-    return {rank: ref for rank, ref in pending.items() if ref in ready}
-
-
-def _grace(failure: Failure) -> float:
-    if failure.died:
-        return GRACE_AFTER_DEATH_S
-    return GRACE_AFTER_REFUSAL_S if failure.refused else GRACE_S
-
-
-def stored(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def put_all(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, all but plain scalars in the object store, so that each is sent once."""
     plain = (bool, int, float, str, type(None))
     return {

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,6 @@ import ray
 from megatron_policy.config.parallel_sizes import check_env_vars
 from megatron_policy.converters.files import contained
 from megatron_policy.errors import WorkerError
-
-
-@dataclass(frozen=True)
-class Seat:
-    """One rank's coordinates in the world, which torch.distributed needs at process start."""
-
-    rank: int
-    local_rank: int
-    node_rank: int
-    world_size: int
-    master_address: str
-    master_port: int
 
 
 def init_ray(
@@ -41,14 +28,14 @@ def init_ray(
 
     It connects to `address`, else to RAY_ADDRESS, else to a new local instance without dashboard;
     the sizes apply only to the latter (None: Ray's defaults). Workers get the driver's import
-    path; see `python_path`. WorkerError if Ray cannot be started.
+    path; see `make_python_path`. WorkerError if Ray cannot be started.
     """
     if ray.is_initialized():
         return
     address = address or os.environ.get("RAY_ADDRESS")
     common: dict[str, Any] = {
         "log_to_driver": log_to_driver,
-        "runtime_env": {"env_vars": {"PYTHONPATH": python_path()}},
+        "runtime_env": {"env_vars": {"PYTHONPATH": make_python_path()}},
     }
     if address:
         ray.init(address=address, **common)
@@ -67,22 +54,22 @@ def init_ray(
             **common,
         )
     except Exception as error:  # whatever starts Ray's processes can raise anything
-        said = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise WorkerError(
-            f"Ray could not be started on this machine: {said:.500}. Its logs are in the newest "
+            f"Ray could not be started on this machine: {reason:.500}. Its logs are in the newest "
             "folder session_... of /tmp/ray (RAY_TMPDIR names another); a Ray that is left over "
             "ends by `ray stop --force`, and RAY_ADDRESS names one that runs already"
         ) from error
 
 
-def python_path() -> str:
+def make_python_path() -> str:
     """The driver's import path as PYTHONPATH, without the interpreter's own entries.
 
     This makes a plain checkout, an editable install and the user's own modules (such as a loss
     function) importable in workers; a folder that is missing on another node does no harm.
     """
     own = [Path(p).resolve() for p in (sys.prefix, sys.base_prefix, sys.exec_prefix)]
-    package_root = Path(__file__).resolve().parents[2]
+    package_root = Path(__file__).resolve().parents[3]
     entries = [str(package_root), *sys.path]
     kept: dict[str, None] = {}
     for entry in entries:
@@ -101,22 +88,16 @@ EXPECTED_WARNINGS = (
 )
 
 
-def worker_env(
-    seat: Seat, user: Mapping[str, str], *, accelerated: bool, threads: int
+def make_worker_env(
+    rank: Mapping[str, object], user: Mapping[str, str], *, accelerated: bool, threads: int
 ) -> dict[str, str]:
-    """Environment of one worker process; ConfigError if `user` sets a variable of the ranks.
+    """Environment of one worker process: the variables of its `rank`, from which torch.distributed
+    starts, and those of the `user`. ConfigError if the latter are among the former.
 
     `threads` applies to workers on the CPU unless the driver's OMP_NUM_THREADS is set.
     """
     check_env_vars("env_vars", user)
-    env: dict[str, object] = {
-        "RANK": seat.rank,
-        "LOCAL_RANK": seat.local_rank,
-        "WORLD_SIZE": seat.world_size,
-        "NODE_RANK": seat.node_rank,
-        "MASTER_ADDR": seat.master_address,
-        "MASTER_PORT": seat.master_port,
-    }
+    env = dict(rank)
     if not accelerated:
         env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or threads
         # Without this, Ray leaves the machine's GPUs visible to a worker that requested none.
@@ -126,5 +107,5 @@ def worker_env(
         env[contained.LINKS] = os.environ[contained.LINKS]
     env.update(user)
     first = [user["PYTHONPATH"]] if user.get("PYTHONPATH") else []
-    env["PYTHONPATH"] = os.pathsep.join([*first, python_path()])
+    env["PYTHONPATH"] = os.pathsep.join([*first, make_python_path()])
     return {name: str(value) for name, value in env.items()}

@@ -45,11 +45,11 @@ class Failure:
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Parse what `ray.get` raised for this rank's call."""
         if isinstance(error, RayTaskError):
-            return cls(rank, _readable(str(error)), error.cause, died=False)
-        text = _readable(str(error))
+            return cls(rank, clean_report(str(error)), error.cause, died=False)
+        text = clean_report(str(error))
         if getattr(error, "actor_init_failed", False):
             # The process of a failed constructor is gone; its exception is left as text only.
-            return cls(rank, text, _raised_in(text), died=False)
+            return cls(rank, text, find_own_error(text), died=False)
         died = isinstance(error, RayActorError)
         return cls(rank, text, None if died else error, died)
 
@@ -68,24 +68,27 @@ class Failure:
         if self.died:
             return f"rank {self.rank} {self.lost or 'died'}"
         lines = [line for line in self.text.splitlines() if line.strip()]
-        what = _one_line(self.exception) if self.exception else (lines or ["unknown error"])[-1]
+        what = (lines or ["unknown error"])[-1]
+        if self.exception:
+            first = (str(self.exception).splitlines() or [""])[0]
+            what = f"{type(self.exception).__name__}: {first}"
         return f"rank {self.rank} raised {what}"
 
 
-def first_cause(failures: Sequence[Failure]) -> Failure:
+def find_cause(failures: Sequence[Failure]) -> Failure:
     """The failure to blame: a lost or dead worker, since it breaks the others' connections, else
     the earliest.
     """
     return min(failures, key=lambda failure: (not failure.lost, not failure.died))
 
 
-def error_of(call: str, failures: Sequence[Failure], running: Sequence[int]) -> Exception:
+def make_error(call: str, failures: Sequence[Failure], running: Sequence[int]) -> Exception:
     """The exception to raise for a failed call, with its `__cause__` set.
 
     An error of this package's own types is returned as itself, caused by a WorkerError with rank
     and traceback; any other becomes a WorkerError caused by the worker's exception.
     """
-    blamed = first_cause(failures)
+    blamed = find_cause(failures)
     others = [failure.headline() for failure in failures if failure is not blamed]
     if running:
         others.append(f"rank(s) {', '.join(map(str, running))} had not finished")
@@ -101,21 +104,18 @@ def error_of(call: str, failures: Sequence[Failure], running: Sequence[int]) -> 
 
 
 def is_refusal(
-    failures: Sequence[Failure], running: Sequence[int], replicas: Sequence[Sequence[int]]
+    failures: Sequence[Failure], running: Sequence[int], replicas: Sequence[int]
 ) -> bool:
-    """Whether every rank is ready for the next call: all have finished, and in each of the
-    `replicas`, given as lists of ranks, either all or none refused, so that no message between them
-    is left pending.
+    """Whether every rank is ready for the next call: all have finished, and in each replica, whose
+    number is given for each rank, either all or none refused, so that no message between them is
+    left pending.
     """
     refused = {failure.rank for failure in failures if failure.refused}
-    return (
-        not running
-        and len(refused) == len(failures)
-        and all(refused.issuperset(ranks) or refused.isdisjoint(ranks) for ranks in replicas)
-    )
+    answers = {(replica, rank in refused) for rank, replica in enumerate(replicas)}
+    return not running and len(refused) == len(failures) and len(answers) == len(set(replicas))
 
 
-def _readable(report: str) -> str:
+def clean_report(report: str) -> str:
     """The report without terminal colours and the marks of frames that Ray cut out."""
     lines = _COLOUR.sub("", report).strip().splitlines()
     kept, after_source = [], False
@@ -127,15 +127,10 @@ def _readable(report: str) -> str:
     return "\n".join(kept)
 
 
-def _raised_in(text: str) -> BaseException | None:
+def find_own_error(text: str) -> BaseException | None:
     """This package's error at the end of the traceback, if there is one."""
     for found in reversed(list(_RAISED.finditer(text))):
         message, kind = text[found.end() :], _OWN_NAMES.get(found[1])
         ends_here = "\nTraceback (most recent call last):" not in message
         return kind(message.strip()) if kind and ends_here else None
     return None
-
-
-def _one_line(exception: BaseException) -> str:
-    lines = str(exception).splitlines() or [""]
-    return f"{type(exception).__name__}: {lines[0]}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -15,10 +15,10 @@ from ray.exceptions import RayError
 from megatron_policy.coordination.timeouts import WORKER_TIMEOUT_S
 from megatron_policy.errors import ConfigError, WorkerError
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.workers.cluster.calls import gather, put, stored
-from megatron_policy.workers.cluster.environment import Seat, worker_env
-from megatron_policy.workers.cluster.failure import Failure, error_of, first_cause, is_refusal
-from megatron_policy.workers.cluster.processes import ProcessLocation, all_gone, place_of
+from megatron_policy.workers.cluster.calls import gather, put, put_all
+from megatron_policy.workers.cluster.environment import make_worker_env
+from megatron_policy.workers.cluster.failure import Failure, find_cause, is_refusal, make_error
+from megatron_policy.workers.cluster.processes import ProcessLocation, locate, wait_until_gone
 from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster, Slot
 from megatron_policy.workers.cluster.watch import Watch, watch_in_background
 
@@ -34,7 +34,7 @@ class WorkerGroup:
     constructed with `kwargs`. If a worker has a method `shutdown`, it is called before it is ended.
 
     Calls take keyword arguments only; each value is sent once, however many ranks need it. If a
-    worker raises or dies, the call raises (see `failure.error_of`) instead of waiting for ranks
+    worker raises or dies, the call raises (see `failure.make_error`) instead of waiting for ranks
     that are stuck in a collective with it; then the group is broken and only `shutdown` works. A
     refusal that leaves no rank stuck, such as a BatchError from all ranks of a replica, leaves the
     group usable. A worker whose process is stopped, or whose node does not answer, for `timeout_s`
@@ -57,7 +57,7 @@ class WorkerGroup:
         self.name = f"{name}-{uuid.uuid4().hex[:6]}"
         self._cluster = cluster
         self._workers: list[Any] = []
-        self._places: tuple[ProcessLocation, ...] = ()
+        self._locations: tuple[ProcessLocation, ...] = ()
         self._broken: WorkerError | None = None
         self._watch = Watch(timeout_s)
         slots = cluster.slots(workers_per_node)
@@ -70,8 +70,9 @@ class WorkerGroup:
         try:
             self._start(actor_class, slots, dict(kwargs or {}), dict(env_vars or {}))
             self._watch.follow(self._workers)
-            self._places = tuple(self.collect("constructor", self._tell_place()))
-            self._watch.placed(self._places)
+            refs = [worker.__ray_call__.remote(locate) for worker in self._workers]
+            self._locations = tuple(self.collect("constructor", refs))
+            self._watch.set_locations(self._locations)
         except BaseException:
             self.kill()
             raise
@@ -84,7 +85,7 @@ class WorkerGroup:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process id of every rank's worker, on its own node."""
-        return tuple(place.pid for place in self._places)
+        return tuple(location.pid for location in self._locations)
 
     @property
     def usable(self) -> bool:
@@ -100,13 +101,23 @@ class WorkerGroup:
 
         The result is that of the rank of i with pipeline, context and tensor index 0.
         """
-        refs = self._submit_sharded(method, data, kwargs)
+        self._check_usable()
+        if len(data) != self.topology.dp:
+            raise ConfigError(
+                f"{method}: {len(data)} shards for {self.topology.dp} data-parallel ranks; "
+                "give one shard each"
+            )
+        shards, common = [put("data", shard) for shard in data], put_all(kwargs)
+        refs = [
+            getattr(worker, method).remote(data=shards[self.topology.coords(rank).dp], **common)
+            for rank, worker in enumerate(self._workers)
+        ]
         return self.collect(method, refs, self.topology.reporters())
 
     def submit_all(self, method: str, /, **kwargs: Any) -> list[ray.ObjectRef]:
         """Start `method` on every worker; return Ray's futures in rank order without waiting."""
         self._check_usable()
-        common = stored(kwargs)
+        common = put_all(kwargs)
         return [getattr(worker, method).remote(**common) for worker in self._workers]
 
     def futures(self, method: str, /, **kwargs: Any) -> list[ray.ObjectRef]:
@@ -130,8 +141,9 @@ class WorkerGroup:
         values, failures, running = gather(refs, ranks, self._watch)
         if not failures:
             return [values[rank] for rank in ranks]
-        error = error_of(call, failures, running)
-        if not is_refusal(failures, running, _replicas(self.topology)):
+        error = make_error(call, failures, running)
+        replicas = [self.topology.coords(rank).dp for rank in range(self.world_size)]
+        if not is_refusal(failures, running, replicas):
             self._give_up(call, failures)
         raise error
 
@@ -141,10 +153,10 @@ class WorkerGroup:
         A broken group is killed at once. Returns whether all processes are known to be gone.
         """
         if self.usable:
-            with _tolerating_failures():
-                ray.wait(
-                    self.submit_all("shutdown"), num_returns=self.world_size, timeout=SHUTDOWN_S
-                )
+            # Those that cannot shut down are killed.
+            with suppress(RayError, WorkerError, AttributeError):
+                refs = self.submit_all("shutdown")
+                ray.wait(refs, num_returns=self.world_size, timeout=SHUTDOWN_S)
         return self.kill()
 
     def kill(self) -> bool:
@@ -156,7 +168,7 @@ class WorkerGroup:
         self._watch.close()
         for worker in workers:
             ray.kill(worker, no_restart=True)
-        return all_gone(workers, self._places)
+        return wait_until_gone(workers, self._locations)
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and getattr(self, "_workers", None):
@@ -170,14 +182,20 @@ class WorkerGroup:
         env_vars: dict[str, str],
     ) -> None:
         address, port = self._cluster.get_master_address_and_port()
-        shared = stored(kwargs)
+        shared = put_all(kwargs)
         for rank, slot in enumerate(slots):
-            seat = Seat(rank, slot.bundle, slot.node, len(slots), address, port)
-            env = worker_env(
-                seat,
-                env_vars,
-                accelerated=self._cluster.use_gpus,
-                threads=_threads(slots, slot.node),
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": slot.bundle,
+                "WORLD_SIZE": len(slots),
+                "NODE_RANK": slot.node,
+                "MASTER_ADDR": address,
+                "MASTER_PORT": port,
+            }
+            # Its node is taken to have as many cores as this one.
+            threads = (os.cpu_count() or 1) // sum(each.node == slot.node for each in slots)
+            env = make_worker_env(
+                variables, env_vars, accelerated=self._cluster.use_gpus, threads=max(1, threads)
             )
             options = actor_class.options(
                 name=f"{self.name} rank {rank}",  # shown in Ray's own errors
@@ -188,34 +206,15 @@ class WorkerGroup:
             )
             self._workers.append(options.remote(**shared))
 
-    def _submit_sharded(
-        self, method: str, data: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[ray.ObjectRef]:
-        self._check_usable()
-        if len(data) != self.topology.dp:
-            raise ConfigError(
-                f"{method}: {len(data)} shards for {self.topology.dp} data-parallel ranks; "
-                "give one shard each"
-            )
-        shards = [put("data", shard) for shard in data]
-        common = stored(kwargs)
-        return [
-            getattr(worker, method).remote(data=shards[self.topology.coords(rank).dp], **common)
-            for rank, worker in enumerate(self._workers)
-        ]
-
     def _give_up(self, call: str, failures: Sequence[Failure]) -> None:
         """Mark the group as broken. A lost worker is killed, so that it does not resume."""
-        blamed = first_cause(failures)
+        blamed = find_cause(failures)
         self._broken = WorkerError(
             f"{call}: {blamed.headline()}\n{blamed.text}", rank=blamed.rank, cause=blamed.text
         )
         for failure in failures:
             if failure.lost and self._workers:
                 ray.kill(self._workers[failure.rank], no_restart=True)
-
-    def _tell_place(self) -> list[ray.ObjectRef]:
-        return [worker.__ray_call__.remote(place_of) for worker in self._workers]
 
     def _check_usable(self) -> None:
         if not self._workers:
@@ -227,26 +226,3 @@ class WorkerGroup:
                 rank=self._broken.rank,
                 cause=self._broken.cause,
             ) from self._broken
-
-
-def _replicas(topology: Topology) -> list[list[int]]:
-    """The ranks of each data-parallel index."""
-    ranks = range(topology.world_size)
-    return [
-        [rank for rank in ranks if topology.coords(rank).dp == replica]
-        for replica in range(topology.dp)
-    ]
-
-
-def _threads(slots: Sequence[Slot], node: int) -> int:
-    """Cores per CPU worker, assuming that its node has as many cores as this one."""
-    return max(1, (os.cpu_count() or 1) // sum(slot.node == node for slot in slots))
-
-
-@contextmanager
-def _tolerating_failures() -> Iterator[None]:
-    """Ignore errors of workers that cannot shut down: they are killed anyway."""
-    try:
-        yield
-    except (RayError, WorkerError, AttributeError):
-        return

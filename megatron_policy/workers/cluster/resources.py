@@ -35,8 +35,8 @@ def refuse_what_ray_lacks(counts: Sequence[int], use_gpus: bool, one_machine: bo
     if sum(counts) > sum(fit) or (one_machine and max(counts) > max(fit)):
         raise ConfigError(
             f"the cluster asks for {describe_request(counts, use_gpus)}, but Ray has "
-            f"{'; '.join(amounts(node) for node in nodes)}. Ask for at most {max(fit)} bundles "
-            f"on a node and {sum(fit)} in all" + (", or pass use_gpus=False" if use_gpus else "")
+            f"{'; '.join(map(describe_amounts, nodes))}. Ask for at most {max(fit)} bundles on a "
+            f"node and {sum(fit)} in all" + (", or pass use_gpus=False" if use_gpus else "")
         )
 
 
@@ -56,7 +56,7 @@ def check_request(counts: tuple[int, ...], use_gpus: bool, per_node: int, coloca
         raise ConfigError(f"max_colocated_worker_groups is {colocated}; it must be 1 or more")
 
 
-def amounts(resources: dict[str, float]) -> str:
+def describe_amounts(resources: dict[str, float]) -> str:
     """GPUs and CPUs among Ray's resources, in words."""
     return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("GPU", "CPU"))
 

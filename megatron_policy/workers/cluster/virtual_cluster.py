@@ -18,12 +18,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_policy.coordination.timeouts import checked_timeout
 from megatron_policy.errors import ConfigError, WorkerError
-from megatron_policy.workers.cluster.environment import python_path
+from megatron_policy.workers.cluster.environment import make_python_path
 from megatron_policy.workers.cluster.resources import (
     CPU_SHARE,
     address_and_port,
-    amounts,
     check_request,
+    describe_amounts,
     describe_request,
     refuse_what_ray_lacks,
 )
@@ -135,15 +135,15 @@ class RayVirtualCluster:
     def get_master_address_and_port(self) -> tuple[str, int]:
         """Address of rank 0's node and a free port there; every call returns another port."""
         slot = self.slots()[0]
-        task = ray.remote(address_and_port).options(
-            num_cpus=0,
-            scheduling_strategy=slot.strategy(),
-            runtime_env={"env_vars": {"PYTHONPATH": python_path()}},
-        )
-        node = _node_of(slot)
+        node = placement_group_table(slot.group)["bundles_to_node_id"][slot.bundle]
         if node == ray.get_runtime_context().get_node_id():
             address, port = address_and_port(self._ports)
         else:
+            task = ray.remote(address_and_port).options(
+                num_cpus=0,
+                scheduling_strategy=slot.strategy(),
+                runtime_env={"env_vars": {"PYTHONPATH": make_python_path()}},
+            )
             address, port = ray.get(task.remote(self._ports), timeout=self._timeout_s)
         self._ports.add(port)
         return address, port
@@ -178,14 +178,13 @@ class RayVirtualCluster:
             self.shutdown()
 
     def _wanted(self, workers_per_node: int | Sequence[int] | None) -> list[int]:
-        nodes = len(self._counts)
         if workers_per_node is None:
             return list(self._counts)
         if isinstance(workers_per_node, int):
-            wanted = [workers_per_node] * nodes
+            wanted = [workers_per_node] * len(self._counts)
         else:
             wanted = list(workers_per_node)
-        if len(wanted) != nodes or not all(
+        if len(wanted) != len(self._counts) or not all(
             1 <= count <= most for count, most in zip(wanted, self._counts, strict=True)
         ):
             raise ConfigError(
@@ -214,12 +213,7 @@ class RayVirtualCluster:
                 raise WorkerError(
                     f"no room for the worker group after {self._timeout_s:g} s: it asks for "
                     f"{describe_request(self._counts, self.use_gpus)}; free now: "
-                    f"{amounts(ray.available_resources())}. Another cluster or task holds "
+                    f"{describe_amounts(ray.available_resources())}. Another cluster or task holds "
                     "the rest: shut it down, or ask for less"
                 )
         return groups
-
-
-def _node_of(slot: Slot) -> str:
-    table: dict[str, dict[int, str]] = placement_group_table(slot.group)
-    return table["bundles_to_node_id"][slot.bundle]

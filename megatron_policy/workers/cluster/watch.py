@@ -16,10 +16,15 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_policy.coordination.timeouts import start_thread
-from megatron_policy.workers.cluster.environment import python_path
+from megatron_policy.workers.cluster.environment import make_python_path
 from megatron_policy.workers.cluster.failure import Failure
-from megatron_policy.workers.cluster.process_activity import CpuReading, CpuTimeReader, readings_of
-from megatron_policy.workers.cluster.processes import ProcessLocation, recorded_location
+from megatron_policy.workers.cluster.processes import (
+    CpuReading,
+    CpuTimeReader,
+    ProcessLocation,
+    find_recorded_location,
+    read_processes,
+)
 
 Owner = TypeVar("Owner")
 
@@ -33,9 +38,16 @@ _REMEDY = "The key worker_timeout_s sets how long the driver waits for it."
 class _WatchedWorker:
     """What is known about one rank; `quiet_s` counts from its last reading."""
 
-    place: ProcessLocation | None = None
+    location: ProcessLocation | None = None
     reading: CpuReading | None = None
     quiet_s: float = 0.0
+
+    def take(self, reading: CpuReading | None, since: float) -> None:
+        """Count the seconds `since` the last reading as quiet if the process has not run."""
+        # Ray itself reports a process that is gone; this is about those that exist.
+        still = reading and self.reading and not reading.follows(self.reading)
+        self.quiet_s = self.quiet_s + since if still else 0.0
+        self.reading = reading
 
 
 class Watch:
@@ -58,10 +70,10 @@ class Watch:
         """Watch these actors, given in rank order, even while they are being constructed."""
         self._workers, self._watched = tuple(workers), [_WatchedWorker() for _ in workers]
 
-    def placed(self, places: Sequence[ProcessLocation]) -> None:
+    def set_locations(self, locations: Sequence[ProcessLocation]) -> None:
         """Set where each worker says that it runs."""
-        for worker, place in zip(self._watched, places, strict=True):
-            worker.place = place
+        for worker, location in zip(self._watched, locations, strict=True):
+            worker.location = location
 
     def look(self) -> None:
         """Take readings if they are due; call this at least every `interval_s` seconds."""
@@ -71,23 +83,35 @@ class Watch:
                 return
             passed, self._looked = min(now - self._looked, 2 * self.interval_s), now
             for worker, actor in zip(self._watched, self._workers, strict=True):
-                worker.place = worker.place or recorded_location(actor)
-            for node in {worker.place.node for worker in self._watched if worker.place}:
-                self._look_at(node, passed)
+                worker.location = worker.location or find_recorded_location(actor)
+            here = ray.get_runtime_context().get_node_id()
+            for node in {worker.location.node for worker in self._watched if worker.location}:
+                if node not in self._readers:
+                    self._readers[node] = _LocalReader() if node == here else _RemoteReader(node)
+                by_pid = {
+                    worker.location.pid: worker
+                    for worker in self._watched
+                    if worker.location and worker.location.node == node
+                }
+                if answer := self._readers[node].read(list(by_pid), passed):
+                    for pid, worker in by_pid.items():
+                        worker.take(answer[0].get(pid), answer[1])
 
-    def lost(self, ranks: Collection[int]) -> list[Failure]:
+    def find_lost(self, ranks: Collection[int]) -> list[Failure]:
         """The failures of those `ranks` that have stopped or cannot be reached."""
         with self._lock:
-            found = [self._loss(rank) for rank in range(len(self._watched)) if rank in ranks]
+            found = [
+                self._find_loss(*each) for each in enumerate(self._watched) if each[0] in ranks
+            ]
         return [failure for failure in found if failure is not None]
 
-    def held(self, ranks: Collection[int]) -> list[Failure]:
+    def find_halted(self, ranks: Collection[int]) -> list[Failure]:
         """The failures of those `ranks` that a signal or a debugger has stopped, however recently:
         they explain failures of others.
         """
         with self._lock:
             return [
-                self._stopped(rank, worker)
+                self._describe_stop(rank, worker)
                 for rank, worker in enumerate(self._watched)
                 if rank in ranks and worker.quiet_s > 0 and worker.reading and worker.reading.halted
             ]
@@ -100,44 +124,28 @@ class Watch:
         for reader in readers.values():
             reader.close()
 
-    def _look_at(self, node: str, passed: float) -> None:
-        if node not in self._readers:
-            here = ray.get_runtime_context().get_node_id()
-            self._readers[node] = _LocalReader() if node == here else _RemoteReader(node)
-        watched = [worker for worker in self._watched if worker.place and worker.place.node == node]
-        reader = self._readers[node]
-        answer = reader.read([worker.place.pid for worker in watched if worker.place], passed)
-        if answer is None:
-            return
-        readings, since = answer
-        for worker in watched:
-            reading = readings.get(worker.place.pid) if worker.place else None
-            # Ray itself reports a process that is gone; this is about those that exist.
-            still = reading and worker.reading and not reading.follows(worker.reading)
-            worker.quiet_s = worker.quiet_s + since if still else 0.0
-            worker.reading = reading
-
-    def _loss(self, rank: int) -> Failure | None:
-        worker = self._watched[rank]
-        if worker.place is None:
+    def _find_loss(self, rank: int, worker: _WatchedWorker) -> Failure | None:
+        location = worker.location
+        if location is None:
             return None
-        reader = self._readers.get(worker.place.node)
+        reader = self._readers.get(location.node)
         if reader is not None and reader.quiet_s >= self.limit_s:
             return Failure.loss(
                 rank,
                 "cannot be reached",
-                f"Its node, {worker.place.address}, where it is process {worker.place.pid}, has "
+                f"Its node, {location.address}, where it is process {location.pid}, has "
                 f"not answered for {reader.quiet_s:.0f} s. Look at that machine and its network. "
                 f"{_REMEDY}",
             )
-        return self._stopped(rank, worker) if worker.quiet_s >= self.limit_s else None
+        return self._describe_stop(rank, worker) if worker.quiet_s >= self.limit_s else None
 
-    def _stopped(self, rank: int, worker: _WatchedWorker) -> Failure:
-        assert worker.place is not None
+    def _describe_stop(self, rank: int, worker: _WatchedWorker) -> Failure:
+        location = worker.location
+        assert location is not None
         return Failure.loss(
             rank,
             "has stopped",
-            f"Its process {worker.place.pid} on {worker.place.address} exists and has not run for "
+            f"Its process {location.pid} on {location.address} exists and has not run for "
             f"{worker.quiet_s:.0f} s: it was stopped by a signal (SIGSTOP) or a debugger, or its "
             f"container is frozen. {_REMEDY}",
         )
@@ -150,7 +158,7 @@ class _LocalReader:
 
     def read(self, pids: list[int], passed: float) -> tuple[dict[int, CpuReading], float]:
         """The readings, and the seconds since the previous ones."""
-        return readings_of(pids), passed
+        return read_processes(pids), passed
 
     def close(self) -> None:
         """Do nothing: nothing was started."""
@@ -168,7 +176,7 @@ class _RemoteReader:
                 num_cpus=0,
                 max_restarts=-1,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-                runtime_env={"env_vars": {"PYTHONPATH": python_path()}},
+                runtime_env={"env_vars": {"PYTHONPATH": make_python_path()}},
             )
             .remote()
         )
@@ -178,9 +186,15 @@ class _RemoteReader:
         self._since += passed
         # A new actor answers only once its Python has started.
         self.quiet_s += passed if self._answered else 0.0
-        readings = self._answer()
-        if readings is None and self._asked is not None:
-            return None
+        readings: dict[int, CpuReading] | None = None
+        if self._asked is not None:
+            if not ray.wait([self._asked], timeout=0)[0]:
+                return None
+            self.quiet_s, self._answered = 0.0, True
+            try:
+                readings = ray.get(self._asked)
+            except RayError:  # it died and is restarted, unless its node is gone: Ray reports that
+                self._answered = False
         self._asked = self._reader.readings.remote(pids)
         if readings is None:
             return None
@@ -190,18 +204,6 @@ class _RemoteReader:
     def close(self) -> None:
         """End the actor."""
         ray.kill(self._reader, no_restart=True)
-
-    def _answer(self) -> dict[int, CpuReading] | None:
-        if self._asked is None or not ray.wait([self._asked], timeout=0)[0]:
-            return None
-        asked, self._asked, self.quiet_s = self._asked, None, 0.0
-        try:
-            readings: dict[int, CpuReading] = ray.get(asked)
-        except RayError:  # it died and is restarted, unless its node is gone: Ray reports that
-            self._answered = False
-            return None
-        self._answered = True
-        return readings
 
 
 def watch_in_background(
@@ -226,7 +228,7 @@ def watch_in_background(
                 return
             watch.look()
             waiting = {rank for rank, answer in enumerate(answers) if not answer.done()}
-            if lost := watch.lost(waiting - given_up):
+            if lost := watch.find_lost(waiting - given_up):
                 given_up.update(failure.rank for failure in lost)
                 for failure in lost:
                     log.error("%s and will be ended. %s", failure.headline(), failure.text)

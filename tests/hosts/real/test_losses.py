@@ -19,8 +19,8 @@ from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.engines.megatron.process_groups import make_groups
-from megatron_policy.hosts.nemo_rl.host_imports import part_or_none
-from megatron_policy.hosts.nemo_rl.losses import adapted
+from megatron_policy.hosts.nemo_rl.host_imports import find_part
+from megatron_policy.hosts.nemo_rl.losses import adapt_loss
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape
 from megatron_policy.lm_head.output import Output
@@ -118,7 +118,7 @@ def ours(
     output = Output(hidden_TRD, microbatch, head, groups.cp)
     faults: list[LossFault] = []
     counts = counts_of(data)
-    loss, metrics = evaluate_loss(adapted(loss_fn), output, counts, VOCAB, groups, faults)
+    loss, metrics = evaluate_loss(adapt_loss(loss_fn), output, counts, VOCAB, groups, faults)
     assert not faults
     loss.backward()
     return Found(loss.item(), plain(metrics), microbatch.layout.put(hidden_TRD.grad[None]))
@@ -248,8 +248,8 @@ def test_a_loss_of_the_host_gives_what_the_host_makes_of_it(
 
 def test_the_hosts_losses_of_preferences_are_recognised_by_their_pairs() -> None:
     known = losses()
-    assert {name for name in known if adapted(known[name]).rows_per_group == 2} == {"dpo"}
-    assert {name for name in known if adapted(known[name]).rows_per_group == 1} == {*known} - {
+    assert {name for name in known if adapt_loss(known[name]).rows_per_group == 2} == {"dpo"}
+    assert {name for name in known if adapt_loss(known[name]).rows_per_group == 1} == {*known} - {
         "dpo"
     }
 
@@ -266,7 +266,7 @@ KEPT = {
 def test_a_loss_on_what_filters_keep_is_what_the_host_makes_of_it(
     ranks: Any, kept: str, packed: int
 ) -> None:
-    if part_or_none("nemo_rl.algorithms.logits_sampling_utils", "TrainingSamplingParams") is None:
+    if find_part("nemo_rl.algorithms.logits_sampling_utils", "TrainingSamplingParams") is None:
         pytest.skip("this NeMo RL filters no log-probabilities")
     for name in ("nll", "grpo"):
         ranks.run(1, compared, name, packed, KEPT[kept])

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.model_table import model_table
-from megatron_policy.hosts.nemo_rl.losses import adapted
+from megatron_policy.hosts.nemo_rl.losses import adapt_loss
 from megatron_policy.training.sharding import BatchDispatcher
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import layout
@@ -45,7 +45,7 @@ def given(path: Path) -> BatchedDataDict:
 
 def found(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
     """A step, by the loss as the host's worker calls it."""
-    loss = adapted(host.losses()["dpo"])
+    loss = adapt_loss(host.losses()["dpo"])
     with open_policy(config, init_reference_model=False) as policy:
         architecture = model_table(policy.config).architecture
         dispatcher = BatchDispatcher.of(policy.config, policy.topology, architecture)

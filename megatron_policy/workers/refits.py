@@ -1,39 +1,33 @@
-"""One rank's part in refits, under the host's method names."""
+"""One rank's part in refits of engines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from megatron_policy import device
-from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.errors import RefitError
 from megatron_policy.memory.states import SEND_WEIGHTS
-from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel
-from megatron_policy.refit.plan import RefitTensor
-from megatron_policy.workers.checks import refuse_unknown
+from megatron_policy.refit.manifest import RefitInfo
+from megatron_policy.workers.checks import refuse_scales, refuse_unknown
 
 if TYPE_CHECKING:
     from megatron_policy.config import PolicyConfig
     from megatron_policy.policy import MegatronPolicy
-    from megatron_policy.refit.delivery import Transport
     from megatron_policy.refit.transports.collective.transport import Collective
     from megatron_policy.refit.transports.ipc.handles import IpcHandles
 
 _SHARE_OF_FREE_MEMORY = 0.2
 
 
-class WorkerRefit:
+class EngineRefits:
     """Sends one rank's weights to engines: by shared memory in both of the host's protocols, or
     over a group that they joined. Every method is collective.
     """
 
-    policy: MegatronPolicy
-    _collective: Collective | None = None
-    _handles: IpcHandles | None = None
-
-    def refit(self, transport: Transport, adapters: bool = False) -> RefitManifest:
-        """Send the weights over any transport; see `MegatronPolicy.refit`."""
-        return self.policy.refit(transport, adapters=adapters)
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self.policy = policy
+        self._collective: Collective | None = None
+        self._handles: IpcHandles | None = None
 
     def prepare_refit_info(self, with_numel: bool = False, adapters: bool = False) -> RefitInfo:
         """{HF name: (shape, dtype)} of what will be sent, in that order, on every rank, and its
@@ -41,16 +35,18 @@ class WorkerRefit:
 
         `with_numel` gives (shape, dtype, elements), as hosts before 0.4 expect.
         """
-        tensors = self.policy.exporter.plan(adapters=adapters).tensors
-        return _announced(tensors, self.policy.exporter.served(adapters=adapters), with_numel)
+        forms = {
+            t.name: (t.shape, t.dtype, *([t.nbytes // t.dtype.itemsize] if with_numel else []))
+            for t in self.policy.exporter.plan(adapters=adapters).tensors
+        }
+        return RefitInfo(forms, self.policy.exporter.served(adapters=adapters))
 
     def prepare_info_for_collective(self, adapters: bool = False) -> RefitInfo:
         """As `prepare_refit_info`, of what `broadcast_weights_for_collective` sends."""
-        tensors = self.policy.exporter.plan(adapters=adapters).tensors
-        return _announced(tensors, self.policy.exporter.served(adapters=adapters), False)
+        return self.prepare_refit_info(adapters=adapters)
 
     def get_refit_address(self) -> str:
-        """The ZeroMQ address that `stream_weights_via_ipc_zmq` of this rank binds."""
+        """The ZeroMQ address that `stream_weights_via_ipc_zmq` binds on this rank."""
         from megatron_policy.refit.transports.ipc.transport import address_of
 
         return address_of(device.device_id())
@@ -124,7 +120,7 @@ class WorkerRefit:
         from megatron_policy.refit.transports.collective.transport import Collective
 
         refuse_unknown("init_collective", options)
-        self._leave_collective()
+        self._leave()
         self._collective = Collective.join(
             self.policy.exporter, ip, port, world_size, train_world_size, secret=secret
         )
@@ -153,13 +149,17 @@ class WorkerRefit:
         sent = self.policy.refit(self._collective.transport(buffer_size_bytes), adapters=adapters)
         return sent.speed
 
-    def _release_handles(self) -> None:
+    def release_handles(self) -> None:
         """Free the memory of `get_weights_ipc_handles`."""
         if self._handles is not None:
             self._handles.release()
 
-    def _leave_collective(self) -> None:
-        """Leave the group of `init_collective`, if there is one."""
+    def close(self) -> None:
+        """Free that memory, and leave the group of `init_collective`, if there is one."""
+        self.release_handles()
+        self._leave()
+
+    def _leave(self) -> None:
         if self._collective is not None:
             self._collective.close()
         self._collective = None
@@ -168,20 +168,3 @@ class WorkerRefit:
 def _configured_bytes(config: PolicyConfig) -> int | None:
     size = config.refit_buffer_size_gb
     return None if size is None else int(size * 2**30)
-
-
-def _announced(tensors: Iterable[RefitTensor], model: ServedModel, with_numel: bool) -> RefitInfo:
-    forms = {
-        tensor.name: (tensor.shape, tensor.dtype, *([_elements(tensor)] if with_numel else []))
-        for tensor in tensors
-    }
-    return RefitInfo(forms, model)
-
-
-def _elements(tensor: RefitTensor) -> int:
-    return tensor.nbytes // tensor.dtype.itemsize
-
-
-def refuse_scales(kv_scales: Any) -> None:
-    if kv_scales is not None:
-        raise ConfigError("kv_scales: an fp8 key-value cache is not supported; leave it None")
