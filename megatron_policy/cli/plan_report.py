@@ -230,7 +230,7 @@ def recomputation_keys(said: str) -> dict[str, Any]:
     how: dict[str, Any] = {"activation_checkpointing": True, "recompute_granularity": "full"}
     if said == "full":
         return how
-    from megatron_policy.config.sections import RecomputedModule
+    from megatron_policy.config.megatron_sections import RecomputedModule
     from megatron_policy.errors import ConfigError
 
     known = get_args(RecomputedModule)

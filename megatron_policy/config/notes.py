@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_policy.config.batching import batching_of
+from megatron_policy.config.megatron_sections import MegatronConfig
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.config.policy_config import PolicyConfig
-from megatron_policy.config.sections import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
 
 

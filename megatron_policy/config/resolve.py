@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from megatron_policy.config.megatron_sections import MegatronConfig, MegatronOptimizerConfig
 from megatron_policy.config.parallel_sizes import (
     check_env_vars,
     env_vars_of,
@@ -16,8 +17,6 @@ from megatron_policy.config.section import Section
 from megatron_policy.config.sections import (
     ENGINES,
     DynamicBatchingConfig,
-    MegatronConfig,
-    MegatronOptimizerConfig,
     PolicySection,
     SequencePackingConfig,
 )

@@ -31,6 +31,10 @@ class Section(BaseModel):
         return differing(self, None)
 
 
+class Item(Section):
+    """A section that is one value, such as an item of a list: its fields are no keys."""
+
+
 def differing(section: Section, base: Section | None) -> Iterator[tuple[str, Any]]:
     """The fields of a section that differ from those of `base`, or from the defaults; in them, the
     values of environment variables are left out, since they can be secrets.

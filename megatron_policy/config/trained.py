@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from megatron_policy.config.numbers import Count, Factor, Momentum, Rate
-from megatron_policy.config.section import Dtype, Section
+from megatron_policy.config.section import Dtype, Item, Section
 
 
 def _listed(value: Any) -> Any:
@@ -38,7 +38,7 @@ ParamRole = Literal[
 ]
 
 
-class ParamGroupConfig(Section):
+class ParamGroupConfig(Item):
     """Parameters with one of `names` and one of `roles`, and how they are trained."""
 
     names: Names | None = None
@@ -94,6 +94,7 @@ class PeftConfig(Section):
     target_modules: Annotated[Names, BeforeValidator(_modules)] = ()
     """All linear layers of the decoder's layers if empty."""
     exclude_modules: Names = ()
+    """Also together with `target_modules`."""
     dim: Count | None = None
     """Rows of A, the rank."""
     alpha: Factor | None = None
@@ -103,9 +104,13 @@ class PeftConfig(Section):
     dropout_position: Literal["pre", "post"] = "pre"
     """Of the adapter's inputs, or of its outputs."""
     lora_A_init_method: InitMethod = "xavier"
+    """Drawn for the whole tensor: the same in every layout."""
     lora_B_init_method: InitMethod = "zero"
+    """Drawn for the whole tensor: the same in every layout."""
     lora_dtype: Annotated[Dtype | None, BeforeValidator(_none_for_nothing)] = None
-    """As `precision` if not given, and nothing else; the optimizer keeps fp32 main parameters."""
+    """Has to agree with `precision`; the optimizer keeps fp32 main parameters."""
     a2a_experimental: bool = False
     start_from: Annotated[str | None, BeforeValidator(_path)] = None
-    """A directory that PEFT or `export_peft` wrote, whose adapters are gone on with."""
+    """Of this project: a directory that PEFT or `export_peft` wrote, whose adapters are gone on
+    with.
+    """

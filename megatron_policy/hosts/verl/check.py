@@ -16,7 +16,7 @@ from megatron_policy.config.layout import checked_topology
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.hosts.roles import check_alike
-from megatron_policy.hosts.verl.names import with_verl_names
+from megatron_policy.hosts.verl.sections import with_verl_names
 from megatron_policy.hosts.verl.translate import translated
 from megatron_policy.parallel.topology import Topology
 

@@ -46,7 +46,7 @@ from megatron_policy.hosts.verl.experts import (
     mode_of,
 )
 from megatron_policy.hosts.verl.lost_ranks import lost_ranks_named
-from megatron_policy.hosts.verl.names import with_verl_names
+from megatron_policy.hosts.verl.sections import with_verl_names
 from megatron_policy.hosts.verl.state import KeepsState
 from megatron_policy.hosts.verl.translate import Translated, translated
 from megatron_policy.memory.states import Kind

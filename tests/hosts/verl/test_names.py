@@ -10,7 +10,7 @@ import pytest
 
 from megatron_policy.config.layout import topology_of
 from megatron_policy.errors import BatchError, ConfigError
-from megatron_policy.hosts.verl.names import name_in_verl, with_verl_names
+from megatron_policy.hosts.verl.sections import name_in_verl, with_verl_names
 from megatron_policy.hosts.verl.translate import translated
 from tests.hosts.verl.sections import engine, model, optim, sections_with
 
