@@ -4,7 +4,6 @@ holds what.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,14 +11,10 @@ import typer
 
 from megatron_policy.cli.failures import one_line_errors
 from megatron_policy.cli.options import AsJson, Overrides, PolicyFile
-from megatron_policy.cli.output import say_json
+from megatron_policy.cli.report import show
 
 if TYPE_CHECKING:
     from megatron_policy.cli.config_report import CheckedConfig
-
-
-_UNFOLDED = 10_000
-"""Columns of what is not shown in a terminal."""
 
 
 def inspect_config(
@@ -37,20 +32,10 @@ def inspect_config(
 
     CONFIG can be a whole file of NeMo RL: `defaults` and interpolations need OmegaConf.
     """
-    from megatron_policy.cli.config_report import as_data, tables
+    from megatron_policy.cli.config_report import report_config
 
     with one_line_errors(as_json):
-        checked = _checked(path, overrides or [], world_size)
-        found = as_data(checked) if as_json else list(tables(checked, ignored))
-    if as_json:
-        say_json(found)
-        return
-    from rich.console import Console
-
-    # A file and a pipe have no width: names of keys must not be cut there.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _UNFOLDED)
-    for table in found:
-        console.print(table)
+        show(report_config(_checked(path, overrides or [], world_size), ignored), as_json)
 
 
 def _checked(path: Path, overrides: list[str], world_size: int | None) -> CheckedConfig:

@@ -8,44 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from megatron_policy.cli import plan_options as options
 from megatron_policy.cli.failures import one_line_errors
 from megatron_policy.cli.options import (
     AsJson,
-    Dtype,
     Overrides,
     PolicyFileOrNone,
     Precision,
     keys_as_options,
 )
-from megatron_policy.cli.output import say, say_json
+from megatron_policy.cli.output import say
 from megatron_policy.cli.plan_advice import advise
-from megatron_policy.cli.plan_options import (
-    BucketSize,
-    Cp,
-    Dp,
-    Engine,
-    Ep,
-    Etp,
-    FirstLayers,
-    Gpu,
-    GpuMemory,
-    Gpus,
-    LastLayers,
-    MbTokens,
-    Model,
-    Pp,
-    Recompute,
-    Refit,
-    Rows,
-    SentDtype,
-    SeqLen,
-    Tensors,
-    Tp,
-    TrainedDtype,
-    Vpp,
-    given_options,
-    refuse_unread,
-)
 from megatron_policy.cli.plan_pictures import (
     PictureFile,
     TimelineFile,
@@ -53,50 +26,43 @@ from megatron_policy.cli.plan_pictures import (
     draw_refit,
     draw_step,
 )
-from megatron_policy.cli.plan_refit import show_refit, with_config
-from megatron_policy.cli.plan_report import (
-    SHOWN,
-    as_data,
-    device_of,
-    found_lines,
-    lines,
-    recomputation_keys,
-)
-from megatron_policy.cli.sizes import parse_size, show_gib
+from megatron_policy.cli.plan_refit import refit_of, report_refit, with_config
+from megatron_policy.cli.plan_report import device_of, plans_of, recomputation_keys, report_plans
+from megatron_policy.cli.report import show
+from megatron_policy.cli.sizes import show_gib
 
 if TYPE_CHECKING:
     from megatron_policy.estimate.devices import DeviceFigures
-    from megatron_policy.estimate.plan import Found, StepPlan
-    from megatron_policy.estimate.states import ModelRows
+    from megatron_policy.estimate.plan import SearchResult, StepPlan
 
 
 def plan(
     config: PolicyFileOrNone = None,
     overrides: Overrides = None,
-    model: Model = None,
-    refit: Refit = None,
-    gpus: Gpus = None,
-    gpu: Gpu = None,
-    gpu_memory: GpuMemory = None,
-    beside_engine: Engine = None,
-    seq_len: SeqLen = None,
-    rows: Rows = None,
-    mb_tokens: MbTokens = None,
-    tp: Tp = None,
-    pp: Pp = None,
-    vpp: Vpp = None,
-    dp: Dp = None,
-    cp: Cp = None,
-    ep: Ep = None,
-    etp: Etp = None,
-    first_layers: FirstLayers = None,
-    last_layers: LastLayers = None,
-    recompute: Recompute = None,
+    model: options.Model = None,
+    refit: options.Refit = None,
+    gpus: options.Gpus = None,
+    gpu: options.Gpu = None,
+    gpu_memory: options.GpuMemory = None,
+    beside_engine: options.Engine = None,
+    seq_len: options.SeqLen = None,
+    rows: options.Rows = None,
+    mb_tokens: options.MbTokens = None,
+    tp: options.Tp = None,
+    pp: options.Pp = None,
+    vpp: options.Vpp = None,
+    dp: options.Dp = None,
+    cp: options.Cp = None,
+    ep: options.Ep = None,
+    etp: options.Etp = None,
+    first_layers: options.FirstLayers = None,
+    last_layers: options.LastLayers = None,
+    recompute: options.Recompute = None,
     as_json: AsJson = False,
-    bucket_size: BucketSize = None,
-    dtype: SentDtype = None,
-    precision: TrainedDtype = None,
-    tensors: Tensors = False,
+    bucket_size: options.BucketSize = None,
+    dtype: options.SentDtype = None,
+    precision: options.TrainedDtype = None,
+    tensors: options.Tensors = False,
     picture: PictureFile = None,
     timeline: TimelineFile = None,
 ) -> None:
@@ -106,25 +72,32 @@ def plan(
     searched, and the best that fit are listed. Reads configs and headers, no weights. Pictures are
     of the layout that is given, or of the best.
     """
-    given = given_options(locals())
+    given = options.given_options(locals())
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp}
-    uneven = {"first": first_layers, "last": last_layers}
+    layout |= {"first_layers": first_layers, "last_layers": last_layers}
     trained = precision or Precision.bfloat16
     with one_line_errors(as_json):
-        refuse_unread(given)
+        options.refuse_unread(given)
         check_files(picture, timeline)
-    if refit is not None:
-        said = (bucket_size, dtype, trained, tensors, as_json)
-        _of_refit(refit, layout | uneven, gpus, *said, picture)
-        return
-    with one_line_errors(as_json):
+        if refit is not None:
+            with keys_as_options(uneven=True):
+                sizes = _sizes(layout)
+                ranks = _ranks(sizes, layout["dp"], gpus, _replica(sizes))
+                planned = refit_of(refit, sizes, ranks, bucket_size, dtype, trained)
+                show(report_refit(planned, tensors), as_json)
+                draw_refit(planned, picture, as_json)
+            return
         device = device_of(gpu or "H100", gpu_memory, beside_engine)
         if config is not None:
             base, found = _of_file(config, overrides, gpus, device, seq_len, as_json)
         else:
             base = _section(model, rows or 512, seq_len, mb_tokens, trained)
-            found = _of_model(base, layout, uneven, gpus, device, seq_len, recompute)
-    _print(found, None if config else base, gpu or "H100", device, as_json, picture, timeline)
+            found = _of_model(base, layout, gpus, device, seq_len, recompute)
+    name = f"{(gpu or 'H100').upper()} of {show_gib(device.memory_bytes)}"
+    show(report_plans(found, name, None if config else base), as_json)
+    if plans := plans_of(found):
+        with one_line_errors(as_json):
+            draw_step(plans[0], name, picture, timeline, as_json)
     advice = list(advise(found, base, config is not None, device, seq_len))
     for line in advice:
         say(line, err=as_json)
@@ -132,35 +105,23 @@ def plan(
         raise typer.Exit(1)
 
 
-def _of_refit(
-    source: str,
-    layout: dict[str, int | None],
-    gpus: int | None,
-    bucket_bytes: int | None,
-    dtype: Dtype | None,
-    precision: Precision,
-    tensors: bool,
-    as_json: bool,
-    picture: Path | None,
-) -> None:
+def _sizes(layout: Mapping[str, int | None]) -> dict[str, Any]:
+    """Sizes by the names of `MEGATRON_SIZES`, of which those that are not given are 1."""
     sizes: dict[str, Any] = {axis: layout[axis] or 1 for axis in ("tp", "pp", "vpp", "cp", "ep")}
-    sizes |= {"etp": layout["etp"] or sizes["tp"], "first": layout["first"], "last": layout["last"]}
-    with one_line_errors(as_json):
-        model_ranks = sizes["tp"] * sizes["pp"] * sizes["cp"]
-        sizes["dp"] = _ranks(model_ranks, layout["dp"], gpus, model_ranks) // model_ranks
-    with (
-        one_line_errors(as_json),
-        keys_as_options(uneven=("--first-layers", "--last-layers")),
-    ):
-        bucket = parse_size("512MiB") if bucket_bytes is None else bucket_bytes
-        planned = show_refit(source, sizes, bucket, dtype, precision, tensors, as_json)
-        draw_refit(planned, picture, as_json)
+    others = {name: layout[name] for name in ("etp", "first_layers", "last_layers")}
+    return sizes | others | {"sequence_parallel": sizes["tp"] > 1}
 
 
-def _ranks(model_ranks: int, dp: int | None, gpus: int | None, fewest: int) -> int:
-    """The number of ranks, of which `model_ranks` are a replica; `fewest` if nothing says it."""
+def _replica(sizes: Mapping[str, Any]) -> int:
+    ranks: int = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    return ranks
+
+
+def _ranks(sizes: Mapping[str, Any], dp: int | None, gpus: int | None, fewest: int) -> int:
+    """The number of ranks for a layout of these sizes; `fewest` if nothing says it."""
     from megatron_policy.errors import ConfigError
 
+    model_ranks = _replica(sizes)
     wanted = gpus or (fewest if dp is None else model_ranks * dp)
     if dp is not None and model_ranks * dp != wanted:
         raise ConfigError(
@@ -174,17 +135,6 @@ def _ranks(model_ranks: int, dp: int | None, gpus: int | None, fewest: int) -> i
     return wanted
 
 
-def _rows(model: str) -> ModelRows:
-    from megatron_policy.convert.headers import read_headers
-    from megatron_policy.converters.formats.hf_config import CONFIG, read_config
-    from megatron_policy.converters.table import bind
-    from megatron_policy.estimate.states import ModelRows
-
-    source = with_config(model)
-    alone = Path(source).name == CONFIG
-    return ModelRows.of(bind(read_config(source) if alone else read_headers(source).config))
-
-
 def _of_file(
     path: Path,
     overrides: list[str] | None,
@@ -192,7 +142,7 @@ def _of_file(
     device: DeviceFigures,
     length: int | None,
     as_json: bool,
-) -> tuple[Mapping[str, Any], StepPlan | Found]:
+) -> tuple[Mapping[str, Any], StepPlan]:
     """The section `policy` of the file, and its plan."""
     from megatron_policy.cli.config_report import fewest_ranks
     from megatron_policy.config import PolicyConfig
@@ -220,6 +170,7 @@ def _section(
     precision: Precision,
 ) -> dict[str, Any]:
     """A `policy` section with packed microbatches and all that makes training fast on GPUs."""
+    from megatron_policy.config.policy_config import least_section
     from megatron_policy.errors import ConfigError
 
     if model is None:
@@ -230,89 +181,54 @@ def _section(
             f"--seq-len {length} does not fit into microbatches of --mb-tokens {mb_tokens}: raise "
             "it to at least as many"
         )
-    return {
-        "model_name": model,
-        "precision": precision.value,
-        "train_global_batch_size": rows,
-        "train_micro_batch_size": 1,
-        "max_total_sequence_length": length,
-        "sequence_packing": {"enabled": True, "train_mb_tokens": mb_tokens or length},
-        "megatron_cfg": {
-            "enabled": True,
+    overlaps = dict.fromkeys(
+        ("grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"), True
+    )
+    return least_section(
+        model,
+        precision.value,
+        rows,
+        {
             "bias_activation_fusion": True,
             "apply_rope_fusion": True,
             "optimizer": {"use_distributed_optimizer": True},
-            "distributed_data_parallel_config": {
-                "grad_reduce_in_fp32": True,
-                "overlap_grad_reduce": True,
-                "overlap_param_gather": True,
-            },
+            "distributed_data_parallel_config": overlaps,
         },
-    }
+        max_total_sequence_length=length,
+        sequence_packing={"enabled": True, "train_mb_tokens": mb_tokens or length},
+    )
 
 
 def _of_model(
     base: dict[str, Any],
     layout: dict[str, int | None],
-    uneven: dict[str, int | None],
     gpus: int | None,
     device: DeviceFigures,
     length: int | None,
     recompute: str | None,
-) -> StepPlan | Found:
+) -> StepPlan | SearchResult:
     from megatron_policy.cli.config_report import fewest_ranks
     from megatron_policy.config import PolicyConfig
+    from megatron_policy.config.parallel_sizes import keys_of_sizes
+    from megatron_policy.convert.headers import read_headers
+    from megatron_policy.converters.formats.hf_config import CONFIG, read_config
+    from megatron_policy.converters.table import bind
     from megatron_policy.errors import ConfigError
     from megatron_policy.estimate.plan import plan_of, search
+    from megatron_policy.estimate.states import ModelRows
 
-    rows = _rows(base["model_name"])
-    if all(size is None for size in (*layout.values(), *uneven.values())):
+    source = with_config(base["model_name"])
+    alone = Path(source).name == CONFIG
+    rows = ModelRows.of(bind(read_config(source) if alone else read_headers(source).config))
+    if all(size is None for size in layout.values()):
         if gpus is None:
             raise ConfigError("--gpus is missing: give the number of GPUs, or a layout")
         if recompute is not None:
             raise ConfigError("--recompute needs a layout (--tp and so on): a search tries all")
         return search(base, rows, gpus, device, length)
-    size = {axis: layout[axis] or 1 for axis in ("tp", "pp", "vpp", "cp", "ep")}
-    keys = {
-        "tensor_model_parallel_size": size["tp"],
-        "sequence_parallel": size["tp"] > 1,
-        "pipeline_model_parallel_size": size["pp"],
-        "virtual_pipeline_model_parallel_size": size["vpp"],
-        "context_parallel_size": size["cp"],
-        "expert_model_parallel_size": size["ep"],
-        "expert_tensor_parallel_size": layout["etp"],
-        "num_layers_in_first_pipeline_stage": uneven["first"],
-        "num_layers_in_last_pipeline_stage": uneven["last"],
-        **recomputation_keys(recompute or "none"),
-    }
-    with keys_as_options(uneven=("--first-layers", "--last-layers")):
+    sizes = _sizes(layout)
+    keys = keys_of_sizes(sizes) | recomputation_keys(recompute or "none")
+    with keys_as_options(uneven=True):
         config = PolicyConfig.parse({**base, "megatron_cfg": {**base["megatron_cfg"], **keys}})
-        model_ranks = size["tp"] * size["pp"] * size["cp"]
-        ranks = _ranks(model_ranks, layout["dp"], gpus, fewest_ranks(config))
+        ranks = _ranks(sizes, layout["dp"], gpus, fewest_ranks(config))
         return plan_of(config, rows, ranks, device, length)
-
-
-def _print(
-    found: StepPlan | Found,
-    base: Mapping[str, Any] | None,
-    gpu: str,
-    device: DeviceFigures,
-    as_json: bool,
-    picture: Path | None,
-    timeline: Path | None,
-) -> None:
-    from megatron_policy.estimate.plan import Found
-
-    name = f"{gpu.upper()} of {show_gib(device.memory_bytes)}"
-    plans = [*found.fitting, *found.too_large] if isinstance(found, Found) else [found]
-    if as_json:
-        say_json([as_data(each, base) for each in plans[:SHOWN]])
-    else:
-        shown = (
-            found_lines(found, name, base or {}) if isinstance(found, Found) else lines(found, name)
-        )
-        for line in shown:
-            say(line)
-    if plans:
-        with one_line_errors(as_json):
-            draw_step(plans[0], name, picture, timeline, as_json)

@@ -6,16 +6,22 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_policy.cli.plan_options import as_overrides
-from megatron_policy.cli.plan_report import layout_of, layout_options, megatron_keys, recomputation
+from megatron_policy.cli.plan_report import (
+    layout_of,
+    layout_options,
+    megatron_keys,
+    plans_of,
+    recomputation,
+)
 from megatron_policy.cli.sizes import show_gib
 
 if TYPE_CHECKING:
     from megatron_policy.estimate.devices import DeviceFigures
-    from megatron_policy.estimate.plan import Found, StepPlan
+    from megatron_policy.estimate.plan import SearchResult, StepPlan
 
 
 def advise(
-    found: StepPlan | Found,
+    found: StepPlan | SearchResult,
     base: Mapping[str, Any],
     of_config: bool,
     device: DeviceFigures,
@@ -24,17 +30,16 @@ def advise(
     """What to change if nothing fits of the section `base`, which is a CONFIG's or a --model's;
     nothing if something fits.
     """
-    from megatron_policy.estimate.plan import Found, search
+    from megatron_policy.estimate.plan import SearchResult, search
 
-    searched = isinstance(found, Found)
-    plans = [*found.fitting, *found.too_large] if isinstance(found, Found) else [found]
+    plans = plans_of(found)
     if not plans:
         yield "use another --gpus, such as a multiple of 8"
         return
     first, gpus = plans[0], plans[0].topology.world_size
     if first.fits:
         return
-    if searched:
+    if isinstance(found, SearchResult):
         yield _causes(first)
     elif others := search(base, first.rows, gpus, device, length).fitting:
         yield _other_layout(others[0], first, base.get("megatron_cfg") or {}, of_config)

@@ -111,16 +111,8 @@ _KEYS = {
     "rows": "train_global_batch_size",
     "mb-tokens": "sequence_packing.train_mb_tokens",
     "precision": "precision",
-    "tp": "megatron_cfg.tensor_model_parallel_size",
-    "pp": "megatron_cfg.pipeline_model_parallel_size",
-    "vpp": "megatron_cfg.virtual_pipeline_model_parallel_size",
-    "cp": "megatron_cfg.context_parallel_size",
-    "ep": "megatron_cfg.expert_model_parallel_size",
-    "etp": "megatron_cfg.expert_tensor_parallel_size",
-    "first-layers": "megatron_cfg.num_layers_in_first_pipeline_stage",
-    "last-layers": "megatron_cfg.num_layers_in_last_pipeline_stage",
 }
-"""The keys of a CONFIG that say what these options say of a --model."""
+"""The keys of a CONFIG that say what these options say of a --model, beside those of sizes."""
 
 
 def given_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +142,11 @@ def refuse_unread(given: dict[str, Any]) -> None:
 
 def _in_config(unread: list[str], given: dict[str, Any]) -> str:
     """How a CONFIG says what these options do, as the end of a refusal."""
-    keys = {_KEYS[name]: given[name] for name in unread if name in _KEYS}
+    from megatron_policy.config.parallel_sizes import MEGATRON_SIZES
+
+    sizes = {name.replace("_", "-"): f"megatron_cfg.{key}" for name, key in MEGATRON_SIZES.items()}
+    known = _KEYS | sizes
+    keys = {known[name]: given[name] for name in unread if name in known}
     if "recompute" in unread:
         how = recomputation_keys(given["recompute"])
         keys |= {f"megatron_cfg.{key}": value for key, value in how.items()}

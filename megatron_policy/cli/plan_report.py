@@ -1,19 +1,22 @@
-"""What plans are of, and plans as text and as JSON."""
+"""What plans are of, and what is reported of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 
+from megatron_policy.cli.report import Report, layout_data
 from megatron_policy.cli.sizes import show_gib
 from megatron_policy.estimate.sizes import show_count
 
 if TYPE_CHECKING:
     from megatron_policy.config import PolicyConfig
     from megatron_policy.estimate.devices import DeviceFigures
-    from megatron_policy.estimate.plan import Found, StepPlan
+    from megatron_policy.estimate.plan import SearchResult, StepPlan
 
 SHOWN = 5
 """Plans of a search that are shown."""
@@ -36,15 +39,32 @@ def device_of(name: str, memory: int | None, engine_gib: float | None) -> Device
     )
 
 
-def as_data(plan: StepPlan, base: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A plan as JSON: bytes, seconds and counts, and the section `policy` that has it, from the
-    `base` of a search; without a base only the keys of its layout.
+def plans_of(found: StepPlan | SearchResult) -> Sequence[StepPlan]:
+    """The plan, or all that a search came to, the best first."""
+    from megatron_policy.estimate.plan import SearchResult
+
+    return found.plans if isinstance(found, SearchResult) else (found,)
+
+
+def report_plans(
+    found: StepPlan | SearchResult, device: str, base: Mapping[str, Any] | None
+) -> Report:
+    """Report a plan, or the best that a search came to, with the section `policy` that has it: of
+    its `base`, or without one the keys of its layout.
     """
+    from megatron_policy.estimate.plan import SearchResult
+
+    shown = partial(_found_lines, base=base or {}) if isinstance(found, SearchResult) else lines
+    plans = plans_of(found)[:SHOWN]
+    return Report(lambda: [_as_data(each, base) for each in plans], shown(found, device))
+
+
+def _as_data(plan: StepPlan, base: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A plan as JSON: bytes, seconds and counts."""
     time, topology = plan.time, plan.topology
     return {
         "ranks": topology.world_size,
-        "layout": {axis: getattr(topology, axis) for axis in ("tp", "cp", "ep", "dp", "pp", "vpp")}
-        | {"etp": topology.expert_tp},
+        "layout": layout_data(topology),
         "recompute": recomputation(plan.config),
         "megatron_cfg": policy_section(plan, base or {})["megatron_cfg"],
         "policy": None if base is None else policy_section(plan, base),
@@ -157,7 +177,7 @@ def _time_lines(plan: StepPlan) -> Iterator[str]:
     )
 
 
-def found_lines(found: Found, device: str, base: Mapping[str, Any]) -> Iterator[str]:
+def _found_lines(found: SearchResult, device: str, base: Mapping[str, Any]) -> Iterator[str]:
     """The best plans that fit and the section of the first, or the smallest that do not."""
     plans = found.fitting or found.too_large
     if not plans:
@@ -165,7 +185,7 @@ def found_lines(found: Found, device: str, base: Mapping[str, Any]) -> Iterator[
         return
     ranks = plans[0].topology.world_size
     if found.fitting:
-        total = len(found.fitting) + len(found.too_large)
+        total = len(found.plans)
         yield f"{len(found.fitting)} of {total} plans fit on {ranks} {device}; the best"
     else:
         yield f"none of {len(plans)} plans fits on {ranks} {device}; the smallest"
@@ -244,24 +264,13 @@ def recomputation_keys(said: str) -> dict[str, Any]:
 
 def megatron_keys(plan: StepPlan) -> dict[str, Any]:
     """The keys of `megatron_cfg` by which the plan differs from others of a search."""
-    at, megatron = plan.topology, plan.config.megatron_cfg
-    first, last = (
-        megatron.num_layers_in_first_pipeline_stage,
-        megatron.num_layers_in_last_pipeline_stage,
-    )
-    experts = {"expert_model_parallel_size": at.ep, "expert_tensor_parallel_size": at.expert_tp}
-    return {
-        "enabled": True,
-        "tensor_model_parallel_size": at.tp,
-        "sequence_parallel": megatron.sequence_parallel,
-        "pipeline_model_parallel_size": at.pp,
-        "virtual_pipeline_model_parallel_size": at.vpp,
-        **({} if first is None else {"num_layers_in_first_pipeline_stage": first}),
-        **({} if last is None else {"num_layers_in_last_pipeline_stage": last}),
-        "context_parallel_size": at.cp,
-        **(experts if plan.architecture.moe else {}),
-        **recomputation_keys(recomputation(plan.config)),
-    }
+    from megatron_policy.config.parallel_sizes import keys_of_sizes, parallel_sizes
+
+    sizes = asdict(parallel_sizes(plan.config)) | {"etp": plan.topology.expert_tp}
+    if not plan.architecture.moe:
+        sizes |= {"ep": None, "etp": None}
+    how = recomputation_keys(recomputation(plan.config))
+    return {"enabled": True, **keys_of_sizes(sizes), **how}
 
 
 def policy_section(plan: StepPlan, base: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,13 +280,15 @@ def policy_section(plan: StepPlan, base: Mapping[str, Any]) -> dict[str, Any]:
 
 def layout_options(plan: StepPlan) -> str:
     """The options of `plan --model` that ask for this plan."""
-    at, megatron = plan.topology, plan.config.megatron_cfg
+    from megatron_policy.config.parallel_sizes import parallel_sizes
+
+    at, last = plan.topology, parallel_sizes(plan.config).last_layers
     axes = ("tp", "pp", "vpp", "cp", "dp", *(("ep",) if plan.architecture.moe else ()))
     said = [f"--{axis} {getattr(at, axis)}" for axis in axes if getattr(at, axis) > 1]
     if at.expert_tp != at.tp:
         said.append(f"--etp {at.expert_tp}")
-    if megatron.num_layers_in_last_pipeline_stage is not None:
-        said.append(f"--last-layers {megatron.num_layers_in_last_pipeline_stage}")
+    if last is not None:
+        said.append(f"--last-layers {last}")
     said.append(f"--recompute {recomputation(plan.config)}")
     return " ".join(said)
 

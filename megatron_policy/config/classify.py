@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_policy.config.keys import KEYS, SECTIONS
-from megatron_policy.config.megatron_sections import MegatronConfig, MegatronOptimizerConfig
+from megatron_policy.config.megatron_sections import RECOMPUTE_KEYS, MegatronOptimizerConfig
 from megatron_policy.config.rules import Ignored, Nested, Rejected, asks_for_nothing
 from megatron_policy.config.section import Section
 from megatron_policy.config.sections import ENGINES
@@ -78,9 +78,8 @@ def _idle_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, why
     if not megatron.get("activation_checkpointing"):
         why = "activation_checkpointing is false: nothing is recomputed"
-        for name in MegatronConfig.model_fields:
-            if name.startswith("recompute_") and megatron.get(name):
-                yield f"megatron_cfg.{name}", why
+        for name in filter(megatron.get, RECOMPUTE_KEYS):
+            yield f"megatron_cfg.{name}", why
 
 
 def _other_learning_rate(raw: Mapping[str, Any]) -> dict[str, str]:

@@ -245,3 +245,9 @@ class MegatronConfig(Section):
     scheduler: MegatronSchedulerConfig = MegatronSchedulerConfig()
     distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+RECOMPUTE_KEYS = tuple(
+    name for name in MegatronConfig.model_fields if name.startswith("recompute_")
+)
+"""The keys that say what is recomputed, if `activation_checkpointing` is on."""

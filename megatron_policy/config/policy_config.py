@@ -84,6 +84,22 @@ class PolicyConfig(PolicySection):
         return cls.parse(composed.policy)
 
 
+def least_section(
+    model_name: str, precision: str, rows: int, megatron: Mapping[str, Any], **others: Any
+) -> dict[str, Any]:
+    """The section `policy` of a policy under Megatron-Core, with these keys of `megatron_cfg`, that
+    takes one row a microbatch and `rows` a step unless `others` say otherwise.
+    """
+    return {
+        "model_name": model_name,
+        "precision": precision,
+        "train_global_batch_size": rows,
+        "train_micro_batch_size": 1,
+        **others,
+        "megatron_cfg": {"enabled": True, **megatron},
+    }
+
+
 def ignored_keys(raw: Mapping[str, Any]) -> dict[str, str]:
     """The keys of a `policy` mapping that have no effect here: path below `policy` -> reason. First
     those that would change memory, then those that ask for something, then the others.

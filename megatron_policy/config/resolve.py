@@ -6,7 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from megatron_policy.config.megatron_sections import MegatronConfig, MegatronOptimizerConfig
+from megatron_policy.config.megatron_sections import (
+    RECOMPUTE_KEYS,
+    MegatronConfig,
+    MegatronOptimizerConfig,
+)
 from megatron_policy.config.parallel_sizes import (
     check_env_vars,
     env_vars_of,
@@ -85,7 +89,16 @@ def complete(config: P) -> P:
 
 def check(config: PolicySection) -> None:
     """Raise ConfigError listing every pair of contradictory keys, with the legal values."""
-    problems = [*_backend(config), *_batching(config), *_replay(config), *_variables(config)]
+    problems = [*_backend(config), *_batching(config)]
+    if config.router_replay.enabled and config.router_replay.transport != "inline":
+        problems.append(
+            f"policy.router_replay.transport={config.router_replay.transport!r} leaves the chosen "
+            "experts out of the data, which is not supported: use 'inline'"
+        )
+    try:
+        check_env_vars(f"{parallel_sizes(config).section}.env_vars", env_vars_of(config))
+    except ConfigError as error:
+        problems.append(str(error))
     if not _transforms(config):
         problems += [*_dtypes(config), *_schedule(config.megatron_cfg)]
         problems += [*_recompute_keys(config.megatron_cfg), *_adapters(config)]
@@ -121,8 +134,7 @@ def _decay_iters(megatron: MegatronConfig) -> int | None:
 def _recompute(megatron: MegatronConfig) -> dict[str, Any]:
     """The recompute keys only have a meaning with `activation_checkpointing`."""
     if not megatron.activation_checkpointing:
-        names = ("granularity", "method", "num_layers", "modules")
-        return {f"recompute_{name}": None for name in names}
+        return dict.fromkeys(RECOMPUTE_KEYS)
     if megatron.recompute_granularity == "selective":
         return {"recompute_modules": megatron.recompute_modules or ("core_attn",)}
     return {
@@ -229,12 +241,8 @@ def _dtypes(config: PolicySection) -> Iterator[str]:
     if half and optimizer.loss_scale is None and least > first:
         yield f"{at}.min_loss_scale={least} is above initial_loss_scale={first}: lower it"
     # The distributed optimizer keeps fp32 main parameters whatever bf16 says.
-    if precision == "bfloat16" and optimizer.bf16 is False:
-        yield from _main_parameters(optimizer)
-
-
-def _main_parameters(optimizer: MegatronOptimizerConfig) -> Iterator[str]:
-    if not optimizer.use_distributed_optimizer:
+    without = optimizer.bf16 is False and not optimizer.use_distributed_optimizer
+    if precision == "bfloat16" and without:
         yield (
             "policy.megatron_cfg.optimizer.bf16=false asks for bfloat16 updates without fp32 main "
             "parameters, which are always kept: leave bf16 out, or set policy.precision to float32"
@@ -266,22 +274,6 @@ def _batching(config: PolicySection) -> Iterator[str]:
             checked_algorithm(packing.algorithm)
         except ConfigError as error:
             yield str(error)
-
-
-def _variables(config: PolicySection) -> Iterator[str]:
-    try:
-        check_env_vars(f"{parallel_sizes(config).section}.env_vars", env_vars_of(config))
-    except ConfigError as error:
-        yield str(error)
-
-
-def _replay(config: PolicySection) -> Iterator[str]:
-    replay = config.router_replay
-    if replay.enabled and replay.transport != "inline":
-        yield (
-            f"policy.router_replay.transport={replay.transport!r} leaves the chosen experts out "
-            "of the data, which is not supported: use 'inline'"
-        )
 
 
 def _adapters(config: PolicySection) -> Iterator[str]:

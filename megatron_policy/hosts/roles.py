@@ -20,67 +20,41 @@ from megatron_policy.policy import MegatronPolicy
 
 Builder = Callable[..., MegatronPolicy]
 
-MAY_DIFFER: Mapping[str, tuple[str, ...]] = {
+MAY_DIFFER: Mapping[str, str] = {
     "the reference has weights of its own, and no adapters": (
-        "model_name",
-        "tokenizer",
-        "megatron_cfg.peft",
+        "model_name tokenizer megatron_cfg.peft"
     ),
-    "the reference is never updated": (
-        "train_global_batch_size",
-        "train_micro_batch_size",
-        "max_grad_norm",
-        "learning_rate",
-        "optimizer",
-        "scheduler",
-        "megatron_cfg.optimizer",
-        "megatron_cfg.scheduler",
-        "megatron_cfg.train_iters",
-        "skip_empty_steps",
-        "megatron_cfg.empty_unused_memory_level",
-        "megatron_cfg.freeze_moe_router",
-        "megatron_cfg.moe_router_bias_update_rate",
-        "dtensor_cfg.weight_decay_of",
-        "dtensor_cfg.clear_cache_every_n_steps",
-        "fsdp_cfg.weight_decay_of",
-        "fsdp_cfg.clear_cache_every_n_steps",
-    ),
-    "the reference has no backward pass": (
-        "activation_checkpointing_enabled",
-        "megatron_cfg.activation_checkpointing",
-        "megatron_cfg.recompute_granularity",
-        "megatron_cfg.recompute_method",
-        "megatron_cfg.recompute_num_layers",
-        "megatron_cfg.recompute_modules",
-        "megatron_cfg.distributed_data_parallel_config",
-        "dtensor_cfg.activation_checkpointing",
-        "fsdp_cfg.activation_checkpointing_enabled",
-    ),
-    "the reference has no losses": (
-        "megatron_cfg.moe_router_load_balancing_type",
-        "megatron_cfg.moe_aux_loss_coeff",
-        "megatron_cfg.moe_z_loss_coeff",
-        "megatron_cfg.mtp_num_layers",
-        "megatron_cfg.mtp_loss_scaling_factor",
-        "megatron_cfg.mtp_use_repeated_layer",
-        "megatron_cfg.mtp_detach_heads",
-    ),
-    "the reference draws nothing": ("seed",),
-    "the reference chooses its experts itself": ("router_replay",),
-    "the reference is not saved": ("megatron_cfg.checkpoint", "checkpoint_timeout_s"),
+    "the reference is never updated": """
+        train_global_batch_size train_micro_batch_size max_grad_norm learning_rate optimizer
+        scheduler megatron_cfg.optimizer megatron_cfg.scheduler megatron_cfg.train_iters
+        skip_empty_steps megatron_cfg.empty_unused_memory_level megatron_cfg.freeze_moe_router
+        megatron_cfg.moe_router_bias_update_rate dtensor_cfg.weight_decay_of
+        dtensor_cfg.clear_cache_every_n_steps fsdp_cfg.weight_decay_of
+        fsdp_cfg.clear_cache_every_n_steps""",
+    "the reference has no backward pass": """
+        activation_checkpointing_enabled megatron_cfg.activation_checkpointing
+        megatron_cfg.recompute_granularity megatron_cfg.recompute_method
+        megatron_cfg.recompute_num_layers megatron_cfg.recompute_modules
+        megatron_cfg.distributed_data_parallel_config dtensor_cfg.activation_checkpointing
+        fsdp_cfg.activation_checkpointing_enabled""",
+    "the reference has no losses": """
+        megatron_cfg.moe_router_load_balancing_type megatron_cfg.moe_aux_loss_coeff
+        megatron_cfg.moe_z_loss_coeff megatron_cfg.mtp_num_layers
+        megatron_cfg.mtp_loss_scaling_factor megatron_cfg.mtp_use_repeated_layer
+        megatron_cfg.mtp_detach_heads""",
+    "the reference draws nothing": "seed",
+    "the reference chooses its experts itself": "router_replay",
+    "the reference is not saved": "megatron_cfg.checkpoint checkpoint_timeout_s",
     "the reference is not handed to engines": (
-        "refit_buffer_size_gb",
-        "refit_bucket_bytes",
-        "refit_dtype",
-        "refit_timeout_s",
+        "refit_buffer_size_gb refit_bucket_bytes refit_dtype refit_timeout_s"
     ),
-    "the reference reports nothing": ("metrics", "megatron_cfg.moe_per_layer_logging"),
+    "the reference reports nothing": "metrics megatron_cfg.moe_per_layer_logging",
 }
 """Keys, or sections of them, in which the roles of one policy may differ, by the reason. In all
 others they agree.
 """
 
-_FREE = frozenset(key for keys in MAY_DIFFER.values() for key in keys)
+_FREE = frozenset(key for keys in MAY_DIFFER.values() for key in keys.split())
 
 
 class Stage:

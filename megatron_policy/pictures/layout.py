@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from megatron_policy.converters.architecture import Architecture
@@ -39,16 +40,12 @@ class BarPart:
     ink: str = INK
 
 
-@dataclass(frozen=True)
-class StageBar:
-    """What one stage has: its bytes on each rank by kind."""
+Bar = tuple[BarPart, ...]
+"""What one stage has: its bytes on each rank by kind."""
 
-    parts: tuple[BarPart, ...]
 
-    @property
-    def size(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.size for part in self.parts)
+def _size_of(bar: Bar) -> int:
+    return sum(part.size for part in bar)
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class LayoutView:
     experts: int | None
     shards_optimizer: bool
     about: str
-    bars: tuple[StageBar, ...]
+    bars: tuple[Bar, ...]
     limit: int | None = None
     unit: int = 2**30
     """Bytes of what numbers of bars count."""
@@ -97,25 +94,23 @@ class LayoutView:
             None if arch.moe is None else arch.moe.experts,
             False,
             f"{name} of whole tensors from each stage",
-            tuple(StageBar((BarPart("sent", size, "#c6dcef"),)) for size in sent),
+            tuple((BarPart("sent", size, "#c6dcef"),) for size in sent),
             unit=unit,
         )
 
 
-def _memory_bar(plan: StepPlan, stage: int) -> StageBar:
+def _memory_bar(plan: StepPlan, stage: int) -> Bar:
     found = plan.stages[stage]
     states = found.states
-    parts = [
+    passes = found.activations + found.head
+    return (
         BarPart("parameters", states.parameters, "#1f4e79", ink=PAPER),
         BarPart("gradients", states.gradients, "#c6dcef"),
         BarPart("optimizer", states.main_parameters + states.moments, "#ffffff", "////"),
-    ]
-    passes = found.activations + found.head
-    if passes >= states.step:
-        parts.append(BarPart("activations and head", passes, "#d8742a"))
-    else:
-        parts.append(BarPart("step", states.step, "#d8742a", "xxxx"))
-    return StageBar(tuple(parts))
+        BarPart("activations and head", passes, "#d8742a")
+        if passes >= states.step
+        else BarPart("step", states.step, "#d8742a", "xxxx"),
+    )
 
 
 def draw_layout(view: LayoutView, path: Path) -> None:
@@ -140,14 +135,13 @@ def _sizes(view: LayoutView) -> str:
 
 def _grouped(view: LayoutView) -> list[range]:
     """The stages of each row: consecutive ones that have the same share one."""
-    groups: list[range] = []
-    for stage in range(view.topology.pp):
-        last = groups[-1] if groups else range(0)
-        alike = groups and _traits(view, last[0]) == _traits(view, stage)
-        if alike:
-            groups[-1] = range(last.start, stage + 1)
-        else:
-            groups.append(range(stage, stage + 1))
+
+    def traits(stage: int) -> tuple[object, ...]:
+        ends = stage in (0, view.topology.pp - 1)
+        return view.bars[stage], [len(chunk) for chunk in view.split.stages[stage]], ends and stage
+
+    alike = (list(stages) for _, stages in groupby(range(view.topology.pp), key=traits))
+    groups = [range(stages[0], stages[-1] + 1) for stages in alike]
     if len(groups) <= MOST_STAGES:
         return groups
     half = MOST_STAGES // 2
@@ -155,18 +149,13 @@ def _grouped(view: LayoutView) -> list[range]:
     return [*groups[:half], between, *groups[-half:]]
 
 
-def _traits(view: LayoutView, stage: int) -> tuple[object, ...]:
-    ends = stage in (0, view.topology.pp - 1)
-    return view.bars[stage], [len(chunk) for chunk in view.split.stages[stage]], ends and stage
-
-
 def _draw_stages(canvas: Canvas, view: LayoutView, groups: Sequence[range], top: float) -> None:
     x = float(_BAR_LEFT)
-    names = {part.name: part for bar in view.bars for part in bar.parts if part.size}
+    names = {part.name: part for bar in view.bars for part in bar if part.size}
     for part in names.values():
         canvas.box(x, top, 20, 13, fill=part.fill, hatch=part.hatch)
         x = canvas.text(x + 25, top + 7, part.name, NORMAL) + 10
-    largest = max(bar.size for bar in view.bars)
+    largest = max(map(_size_of, view.bars))
     scale = (_BAR_RIGHT - _BAR_LEFT) / max(largest, view.limit or 0)
     canvas.text(MARGIN, top + 28, "stages", NORMAL, bold=True)
     canvas.text(_BAR_LEFT, top + 28, view.about, NORMAL, bold=True)
@@ -190,9 +179,9 @@ def _draw_stage(canvas: Canvas, view: LayoutView, stages: range, y: float, scale
     ranks = f"rank{'s' * (len(held) > 1)} {ranges(held)}"
     canvas.text(right + 10, y + 9, ranks, NORMAL, color=FAINT)
     canvas.text(MARGIN, y + 25, _held(view, stages), NORMAL)
-    bar = max((view.bars[stage] for stage in stages), key=lambda each: each.size)
+    bar = max((view.bars[stage] for stage in stages), key=_size_of)
     x = float(_BAR_LEFT)
-    for part in bar.parts:
+    for part in bar:
         width = part.size * scale
         canvas.box(x, y + 3, width, 26, fill=part.fill, hatch=part.hatch)
         size = f"{part.size / view.unit:.1f}"
@@ -202,8 +191,8 @@ def _draw_stage(canvas: Canvas, view: LayoutView, stages: range, y: float, scale
                 canvas.box(x + (width - room) / 2, y + 9, room, 14, fill=part.fill, edge=part.fill)
             canvas.text(x + width / 2, y + 16, size, NORMAL, align="center", color=part.ink)
         x += width
-    most = "\u2264 " if len({view.bars[stage].size for stage in stages}) > 1 else ""
-    label = f"{most}{bar.size / view.unit:.1f}"
+    most = "\u2264 " if len({_size_of(view.bars[stage]) for stage in stages}) > 1 else ""
+    label = f"{most}{_size_of(bar) / view.unit:.1f}"
     canvas.text(WIDTH - MARGIN, y + 16, label, NORMAL, align="right", bold=True)
 
 

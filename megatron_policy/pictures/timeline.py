@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from megatron_policy.device.timing import BACKWARD, FORWARD, TimeSpan
@@ -183,9 +184,5 @@ def _draw_axis(canvas: Canvas, scale: _Scale, y: float) -> None:
 
 def _round_step(least: float) -> float:
     """1, 2 or 5 times a power of ten, at least so large."""
-    power = 1e-9
-    while True:
-        for factor in (1, 2, 5):
-            if factor * power >= least:
-                return factor * power
-        power *= 10
+    steps = (factor * 10.0**power for power in count(-9) for factor in (1, 2, 5))
+    return next(step for step in steps if step >= least)
