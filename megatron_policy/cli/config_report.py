@@ -244,7 +244,7 @@ def _summary(checked: CheckedConfig) -> Table:
             f"{moe.experts // topology.ep} on a rank, each on edp={topology.edp} ranks of a stage",
         )
     table.add_row("train step", checked.train_step)
-    table.add_row("ranks that fit", listed(legal_world_sizes(config)))
+    table.add_row("ranks that fit", show_sizes(legal_world_sizes(config)))
     return table
 
 
@@ -285,7 +285,7 @@ def nearest_world_sizes(config: PolicyConfig, architecture: Shape, wanted: int) 
     return f"\nthe nearest --world-size that fits is {' or '.join(map(str, fitting))}"
 
 
-def listed(sizes: Iterator[int]) -> str:
+def show_sizes(sizes: Iterator[int]) -> str:
     """The first few sizes, and whether there are more; the rest is not computed."""
     shown = ", ".join(str(size) for size in islice(sizes, SHOWN_SIZES))
     return shown if next(sizes, None) is None else f"{shown}, ..."

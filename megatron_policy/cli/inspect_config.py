@@ -35,10 +35,10 @@ def inspect_config(
     from megatron_policy.cli.config_report import report_config
 
     with one_line_errors(as_json):
-        show(report_config(_checked(path, overrides or [], world_size), ignored), as_json)
+        show(report_config(_check(path, overrides or [], world_size), ignored), as_json)
 
 
-def _checked(path: Path, overrides: list[str], world_size: int | None) -> CheckedConfig:
+def _check(path: Path, overrides: list[str], world_size: int | None) -> CheckedConfig:
     from megatron_policy.cli.config_report import (
         CheckedConfig,
         fewest_ranks,

@@ -83,7 +83,7 @@ _OPTION_OF_ARGUMENT = (
 @contextmanager
 def arguments_as_options() -> Iterator[None]:
     """Replace the arguments of functions in errors by the command's options."""
-    with _replacing(_OPTION_OF_ARGUMENT):
+    with _replace_words(_OPTION_OF_ARGUMENT):
         yield
 
 
@@ -103,12 +103,12 @@ def keys_as_options(uneven: bool = False) -> Iterator[None]:
         elif uneven or key not in ends:
             for written, named in ((f"{key}=", f"{option} "), (key, option)):
                 pairs += [(f"policy.megatron_cfg.{written}", named), (written, named)]
-    with _replacing([*pairs, ("policy.megatron_cfg: ", "")]):
+    with _replace_words([*pairs, ("policy.megatron_cfg: ", "")]):
         yield
 
 
 @contextmanager
-def _replacing(pairs: Iterable[tuple[str, str]]) -> Iterator[None]:
+def _replace_words(pairs: Iterable[tuple[str, str]]) -> Iterator[None]:
     """Replace words in the message of a ConfigError of this context."""
     from megatron_policy.errors import ConfigError
 

@@ -81,18 +81,18 @@ def plan(
         check_files(picture, timeline)
         if refit is not None:
             with keys_as_options(uneven=True):
-                sizes = _sizes(layout)
-                ranks = _ranks(sizes, layout["dp"], gpus, _replica(sizes))
+                sizes = _complete_sizes(layout)
+                ranks = _count_ranks(sizes, layout["dp"], gpus, _ranks_of_replica(sizes))
                 planned = refit_of(refit, sizes, ranks, bucket_size, dtype, trained)
                 show(report_refit(planned, tensors), as_json)
                 draw_refit(planned, picture, as_json)
             return
         device = device_of(gpu or "H100", gpu_memory, beside_engine)
         if config is not None:
-            base, found = _of_file(config, overrides, gpus, device, seq_len, as_json)
+            base, found = _plan_file(config, overrides, gpus, device, seq_len, as_json)
         else:
-            base = _section(model, rows or 512, seq_len, mb_tokens, trained)
-            found = _of_model(base, layout, gpus, device, seq_len, recompute)
+            base = _make_section(model, rows or 512, seq_len, mb_tokens, trained)
+            found = _plan_model(base, layout, gpus, device, seq_len, recompute)
     name = f"{(gpu or 'H100').upper()} of {show_gib(device.memory_bytes)}"
     show(report_plans(found, name, None if config else base), as_json)
     if plans := plans_of(found):
@@ -105,23 +105,23 @@ def plan(
         raise typer.Exit(1)
 
 
-def _sizes(layout: Mapping[str, int | None]) -> dict[str, Any]:
+def _complete_sizes(layout: Mapping[str, int | None]) -> dict[str, Any]:
     """Sizes by the names of `MEGATRON_SIZES`, of which those that are not given are 1."""
     sizes: dict[str, Any] = {axis: layout[axis] or 1 for axis in ("tp", "pp", "vpp", "cp", "ep")}
     others = {name: layout[name] for name in ("etp", "first_layers", "last_layers")}
     return sizes | others | {"sequence_parallel": sizes["tp"] > 1}
 
 
-def _replica(sizes: Mapping[str, Any]) -> int:
+def _ranks_of_replica(sizes: Mapping[str, Any]) -> int:
     ranks: int = sizes["tp"] * sizes["pp"] * sizes["cp"]
     return ranks
 
 
-def _ranks(sizes: Mapping[str, Any], dp: int | None, gpus: int | None, fewest: int) -> int:
+def _count_ranks(sizes: Mapping[str, Any], dp: int | None, gpus: int | None, fewest: int) -> int:
     """The number of ranks for a layout of these sizes; `fewest` if nothing says it."""
     from megatron_policy.errors import ConfigError
 
-    model_ranks = _replica(sizes)
+    model_ranks = _ranks_of_replica(sizes)
     wanted = gpus or (fewest if dp is None else model_ranks * dp)
     if dp is not None and model_ranks * dp != wanted:
         raise ConfigError(
@@ -135,7 +135,7 @@ def _ranks(sizes: Mapping[str, Any], dp: int | None, gpus: int | None, fewest: i
     return wanted
 
 
-def _of_file(
+def _plan_file(
     path: Path,
     overrides: list[str] | None,
     gpus: int | None,
@@ -162,7 +162,7 @@ def _of_file(
     return section, found
 
 
-def _section(
+def _make_section(
     model: str | None,
     rows: int,
     length: int | None,
@@ -199,7 +199,7 @@ def _section(
     )
 
 
-def _of_model(
+def _plan_model(
     base: dict[str, Any],
     layout: dict[str, int | None],
     gpus: int | None,
@@ -226,9 +226,9 @@ def _of_model(
         if recompute is not None:
             raise ConfigError("--recompute needs a layout (--tp and so on): a search tries all")
         return search(base, rows, gpus, device, length)
-    sizes = _sizes(layout)
+    sizes = _complete_sizes(layout)
     keys = keys_of_sizes(sizes) | recomputation_keys(recompute or "none")
     with keys_as_options(uneven=True):
         config = PolicyConfig.parse({**base, "megatron_cfg": {**base["megatron_cfg"], **keys}})
-        ranks = _ranks(sizes, layout["dp"], gpus, fewest_ranks(config))
+        ranks = _count_ranks(sizes, layout["dp"], gpus, fewest_ranks(config))
         return plan_of(config, rows, ranks, device, length)

@@ -40,12 +40,12 @@ def advise(
     if first.fits:
         return
     if isinstance(found, SearchResult):
-        yield _causes(first)
+        yield _explain_causes(first)
     elif others := search(base, first.rows, gpus, device, length).fitting:
-        yield _other_layout(others[0], first, base.get("megatron_cfg") or {}, of_config)
+        yield _describe_layout(others[0], first, base.get("megatron_cfg") or {}, of_config)
     else:
         yield f"no layout that is searched fits on {show_gpus(gpus)}"
-    yield from _more_gpus(first, base, of_config, device, length)
+    yield from _count_gpus(first, base, of_config, device, length)
 
 
 def show_gpus(number: int) -> str:
@@ -53,7 +53,7 @@ def show_gpus(number: int) -> str:
     return f"{number:,} GPU{'s' * (number != 1)}"
 
 
-def _causes(plan: StepPlan) -> str:
+def _explain_causes(plan: StepPlan) -> str:
     stage = plan.stages[plan.fullest]
     states = stage.states.resident
     if states > plan.usable:
@@ -67,7 +67,7 @@ def _causes(plan: StepPlan) -> str:
     )
 
 
-def _other_layout(
+def _describe_layout(
     other: StepPlan, plan: StepPlan, written: Mapping[str, Any], of_config: bool
 ) -> str:
     """The layout of `other`, which fits, and what to write to have it in place of that of `plan`,
@@ -90,7 +90,7 @@ def _other_layout(
     )
 
 
-def _more_gpus(
+def _count_gpus(
     plan: StepPlan,
     base: Mapping[str, Any],
     of_config: bool,

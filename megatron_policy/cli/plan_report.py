@@ -243,23 +243,23 @@ def recomputation(config: PolicyConfig) -> str:
     return megatron.recompute_granularity or "none"
 
 
-def recomputation_keys(said: str) -> dict[str, Any]:
+def recomputation_keys(text: str) -> dict[str, Any]:
     """The keys of `megatron_cfg` for what `recomputation` names."""
-    if said == "none":
+    if text == "none":
         return {"activation_checkpointing": False}
     how: dict[str, Any] = {"activation_checkpointing": True, "recompute_granularity": "full"}
-    if said == "full":
+    if text == "full":
         return how
     from megatron_policy.config.megatron_sections import RecomputedModule
     from megatron_policy.errors import ConfigError
 
     known = get_args(RecomputedModule)
-    if unknown := [name for name in said.split("+") if name not in known]:
+    if unknown := [name for name in text.split("+") if name not in known]:
         raise ConfigError(
-            f"--recompute {said}: {unknown[0]!r} is not known; give none, full, or modules of "
+            f"--recompute {text}: {unknown[0]!r} is not known; give none, full, or modules of "
             f"{', '.join(known)} joined by +"
         )
-    return how | {"recompute_granularity": "selective", "recompute_modules": said.split("+")}
+    return how | {"recompute_granularity": "selective", "recompute_modules": text.split("+")}
 
 
 def megatron_keys(plan: StepPlan) -> dict[str, Any]:
@@ -284,13 +284,13 @@ def layout_options(plan: StepPlan) -> str:
 
     at, last = plan.topology, parallel_sizes(plan.config).last_layers
     axes = ("tp", "pp", "vpp", "cp", "dp", *(("ep",) if plan.architecture.moe else ()))
-    said = [f"--{axis} {getattr(at, axis)}" for axis in axes if getattr(at, axis) > 1]
+    options = [f"--{axis} {getattr(at, axis)}" for axis in axes if getattr(at, axis) > 1]
     if at.expert_tp != at.tp:
-        said.append(f"--etp {at.expert_tp}")
+        options.append(f"--etp {at.expert_tp}")
     if last is not None:
-        said.append(f"--last-layers {last}")
-    said.append(f"--recompute {recomputation(plan.config)}")
-    return " ".join(said)
+        options.append(f"--last-layers {last}")
+    options.append(f"--recompute {recomputation(plan.config)}")
+    return " ".join(options)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -42,10 +42,10 @@ def verify(
     """
     with one_line_errors(as_json), arguments_as_options():
         if b is not None:
-            found = _compared(a, b, max_memory, config)
+            found = _compare(a, b, max_memory, config)
         else:
-            saved = _saved_at(a)
-            found = _saved(saved) if saved else _converted(a, max_memory, config)
+            saved = _find_saved(a)
+            found = _check_saved(saved) if saved else _check_converted(a, max_memory, config)
     show(found, as_json)
 
 
@@ -53,10 +53,10 @@ def _report(lines: Iterable[str], data: dict[str, Any], error: str | None = None
     return Report(lambda: data | {"error": error and one_line(error)}, lines, error)
 
 
-def _compared(a: str, b: str, max_memory: int, config: str | None) -> Report:
+def _compare(a: str, b: str, max_memory: int, config: str | None) -> Report:
     from megatron_policy.convert import verify
 
-    saved = [_saved_at(path) for path in (a, b)]
+    saved = [_find_saved(path) for path in (a, b)]
     for directory in filter(None, saved):
         contains = _verify_saved(directory).contains
         if "weights" not in contains:
@@ -95,7 +95,7 @@ def _equal_lines(found: Comparison, paths: Sequence[str], digests: Sequence[bool
         yield f"{path} {'matches its digests' if has else 'has no digests'}"
 
 
-def _saved_at(path: str) -> Path | None:
+def _find_saved(path: str) -> Path | None:
     """The directory of a training checkpoint at or in `path`; None if there is none."""
     from megatron_policy.checkpoint import tracker
 
@@ -109,7 +109,7 @@ def _verify_saved(root: Path) -> CheckpointManifest:
         return verifying.verify(root, tell)
 
 
-def _saved(root: Path) -> Report:
+def _check_saved(root: Path) -> Report:
     found = _verify_saved(root)
     versions = ", ".join(f"{name} {number}" for name, number in found.versions.items())
     sizes = {name: size for name, size in found.layout.items() if size is not None}
@@ -140,7 +140,7 @@ def _saved(root: Path) -> Report:
     return _report((*lines, COMPLETE), data)
 
 
-def _converted(path: str, max_memory: int, config: str | None) -> Report:
+def _check_converted(path: str, max_memory: int, config: str | None) -> Report:
     from megatron_policy.convert import check
 
     with transfer("checked") as tell:

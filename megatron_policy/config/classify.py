@@ -89,7 +89,11 @@ def _other_learning_rate(raw: Mapping[str, Any]) -> dict[str, str]:
     given = _section_of(_section_of(raw, "optimizer"), "kwargs").get("lr")
     own = _section_of(megatron, "optimizer").get("lr")
     counts = raw.get("learning_rate") if own is None else own
-    if not megatron.get("enabled") or given is None or _typed(info, given) == _typed(info, counts):
+    if (
+        not megatron.get("enabled")
+        or given is None
+        or _convert(info, given) == _convert(info, counts)
+    ):
         return {}
     path = "megatron_cfg.optimizer.lr" if own is not None or counts is None else "learning_rate"
     taken = "not given" if counts is None else f"{counts!r:.40}"
@@ -130,7 +134,7 @@ class _Whole:
             given, cls = given.get(section) or {}, rule.section
         info = cls.model_fields[name]
         twin = given.get(name)
-        return bool(_typed(info, value) == _typed(info, info.default if twin is None else twin))
+        return bool(_convert(info, value) == _convert(info, info.default if twin is None else twin))
 
     def accepts(self, rule: Rejected, path: str, value: Any) -> bool:
         """Whether this value of a rejected key asks for nothing that is not there."""
@@ -144,7 +148,7 @@ class _Whole:
         return self.means(rule.same_as, value) if rule.same_as else asks_for_nothing(value)
 
 
-def _typed(info: FieldInfo, value: Any) -> Any:
+def _convert(info: FieldInfo, value: Any) -> Any:
     """The value as the field holds it, with aliases resolved."""
     try:
         return TypeAdapter(info.rebuild_annotation()).validate_python(value)

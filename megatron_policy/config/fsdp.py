@@ -20,7 +20,7 @@ def as_text(value: Any) -> Any:
     return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
-def checked_schedules(value: Any) -> Any:
+def check_schedules(value: Any) -> Any:
     """A schedule or several; ValueError for milestones that are not steps."""
     for each in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(each, Mapping) or "milestones" not in each:

@@ -126,15 +126,15 @@ def check_layout(
     refused = _refusals(check_bucket, config.refit_bucket_bytes, topology)
     problems += [f"policy.refit_bucket_bytes: {each}" for each in refused]
     if engine_of(config) is Engine.MEGATRON_CORE:
-        problems += _tensor_parallel(config, architecture, topology)
-        problems += _experts(config, architecture, topology)
-        problems += _balancing(config, architecture)
+        problems += _check_tensor_parallel(config, architecture, topology)
+        problems += _check_experts(config, architecture, topology)
+        problems += _check_routers(config, architecture)
         try:
             split = layer_split(config, architecture, topology)
         except ConfigError as error:
             problems.append(f"policy.megatron_cfg: {error}")
         else:
-            problems += _recomputed(config, split)
+            problems += _check_recomputation(config, split)
     rows = config.train_global_batch_size
     if pads(config):
         problems += _refusals(microbatches, rows, config.train_micro_batch_size, topology)
@@ -220,7 +220,7 @@ def layer_split(config: PolicyConfig, architecture: Shape, topology: Topology) -
     return LayerSplit.of(layers, topology.pp, topology.vpp, sizes.first_layers, sizes.last_layers)
 
 
-def _recomputed(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:
+def _check_recomputation(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:
     """Report numbers of layers to recompute that exceed a model chunk or do not divide it."""
     number, method = config.megatron_cfg.recompute_num_layers, config.megatron_cfg.recompute_method
     counts = sorted({len(chunk) for stage in split.stages for chunk in stage})
@@ -241,7 +241,7 @@ def _recomputed(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:
         )
 
 
-def _tensor_parallel(
+def _check_tensor_parallel(
     config: PolicyConfig, architecture: Shape, topology: Topology
 ) -> Iterator[str]:
     tp = topology.tp
@@ -270,7 +270,7 @@ def _tensor_parallel(
         )
 
 
-def _experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> Iterator[str]:
+def _check_experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> Iterator[str]:
     """Report sizes that do not divide the experts, and what Megatron-Core splits over
     tensor-parallel ranks only conditionally, or not at all.
     """
@@ -282,7 +282,7 @@ def _experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> I
                 "experts, and this one has none: use 1"
             )
     else:
-        yield from _expert_shards(moe, architecture.mlp_bias, topology)
+        yield from _check_expert_shards(moe, architecture.mlp_bias, topology)
     if topology.tp > 1 and (moe or mla) and not config.megatron_cfg.sequence_parallel:
         present = " and ".join(
             name for name, kind in (("experts", moe), ("latent attention", mla)) if kind is not None
@@ -293,7 +293,7 @@ def _experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> I
         )
 
 
-def _expert_shards(moe: Moe, biased: bool, topology: Topology) -> Iterator[str]:
+def _check_expert_shards(moe: Moe, biased: bool, topology: Topology) -> Iterator[str]:
     ep, etp = topology.ep, topology.expert_tp
     if moe.experts % ep:
         legal = [size for size in range(1, moe.experts + 1) if moe.experts % size == 0]
@@ -317,7 +317,7 @@ def _expert_shards(moe: Moe, biased: bool, topology: Topology) -> Iterator[str]:
         )
 
 
-def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
+def _check_routers(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
     """Report settings of an expert router that are not supported."""
     megatron, moe = config.megatron_cfg, architecture.moe
     if moe is None:
@@ -341,7 +341,7 @@ def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
             f"policy.megatron_cfg.moe_router_load_balancing_type={kind!r} needs a coefficient, and "
             "the model's config.json has none: set moe_aux_loss_coeff (1e-3, for example)"
         )
-    yield from _expert_bias(megatron, moe)
+    yield from _check_expert_bias(megatron, moe)
     factor = megatron.moe_expert_capacity_factor
     if factor == 0:
         yield (
@@ -360,7 +360,7 @@ def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
         )
 
 
-def _expert_bias(megatron: MegatronConfig, moe: Moe) -> Iterator[str]:
+def _check_expert_bias(megatron: MegatronConfig, moe: Moe) -> Iterator[str]:
     """Report a correction bias that is switched against the model, where that would count."""
     at, enabled = (
         "policy.megatron_cfg.moe_router_enable_expert_bias",

@@ -13,14 +13,14 @@ from megatron_policy.converters.architecture import Architecture
 
 def notes_of(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
     """A sentence each."""
-    yield from _lengths(config, architecture)
+    yield from _note_lengths(config, architecture)
     if engine_of(config) is Engine.MEGATRON_CORE:
-        yield from _warm_up(config.megatron_cfg)
+        yield from _note_warm_up(config.megatron_cfg)
         if architecture.moe is None:
-            yield from _experts(config.megatron_cfg)
+            yield from _note_experts(config.megatron_cfg)
 
 
-def _lengths(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
+def _note_lengths(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
     configured = config.max_total_sequence_length
     positions = architecture.rope.positions(architecture.max_position_embeddings)
     if configured > positions:
@@ -39,7 +39,7 @@ def _lengths(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
             )
 
 
-def _warm_up(megatron: MegatronConfig) -> Iterator[str]:
+def _note_warm_up(megatron: MegatronConfig) -> Iterator[str]:
     iters, warmup = megatron.train_iters, megatron.scheduler.lr_warmup_iters
     if iters is not None and warmup and iters <= warmup:
         yield (
@@ -49,7 +49,7 @@ def _warm_up(megatron: MegatronConfig) -> Iterator[str]:
         )
 
 
-def _experts(megatron: MegatronConfig) -> Iterator[str]:
+def _note_experts(megatron: MegatronConfig) -> Iterator[str]:
     """Settings of experts that somebody changed from what they are by default."""
     defaults = type(megatron).model_fields
     names = [

@@ -16,7 +16,7 @@ from megatron_policy.config.fsdp import (
     PytorchOptimizerConfig,
     SchedulerMilestones,
     SinglePytorchSchedulerConfig,
-    checked_schedules,
+    check_schedules,
 )
 from megatron_policy.config.megatron_sections import MegatronConfig
 from megatron_policy.config.numbers import (
@@ -257,6 +257,6 @@ class PolicySection(Section):
         | SinglePytorchSchedulerConfig
         | SchedulerMilestones
         | None,
-        BeforeValidator(checked_schedules),
+        BeforeValidator(check_schedules),
     ] = None
     """With `dtensor_cfg` or `fsdp_cfg`: schedules with milestones; constant if not given."""

@@ -99,7 +99,7 @@ class Stage:
         reference's own. ConfigError if another engine trains here, or if the reference's
         configuration is another one; what was there then stays.
         """
-        if self._trained is not None and self._other_than(engine):
+        if self._trained is not None and self._is_another(engine):
             raise ConfigError(
                 f"{self._trained.model_name!r} is trained in this process already: one engine of a "
                 f"kind trains in each process, so give {config.model_name!r} processes of its own"
@@ -161,7 +161,7 @@ class Stage:
         self._reference = None
         self._keeps.clear()
 
-    def _other_than(self, engine: object) -> bool:
+    def _is_another(self, engine: object) -> bool:
         """Whether another engine still trains here."""
         if self._trains() not in (None, engine):
             gc.collect()  # it can be one that nobody uses, in a cycle
@@ -179,7 +179,7 @@ def check_alike(trained: PolicyConfig, reference: PolicyConfig) -> None:
     to agree to share a policy: all but those of `MAY_DIFFER`, and the adapters of a reference.
     """
     free = _FREE - {"megatron_cfg.peft"} if reference.megatron_cfg.peft.enabled else _FREE
-    different = [*_differing(trained, reference, free)]
+    different = [*_find_differences(trained, reference, free)]
     if different:
         raise ConfigError(
             "the policy and its reference are in one process and share one model, so they have to "
@@ -187,7 +187,7 @@ def check_alike(trained: PolicyConfig, reference: PolicyConfig) -> None:
         )
 
 
-def _differing(
+def _find_differences(
     trained: Section, reference: Section, free: frozenset[str], at: str = ""
 ) -> Iterator[str]:
     for name in type(trained).model_fields:
@@ -195,7 +195,7 @@ def _differing(
         if one == other or key in free:
             continue
         if isinstance(one, Section) and isinstance(other, type(one)):
-            yield from _differing(one, other, free, f"{key}.")
+            yield from _find_differences(one, other, free, f"{key}.")
         elif name == "env_vars":  # values can be secrets
             yield f"policy.{key}"
         else:

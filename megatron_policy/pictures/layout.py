@@ -115,25 +115,25 @@ def _memory_bar(plan: StepPlan, stage: int) -> Bar:
 
 def draw_layout(view: LayoutView, path: Path) -> None:
     """Write a picture of the layout to `path`, an .svg or .png."""
-    groups = _grouped(view)
+    groups = _group_stages(view)
     ranks = _Ranks.of(view)
     stages_height = 56 + _ROW * len(groups)
     canvas = Canvas(_HEAD + stages_height + 40 + ranks.height)
     canvas.text(MARGIN, 20, view.heading, LARGE, bold=True)
-    canvas.text(MARGIN, 42, _sizes(view), NORMAL, color=FAINT)
+    canvas.text(MARGIN, 42, _describe_sizes(view), NORMAL, color=FAINT)
     _draw_stages(canvas, view, groups, _HEAD)
     ranks.draw(canvas, _HEAD + stages_height + 12)
     canvas.save(path)
 
 
-def _sizes(view: LayoutView) -> str:
+def _describe_sizes(view: LayoutView) -> str:
     at = view.topology
     text = " x ".join(f"{axis} {getattr(at, axis)}" for axis in ("tp", "cp", "dp", "pp"))
     text += f", {at.vpp} chunks a stage" if at.vpp > 1 else ""
     return text + ("" if view.experts is None else f", experts ep {at.ep} x etp {at.expert_tp}")
 
 
-def _grouped(view: LayoutView) -> list[range]:
+def _group_stages(view: LayoutView) -> list[range]:
     """The stages of each row: consecutive ones that have the same share one."""
 
     def traits(stage: int) -> tuple[object, ...]:
@@ -178,7 +178,7 @@ def _draw_stage(canvas: Canvas, view: LayoutView, stages: range, y: float, scale
     right = canvas.text(MARGIN, y + 9, text, NORMAL, bold=True)
     ranks = f"rank{'s' * (len(held) > 1)} {ranges(held)}"
     canvas.text(right + 10, y + 9, ranks, NORMAL, color=FAINT)
-    canvas.text(MARGIN, y + 25, _held(view, stages), NORMAL)
+    canvas.text(MARGIN, y + 25, _describe_layers(view, stages), NORMAL)
     bar = max((view.bars[stage] for stage in stages), key=_size_of)
     x = float(_BAR_LEFT)
     for part in bar:
@@ -196,7 +196,7 @@ def _draw_stage(canvas: Canvas, view: LayoutView, stages: range, y: float, scale
     canvas.text(WIDTH - MARGIN, y + 16, label, NORMAL, align="right", bold=True)
 
 
-def _held(view: LayoutView, stages: range) -> str:
+def _describe_layers(view: LayoutView, stages: range) -> str:
     """The layers of some stages, in words that fit a row."""
     chunks = [view.split.stages[stage] for stage in stages]
     layers = sorted(layer for stage in chunks for chunk in stage for layer in chunk)
@@ -231,7 +231,7 @@ class _Ranks:
     @classmethod
     def of(cls, view: LayoutView) -> _Ranks:
         at = view.topology
-        columns, rows = _few(at.tp, _MOST_COLUMNS), _few(at.cp, _MOST_ROWS)
+        columns, rows = _abbreviate(at.tp, _MOST_COLUMNS), _abbreviate(at.cp, _MOST_ROWS)
         found = cls(view, columns, rows, at.dp)
         fitting = found._across * 2
         if at.dp > fitting:
@@ -354,7 +354,7 @@ class _Ranks:
         return notes
 
 
-def _few(number: int, most: int) -> tuple[int | None, ...]:
+def _abbreviate(number: int, most: int) -> tuple[int | None, ...]:
     """0, 1, ... up to `number`, with None in place of what is too many."""
     if number <= most:
         return tuple(range(number))

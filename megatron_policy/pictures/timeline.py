@@ -108,7 +108,7 @@ class _Scale:
 
     @classmethod
     def of(cls, tracks: Sequence[Track]) -> _Scale:
-        spans = [span for track in tracks for span in _shown(track)]
+        spans = [span for track in tracks for span in _select_spans(track)]
         begin = min((span.begin for span in spans), default=0.0)
         end = max((span.end for span in spans), default=begin)
         return cls(begin, max(end - begin, 1e-9))
@@ -118,7 +118,7 @@ class _Scale:
         return _LEFT + (time - self.begin) / self.seconds * (_RIGHT - _LEFT)
 
 
-def _shown(track: Track) -> list[TimeSpan]:
+def _select_spans(track: Track) -> list[TimeSpan]:
     return [span for span in track.spans if span.name in PASSES or span.name in _OTHERS]
 
 
@@ -136,7 +136,7 @@ def _draw_row(canvas: Canvas, track: Track, scale: _Scale, top: float, step: Tim
     for chunk in range(step.chunks if step.chunks > 1 else 0):
         y = top + (chunk + 0.5) * _LANE
         canvas.text(_LEFT - 5, y, f"chunk {chunk}", SMALL, align="right", color=FAINT)
-    for span in _shown(track):
+    for span in _select_spans(track):
         x, width = scale.x(span.begin), scale.x(span.end) - scale.x(span.begin)
         if span.name in _OTHERS:
             fill, hatch = _OTHERS[span.name]

@@ -28,7 +28,7 @@ _NO_LIMIT = 2**20
 
 
 @dataclass(frozen=True)
-class Translated:
+class Translation:
     """A policy's configuration, and what the engine itself does."""
 
     policy: dict[str, Any]
@@ -48,19 +48,19 @@ class Translated:
     warnings: tuple[str, ...]
     """Keys that ask for what is not done, and what happens instead."""
 
-    def parsed(self) -> PolicyConfig:
+    def parse(self) -> PolicyConfig:
         """The configuration, checked."""
         return PolicyConfig.parse(self.policy)
 
 
-def translated(
+def translate(
     model_config: Any,
     engine_config: Any,
     optimizer_config: Any = None,
     checkpoint_config: Any = None,
     *,
     replicas: int = 1,
-) -> Translated:
+) -> Translation:
     """What verl's sections ask for; `replicas` is the number of data-parallel ranks.
 
     ConfigError names every key of verl that would change results or memory and is not supported,
@@ -78,7 +78,7 @@ def translated(
     model, engine, optim, checkpoint = sections.values()
     lora = model.get("lora") or {}
     saved = _contents(checkpoint, "save_contents")
-    return Translated(
+    return Translation(
         policy=_policy(model, engine, optim, replicas),
         param_offload=bool(engine.get("param_offload")),
         optimizer_offload=bool(engine.get("optimizer_offload")),
@@ -138,7 +138,7 @@ def _policy(
         found["hf_config_overrides"] = kept
     if model.get("model_type") == "value_model":
         found["reward_model_cfg"] = {"enabled": True, "reward_model_type": "regression"}
-    return _merged(found, engine.get("policy") or {})
+    return _merge(found, engine.get("policy") or {})
 
 
 def _config_fields(model: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -280,10 +280,10 @@ def _adapters(model: Mapping[str, Any]) -> dict[str, Any]:
     return {"peft": {key: value for key, value in found.items() if value is not None}}
 
 
-def _merged(found: dict[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(found: dict[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
     """`found` with `further` keys in place of its own, section by section."""
     return found | {
-        key: _merged(found[key], value)
+        key: _merge(found[key], value)
         if isinstance(value, Mapping) and isinstance(found.get(key), dict)
         else value
         for key, value in further.items()
