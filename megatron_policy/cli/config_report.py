@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
 
 from megatron_policy.cli.output import printable
 from megatron_policy.cli.report import Report, layout_data
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from megatron_policy.config import PolicyConfig
-    from megatron_policy.config.layout import Shape
-    from megatron_policy.converters.table import Table as ModelTable
-    from megatron_policy.estimate.memory import StageMemory
-    from megatron_policy.parallel.topology import Topology
+from megatron_policy.cli.sizes import show_gib
+from megatron_policy.config import PolicyConfig, ignored_keys
+from megatron_policy.config.adapters import model_tables
+from megatron_policy.config.batching import batching_of
+from megatron_policy.config.composed import compose
+from megatron_policy.config.layout import (
+    Shape,
+    checked_topology,
+    equal_share,
+    layer_split,
+    microbatches,
+    pads,
+    topology_of,
+)
+from megatron_policy.config.notes import notes_of
+from megatron_policy.config.parallel_sizes import engine_of, model_copies, parallel_sizes
+from megatron_policy.config.param_groups import ParamGroups
+from megatron_policy.converters.table import Table as ModelTable
+from megatron_policy.errors import ConfigError
+from megatron_policy.estimate.memory import (
+    BatchShape,
+    StageMemory,
+    kernels_of,
+    longest_row,
+    stage_memory,
+)
+from megatron_policy.estimate.states import ModelRows
+from megatron_policy.parallel.topology import Topology
 
 SHOWN_SIZES = 8
 _AXES = ("pp", "dp", "cp", "tp")
@@ -47,9 +69,6 @@ class CheckedConfig:
     @property
     def train_step(self) -> str:
         """The samples of a step, and its microbatches on a rank."""
-        from megatron_policy.config.batching import batching_of
-        from megatron_policy.config.layout import microbatches, pads
-
         config, topology = self.config, self.topology
         rows, ranks = config.train_global_batch_size, f"{topology.dp} data-parallel ranks"
         if not pads(config):
@@ -63,14 +82,6 @@ class CheckedConfig:
     @cached_property
     def fullest(self) -> StageMemory:
         """What a training step over rows of full length needs on a rank of the fullest stage."""
-        from megatron_policy.estimate.memory import (
-            BatchShape,
-            kernels_of,
-            longest_row,
-            stage_memory,
-        )
-        from megatron_policy.estimate.states import ModelRows
-
         config, topology, arch = self.config, self.topology, self.model.architecture
         kernels = kernels_of(config, arch, accelerated=True)
         shape = BatchShape.of(config, longest_row(config, arch))
@@ -84,8 +95,6 @@ class CheckedConfig:
     @property
     def param_groups(self) -> Iterator[tuple[str, int, float]]:
         """How parameters are trained, how many in this way, and their share."""
-        from megatron_policy.config.param_groups import ParamGroups
-
         groups, arch = ParamGroups.of(self.config.megatron_cfg), self.model.architecture
         groups.check(self.model)
         sizes: dict[str, int] = {}
@@ -99,12 +108,33 @@ class CheckedConfig:
     @property
     def stages(self) -> Iterator[tuple[range, tuple[range, ...]]]:
         """Each stage's ranks, and the layers of its chunks."""
-        from megatron_policy.config.layout import layer_split
-
         per_stage = self.topology.world_size // self.topology.pp
         split = layer_split(self.config, self.model.architecture, self.topology)
         for stage, chunks in enumerate(split.stages):
             yield range(stage * per_stage, (stage + 1) * per_stage), tuple(chunks)
+
+
+def check_config(path: Path, overrides: Sequence[str], world_size: int | None) -> CheckedConfig:
+    """Read the file's configuration and check that it fits its model and so many ranks, or the
+    fewest possible. ConfigError with the nearest numbers of ranks that fit.
+    """
+    composed = compose(path, overrides)
+    config = PolicyConfig.parse(composed.policy)
+    table, trained = model_tables(config)
+    ranks = world_size or fewest_ranks(config)
+    try:
+        topology = checked_topology(config, table.architecture, ranks)
+    except ConfigError as error:
+        if world_size is None:
+            raise
+        near = _nearest_world_sizes(config, table.architecture, world_size)
+        raise ConfigError(f"{error}{near}") from error
+    if not config.megatron_cfg.enabled:
+        from megatron_policy.engines.hugging_face.assemble import check_build
+
+        check_build(config, table, topology)
+    unused = ignored_keys(composed.policy)
+    return CheckedConfig(config, trained, topology, composed.others, unused, world_size is None)
 
 
 def report_config(checked: CheckedConfig, ignored: bool) -> Report:
@@ -114,11 +144,6 @@ def report_config(checked: CheckedConfig, ignored: bool) -> Report:
 
 def _tables(checked: CheckedConfig, ignored: bool) -> Iterator[Table]:
     """The summary, with Megatron-Core the stages, and if they are asked for the ignored keys."""
-    from rich.table import Table
-
-    from megatron_policy.cli.sizes import show_gib
-    from megatron_policy.config.notes import notes_of
-
     summary = _summary(checked)
     if checked.fewest:
         summary.add_row("", "the fewest that hold the layout; give --world-size for another number")
@@ -161,9 +186,6 @@ def _tables(checked: CheckedConfig, ignored: bool) -> Iterator[Table]:
 
 def _as_data(checked: CheckedConfig) -> dict[str, Any]:
     """The same as JSON: counts and bytes."""
-    from megatron_policy.config.notes import notes_of
-    from megatron_policy.config.parallel_sizes import engine_of
-
     config, topology, shape = checked.config, checked.topology, checked.model.architecture
     data: dict[str, Any] = {
         "model": config.model_name,
@@ -207,17 +229,12 @@ def _as_data(checked: CheckedConfig) -> dict[str, Any]:
 
 def fewest_ranks(config: PolicyConfig) -> int:
     """The fewest ranks that hold whole replicas and all experts; legal numbers are multiples."""
-    from megatron_policy.config.parallel_sizes import parallel_sizes
-
     sizes = parallel_sizes(config)
     experts = sizes.ep * (sizes.tp if sizes.etp is None else sizes.etp)
     return math.lcm(sizes.tp * sizes.cp * sizes.replicas, experts) * sizes.pp
 
 
 def _summary(checked: CheckedConfig) -> Table:
-    from rich.table import Table
-
-    from megatron_policy.config.parallel_sizes import engine_of, model_copies
 
     config, topology, architecture = checked.config, checked.topology, checked.model.architecture
     axes = " x ".join(f"{axis}={getattr(topology, axis)}" for axis in _AXES)
@@ -250,9 +267,6 @@ def _summary(checked: CheckedConfig) -> Table:
 
 def legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
     """Numbers of ranks over which the global batch divides, in increasing order."""
-    from megatron_policy.config.layout import equal_share, microbatches, pads, topology_of
-    from megatron_policy.errors import ConfigError
-
     fewest = fewest_ranks(config)
     for number in range(1, config.train_global_batch_size + 1):
         topology = topology_of(config, fewest * number)
@@ -267,10 +281,8 @@ def legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
         yield topology.world_size
 
 
-def nearest_world_sizes(config: PolicyConfig, architecture: Shape, wanted: int) -> str:
+def _nearest_world_sizes(config: PolicyConfig, architecture: Shape, wanted: int) -> str:
     """A line of a refusal: the numbers of ranks next to `wanted` that fit; "" if neither does."""
-    from megatron_policy.config.layout import checked_topology
-    from megatron_policy.errors import ConfigError
 
     legal = list(legal_world_sizes(config))
     below = max((size for size in legal if size < wanted), default=None)

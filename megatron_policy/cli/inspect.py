@@ -1,4 +1,6 @@
-"""`inspect`: the family's table bound to a checkpoint, weight by weight and field by field."""
+"""`inspect`: the family's table bound to a checkpoint, weight by weight and field by field; and
+`inspect-config`: whether a configuration fits its model and ranks, and who holds what.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_policy.cli.failures import one_line, one_line_errors
-from megatron_policy.cli.options import AsJson, Config
+from megatron_policy.cli.options import AsJson, Config, Overrides, PolicyFile
 from megatron_policy.cli.output import CONFIG_ONLY
 from megatron_policy.cli.report import Report, show
 
@@ -39,6 +41,28 @@ def inspect(
     error = "; also: ".join(map(one_line, inspection.problems)) or None
     lines = _lines(inspection, every)
     show(Report(lambda: asdict(inspection) | {"error": error}, lines, error), as_json)
+
+
+def inspect_config(
+    path: PolicyFile,
+    overrides: Overrides = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks; the fewest possible if not given.")
+    ] = None,
+    ignored: Annotated[
+        bool, typer.Option("--ignored", help="List the keys without effect, and why.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check a configuration against its model, and show which rank holds what and what fits.
+
+    CONFIG can be a whole file of NeMo RL: `defaults` and interpolations need OmegaConf.
+    """
+    with one_line_errors(as_json):
+        from megatron_policy.cli.config_report import check_config, report_config
+
+        checked = check_config(path, overrides or (), world_size)
+        show(report_config(checked, ignored), as_json)
 
 
 def _inspect(source: str, config: str | None) -> Inspection:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_policy.cli.plan_options import as_overrides
 from megatron_policy.cli.plan_report import (
@@ -14,10 +14,17 @@ from megatron_policy.cli.plan_report import (
     recomputation,
 )
 from megatron_policy.cli.sizes import show_gib
-
-if TYPE_CHECKING:
-    from megatron_policy.estimate.devices import DeviceFigures
-    from megatron_policy.estimate.plan import SearchResult, StepPlan
+from megatron_policy.errors import ConfigError
+from megatron_policy.estimate.devices import DeviceFigures
+from megatron_policy.estimate.plan import (
+    MOST_DEVICES,
+    SEARCHED,
+    SearchResult,
+    StepPlan,
+    fewest_devices,
+    plan_of,
+    search,
+)
 
 
 def advise(
@@ -30,8 +37,6 @@ def advise(
     """What to change if nothing fits of the section `base`, which is a CONFIG's or a --model's;
     nothing if something fits.
     """
-    from megatron_policy.estimate.plan import SearchResult, search
-
     plans = plans_of(found)
     if not plans:
         yield "use another --gpus, such as a multiple of 8"
@@ -73,8 +78,6 @@ def _describe_layout(
     """The layout of `other`, which fits, and what to write to have it in place of that of `plan`,
     in whose section megatron_cfg is `written`.
     """
-    from megatron_policy.estimate.plan import SEARCHED
-
     ways = layout_options(other)
     if of_config:
         new, old = megatron_keys(other), megatron_keys(plan)
@@ -98,8 +101,6 @@ def _count_gpus(
     length: int | None,
 ) -> Iterator[str]:
     """On how many GPUs something fits: more replicas of a CONFIG's layout, or what is searched."""
-    from megatron_policy.errors import ConfigError
-    from megatron_policy.estimate.plan import MOST_DEVICES, fewest_devices, plan_of, search
 
     def holds_replicas(gpus: int) -> bool:
         try:

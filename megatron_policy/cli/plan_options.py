@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from megatron_policy.cli.options import Dtype, Precision
-from megatron_policy.cli.plan_report import recomputation_keys
 from megatron_policy.cli.sizes import parse_gpu_memory, parse_size
 
 _Size = int | None
@@ -142,6 +141,7 @@ def refuse_unread(given: dict[str, Any]) -> None:
 
 def _in_config(unread: list[str], given: dict[str, Any]) -> str:
     """How a CONFIG says what these options do, as the end of a refusal."""
+    from megatron_policy.cli.plan_report import recomputation_keys
     from megatron_policy.config.parallel_sizes import MEGATRON_SIZES
 
     sizes = {name.replace("_", "-"): f"megatron_cfg.{key}" for name, key in MEGATRON_SIZES.items()}

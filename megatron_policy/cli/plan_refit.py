@@ -6,17 +6,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_policy.cli.options import Dtype, Precision
 from megatron_policy.cli.output import CONFIG_ONLY
 from megatron_policy.cli.report import Report, layout_data
 from megatron_policy.cli.sizes import parse_size, show_size
-
-if TYPE_CHECKING:
-    from megatron_policy.converters.table import Table
-    from megatron_policy.parallel.topology import LayerSplit, Topology
-    from megatron_policy.refit.plan import RefitPlan, RefitTensor
+from megatron_policy.config.layout import checked_topology, layer_split
+from megatron_policy.config.parallel_sizes import keys_of_sizes
+from megatron_policy.config.policy_config import PolicyConfig, least_section
+from megatron_policy.convert.headers import read_headers
+from megatron_policy.converters.formats.hf_config import CONFIG
+from megatron_policy.converters.formats.hf_names import holds_weights
+from megatron_policy.converters.rows.shards import split_dimension
+from megatron_policy.converters.table import Table, bind
+from megatron_policy.dtypes import dtype_named
+from megatron_policy.errors import ConversionError
+from megatron_policy.parallel.topology import LayerSplit, Topology, ranges
+from megatron_policy.refit.plan import RefitPlan, RefitTensor, packed
+from megatron_policy.refit.planning import RefitModel, plan_refit
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,6 @@ def report_refit(planned: PlannedRefit, tensors: bool) -> Report:
 
 def _lines(planned: PlannedRefit) -> Iterator[str]:
     """Totals, what each stage owns, what is exchanged, and the cost."""
-    from megatron_policy.parallel.topology import ranges
-
     plan, table, topology = planned.plan, planned.table, planned.topology
     axes = " x ".join(f"{axis} {getattr(topology, axis)}" for axis in ("pp", "dp", "cp", "tp"))
     if table.architecture.moe is not None:
@@ -92,8 +98,6 @@ def _tensor_lines(planned: PlannedRefit) -> Iterator[str]:
     """One line per tensor, in the order in which they are sent, with the bucket or those over which
     it is spread.
     """
-    from megatron_policy.converters.rows.shards import split_dimension
-
     split: dict[str, str] = {}
     for entry in planned.table.exported():
         dim = split_dimension(entry.row, planned.table.architecture)
@@ -117,8 +121,6 @@ def _tensor_lines(planned: PlannedRefit) -> Iterator[str]:
 
 def _in_buckets(plan: RefitPlan) -> list[list[RefitTensor]]:
     """The tensors with elements in each round, or in each pack if there is no exchange."""
-    from megatron_policy.refit.plan import packed
-
     buckets = []
     for exchange in plan.exchanges:
         if not exchange.gathers:
@@ -157,9 +159,6 @@ def _as_data(planned: PlannedRefit, tensors: bool) -> dict[str, Any]:
 
 def with_config(source: str) -> str:
     """The source, or the config.json of a directory that has no weights beside it."""
-    from megatron_policy.converters.formats.hf_config import CONFIG
-    from megatron_policy.converters.formats.hf_names import holds_weights
-
     root = Path(source).expanduser()
     if (root / CONFIG).is_file() and not any(holds_weights(f.name) for f in root.iterdir()):
         return str(root / CONFIG)
@@ -175,15 +174,6 @@ def refit_of(
     precision: Precision,
 ) -> PlannedRefit:
     """Plan a refit of `source` under a layout of these `sizes` over so many `ranks`."""
-    from megatron_policy.config.layout import checked_topology, layer_split
-    from megatron_policy.config.parallel_sizes import keys_of_sizes
-    from megatron_policy.config.policy_config import PolicyConfig, least_section
-    from megatron_policy.convert.headers import read_headers
-    from megatron_policy.converters.table import bind
-    from megatron_policy.dtypes import dtype_named
-    from megatron_policy.errors import ConversionError
-    from megatron_policy.refit.planning import RefitModel, plan_refit
-
     source = with_config(source)
     seen = read_headers(source)
     table = bind(seen.config)

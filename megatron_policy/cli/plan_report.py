@@ -1,48 +1,29 @@
-"""What plans are of, and what is reported of them."""
+"""What is reported of plans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import yaml
 
 from megatron_policy.cli.report import Report, layout_data
 from megatron_policy.cli.sizes import show_gib
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.megatron_sections import RecomputedModule
+from megatron_policy.config.parallel_sizes import keys_of_sizes, parallel_sizes
+from megatron_policy.errors import ConfigError
+from megatron_policy.estimate.plan import SearchResult, StepPlan
 from megatron_policy.estimate.sizes import show_count
-
-if TYPE_CHECKING:
-    from megatron_policy.config import PolicyConfig
-    from megatron_policy.estimate.devices import DeviceFigures
-    from megatron_policy.estimate.plan import SearchResult, StepPlan
 
 SHOWN = 5
 """Plans of a search that are shown."""
 
 
-def device_of(name: str, memory: int | None, engine_gib: float | None) -> DeviceFigures:
-    """The GPU that plans are for, with another memory if it is given."""
-    from dataclasses import replace
-
-    from megatron_policy.errors import ConfigError
-    from megatron_policy.estimate.devices import SHORT
-
-    found = SHORT.get(name.upper())
-    if found is None:
-        raise ConfigError(f"--gpu {name} is not known: use one of {', '.join(SHORT)}")
-    return replace(
-        found,
-        memory_bytes=memory or found.memory_bytes,
-        engine_bytes=int((engine_gib or 0.0) * 2**30),
-    )
-
-
 def plans_of(found: StepPlan | SearchResult) -> Sequence[StepPlan]:
     """The plan, or all that a search came to, the best first."""
-    from megatron_policy.estimate.plan import SearchResult
-
     return found.plans if isinstance(found, SearchResult) else (found,)
 
 
@@ -52,8 +33,6 @@ def report_plans(
     """Report a plan, or the best that a search came to, with the section `policy` that has it: of
     its `base`, or without one the keys of its layout.
     """
-    from megatron_policy.estimate.plan import SearchResult
-
     shown = partial(_found_lines, base=base or {}) if isinstance(found, SearchResult) else lines
     plans = plans_of(found)[:SHOWN]
     return Report(lambda: [_as_data(each, base) for each in plans], shown(found, device))
@@ -72,20 +51,7 @@ def _as_data(plan: StepPlan, base: Mapping[str, Any] | None) -> dict[str, Any]:
         "peak_bytes": plan.peak,
         "usable_bytes": plan.usable,
         "microbatches": plan.schedule.microbatches,
-        "stages": [
-            {
-                "layers": sum(map(len, chunks)),
-                "parameter_bytes": stage.states.parameters,
-                "gradient_bytes": stage.states.gradients,
-                "main_parameter_bytes": stage.states.main_parameters,
-                "moment_bytes": stage.states.moments,
-                "activation_bytes": stage.activations,
-                "head_bytes": stage.head,
-                "step_bytes": stage.states.step,
-                "peak_bytes": stage.peak,
-            }
-            for chunks, stage in zip(plan.split.stages, plan.stages, strict=True)
-        ],
+        "stages": list(_stages(plan)),
         "refit_bytes": plan.refit_bytes,
         "host": {"reference_bytes": plan.reference_bytes, "staging_bytes": plan.staging_bytes},
         "model_flops": time.model_flops,
@@ -112,7 +78,14 @@ def lines(plan: StepPlan, device: str) -> Iterator[str]:
     )
     yield _batch_line(plan)
     yield "GiB on each rank, by stage"
-    yield from _table(_stage_cells(plan))
+    names = "stage layers parameters gradients main moments activations head step peak free"
+    cells = [names.split()]
+    for number, stage in enumerate(_stages(plan)):
+        layers, *sizes = stage.values()
+        free = plan.usable - stage["peak_bytes"]
+        gib = (f"{size / 2**30:.2f}" for size in (*sizes, free))
+        cells.append([str(number), str(layers), *gib])
+    yield from _table(cells)
     if any(stage.states.step for stage in plan.stages):
         yield "step: fp32 gradients in the optimizer's step, when no activations are there"
     state = "fits" if plan.fits else "DOES NOT FIT"
@@ -140,25 +113,20 @@ def _batch_line(plan: StepPlan) -> str:
     )
 
 
-def _stage_cells(plan: StepPlan) -> list[list[str]]:
-    names = "stage layers parameters gradients main moments activations head step peak free"
-    cells = [names.split()]
-    for number, (chunks, stage) in enumerate(zip(plan.split.stages, plan.stages, strict=True)):
-        states = stage.states
-        sizes = (
-            states.parameters,
-            states.gradients,
-            states.main_parameters,
-            states.moments,
-            stage.activations,
-            stage.head,
-            stage.states.step,
-            stage.peak,
-            plan.usable - stage.peak,
-        )
-        layers = sum(map(len, chunks))
-        cells.append([str(number), str(layers), *(f"{size / 2**30:.2f}" for size in sizes)])
-    return cells
+def _stages(plan: StepPlan) -> Iterator[dict[str, int]]:
+    """The layers of each stage, and what its ranks need."""
+    for chunks, stage in zip(plan.split.stages, plan.stages, strict=True):
+        yield {
+            "layers": sum(map(len, chunks)),
+            "parameter_bytes": stage.states.parameters,
+            "gradient_bytes": stage.states.gradients,
+            "main_parameter_bytes": stage.states.main_parameters,
+            "moment_bytes": stage.states.moments,
+            "activation_bytes": stage.activations,
+            "head_bytes": stage.head,
+            "step_bytes": stage.states.step,
+            "peak_bytes": stage.peak,
+        }
 
 
 def _time_lines(plan: StepPlan) -> Iterator[str]:
@@ -189,7 +157,13 @@ def _found_lines(found: SearchResult, device: str, base: Mapping[str, Any]) -> I
         yield f"{len(found.fitting)} of {total} plans fit on {ranks} {device}; the best"
     else:
         yield f"none of {len(plans)} plans fits on {ranks} {device}; the smallest"
-    yield from _table([_HEADER, *(_row(plan) for plan in plans[:SHOWN])])
+    cells = [["tp", "pp", "vpp", "cp", "ep", "dp", "recompute", "GiB", "least", "serial", "mainly"]]
+    for plan in plans[:SHOWN]:
+        at, time = plan.topology, plan.time
+        sizes = map(str, (at.tp, at.pp, at.vpp, at.cp, at.ep, at.dp))
+        times = (f"{time.overlapped:.3g}", f"{time.serial:.3g}", dearest(plan))
+        cells.append([*sizes, recomputation(plan.config), f"{plan.peak / 2**30:.1f}", *times])
+    yield from _table(cells)
     if not found.fitting:
         yield _batch_line(plans[0])
         return
@@ -199,21 +173,6 @@ def _found_lines(found: SearchResult, device: str, base: Mapping[str, Any]) -> I
     section = {"policy": policy_section(plans[0], base)}
     yield f"a CONFIG that has it, with --gpus {ranks}:"
     yield from yaml.safe_dump(section, sort_keys=False).splitlines()
-
-
-_HEADER = ["tp", "pp", "vpp", "cp", "ep", "dp", "recompute", "GiB", "least", "serial", "mainly"]
-
-
-def _row(plan: StepPlan) -> list[str]:
-    at, time = plan.topology, plan.time
-    return [
-        *(str(size) for size in (at.tp, at.pp, at.vpp, at.cp, at.ep, at.dp)),
-        recomputation(plan.config),
-        f"{plan.peak / 2**30:.1f}",
-        f"{time.overlapped:.3g}",
-        f"{time.serial:.3g}",
-        dearest(plan),
-    ]
 
 
 def dearest(plan: StepPlan) -> str:
@@ -250,9 +209,6 @@ def recomputation_keys(text: str) -> dict[str, Any]:
     how: dict[str, Any] = {"activation_checkpointing": True, "recompute_granularity": "full"}
     if text == "full":
         return how
-    from megatron_policy.config.megatron_sections import RecomputedModule
-    from megatron_policy.errors import ConfigError
-
     known = get_args(RecomputedModule)
     if unknown := [name for name in text.split("+") if name not in known]:
         raise ConfigError(
@@ -264,8 +220,6 @@ def recomputation_keys(text: str) -> dict[str, Any]:
 
 def megatron_keys(plan: StepPlan) -> dict[str, Any]:
     """The keys of `megatron_cfg` by which the plan differs from others of a search."""
-    from megatron_policy.config.parallel_sizes import keys_of_sizes, parallel_sizes
-
     sizes = asdict(parallel_sizes(plan.config)) | {"etp": plan.topology.expert_tp}
     if not plan.architecture.moe:
         sizes |= {"ep": None, "etp": None}
@@ -280,8 +234,6 @@ def policy_section(plan: StepPlan, base: Mapping[str, Any]) -> dict[str, Any]:
 
 def layout_options(plan: StepPlan) -> str:
     """The options of `plan --model` that ask for this plan."""
-    from megatron_policy.config.parallel_sizes import parallel_sizes
-
     at, last = plan.topology, parallel_sizes(plan.config).last_layers
     axes = ("tp", "pp", "vpp", "cp", "dp", *(("ep",) if plan.architecture.moe else ()))
     options = [f"--{axis} {getattr(at, axis)}" for axis in axes if getattr(at, axis) > 1]

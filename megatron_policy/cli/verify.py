@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,6 @@ from megatron_policy.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megatron_policy.checkpoint.manifest import CheckpointManifest
-    from megatron_policy.convert.compare import Comparison
 
 COMPLETE = "complete: every digest matches"
 
@@ -82,17 +81,14 @@ def _compare(a: str, b: str, max_memory: int, config: str | None) -> Report:
         kinds = ", ".join(f"{kind} {count}" for kind, count in found.summary.items())
         lines = [f"{each.kind}: {each.message}" for each in found.differences]
         return _report(lines, data, f"{a} and {b} differ: tensors by kind: {kinds}")
-    return _report(_equal_lines(found, (a, b), digests), data)
-
-
-def _equal_lines(found: Comparison, paths: Sequence[str], digests: Sequence[bool]) -> Iterator[str]:
-    yield f"equal: {found.tensors} tensors, {show_size(found.nbytes)}"
+    lines = [f"equal: {found.tensors} tensors, {show_size(found.nbytes)}"]
     if found.skipped:
         first, *more = found.skipped
         others = f" and {len(more)} more" if more else ""
-        yield f"in only one of them, and unused: {first}{others}"
-    for path, has in zip(paths, digests, strict=True):
-        yield f"{path} {'matches its digests' if has else 'has no digests'}"
+        lines.append(f"in only one of them, and unused: {first}{others}")
+    for path, has in zip((a, b), digests, strict=True):
+        lines.append(f"{path} {'matches its digests' if has else 'has no digests'}")
+    return _report(lines, data)
 
 
 def _find_saved(path: str) -> Path | None:

@@ -207,10 +207,8 @@ def _describe_layers(view: LayoutView, stages: range) -> str:
         text = f"layers {first}, ... {ranges(chunks[0][-1])}"
     if len(stages) > 1:
         text += f", {min(sizes)} each" if len(sizes) == 1 else f", {min(sizes)} to {max(sizes)}"
-    ends = (["embedding"] if 0 in stages else []) + (
-        ["head"] if view.topology.pp - 1 in stages else []
-    )
-    return ", ".join([text, *ends])
+    ends = ((0, "embedding"), (view.topology.pp - 1, "head"))
+    return ", ".join([text, *(end for stage, end in ends if stage in stages)])
 
 
 _CELL_HEIGHT, _FRAME, _LABEL = 32, 6, 18
@@ -321,16 +319,13 @@ class _Ranks:
         canvas.box(x + 1, y + 1, width, _CELL_HEIGHT - 2)
         rank = at.rank(Coords(pp=0, dp=dp, cp=cp, tp=tp))
         canvas.text(middle, y + 10, f"rank {rank}", SMALL, align="center", bold=True)
-        names = [f"{axis} {at_}" for axis, at_ in (("tp", tp), ("cp", cp)) if self._size(axis) > 1]
+        places = (("tp", tp, at.tp), ("cp", cp, at.cp))
+        names = [f"{axis} {place}" for axis, place, size in places if size > 1]
         second = ", ".join(names)
         if self.view.experts is not None:
             held = at.experts_of(at.expert_coords(rank).ep, self.view.experts)
             second = f"exp {ranges(held)}"
         canvas.text(middle, y + 22, second, SMALL, align="center", color=FAINT)
-
-    def _size(self, axis: str) -> int:
-        size: int = getattr(self.view.topology, axis)
-        return size
 
     def _notes(self) -> list[str]:
         """What each axis shares out."""

@@ -171,7 +171,9 @@ def _draw_axis(canvas: Canvas, scale: _Scale, y: float) -> None:
     if scale.seconds < 2e-3:
         factor, unit = 1e6, "us"
     whole = scale.seconds * factor
-    step = _round_step(whole / 8)
+    # 1, 2 or 5 times a power of ten.
+    steps = (factor * 10.0**power for power in count(-9) for factor in (1, 2, 5))
+    step = next(step for step in steps if step >= whole / 8)
     canvas.line(_LEFT, y, _RIGHT, y)
     for number in range(int(whole / step) + 1):
         x = scale.x(scale.begin + number * step / factor)
@@ -180,9 +182,3 @@ def _draw_axis(canvas: Canvas, scale: _Scale, y: float) -> None:
     canvas.text(_RIGHT + 8, y + 13, unit, NORMAL, color=FAINT)
     note = "waits: the share of the time between the first pass and the last with no pass"
     canvas.text(_LEFT, y + 31, note, SMALL, color=FAINT)
-
-
-def _round_step(least: float) -> float:
-    """1, 2 or 5 times a power of ten, at least so large."""
-    steps = (factor * 10.0**power for power in count(-9) for factor in (1, 2, 5))
-    return next(step for step in steps if step >= least)

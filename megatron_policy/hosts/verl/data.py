@@ -82,7 +82,11 @@ def _read_tokens(data: TensorDict, lengths_B: torch.Tensor, width: int) -> torch
     inside_BS = positions_S < lengths_B.unsqueeze(1)
     responses = data.get("responses", None)
     if responses is not None:
-        starts_B = lengths_B - _response_lengths(data, responses)
+        if responses.is_nested:
+            read_B = offsets_of(responses).diff()
+        else:
+            read_B = data["attention_mask"].cpu()[:, -responses.size(1) :].sum(1)
+        starts_B = lengths_B - read_B
         read_BS: torch.Tensor = inside_BS & (positions_S >= starts_B.unsqueeze(1))
         return read_BS.long()
     mask: Any = data.get("loss_mask", None)
@@ -93,14 +97,6 @@ def _read_tokens(data: TensorDict, lengths_B: torch.Tensor, width: int) -> torch
         return inside_BS.long()
     counted_BS: torch.Tensor = _pad_rows(mask) != 0
     return counted_BS.long()
-
-
-def _response_lengths(data: TensorDict, responses: torch.Tensor) -> torch.Tensor:
-    """Int64 `[B]`: those of jagged responses, or by the attention mask of dense ones."""
-    if responses.is_nested:
-        return offsets_of(responses).diff()
-    mask: torch.Tensor = data["attention_mask"].cpu()
-    return mask[:, -responses.size(1) :].sum(1)
 
 
 def _pad_rows(jagged: Any) -> torch.Tensor:
