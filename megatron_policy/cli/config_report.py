@@ -15,7 +15,6 @@ from rich.table import Table
 
 from megatron_policy.cli.output import printable
 from megatron_policy.cli.report import Report, layout_data
-from megatron_policy.cli.sizes import show_gib
 from megatron_policy.config import PolicyConfig, ignored_keys
 from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.batching import batching_of
@@ -41,6 +40,7 @@ from megatron_policy.estimate.memory import (
     longest_row,
     stage_memory,
 )
+from megatron_policy.estimate.sizes import show_gib
 from megatron_policy.estimate.states import ModelRows
 from megatron_policy.parallel.topology import Topology
 

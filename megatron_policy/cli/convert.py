@@ -18,11 +18,12 @@ from megatron_policy.cli.options import (
     Dtype,
     MaxMemory,
     arguments_as_options,
+    parse_size,
 )
 from megatron_policy.cli.output import say
 from megatron_policy.cli.progress import transfer
 from megatron_policy.cli.report import Report, show
-from megatron_policy.cli.sizes import parse_size, show_size
+from megatron_policy.estimate.sizes import show_size
 
 if TYPE_CHECKING:
     from megatron_policy.convert import ConversionPlan, Report

@@ -1,7 +1,8 @@
-"""Options shared by several commands."""
+"""Options shared by several commands, and numbers of bytes as people write them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -10,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from megatron_policy.cli.sizes import parse_size
-
 MAX_MEMORY, LEAST_MEMORY = "2GiB", 2**20
+_DECIMAL, _BINARY = ("", "k", "m", "g", "t"), ("", "ki", "mi", "gi", "ti")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 
 class Dtype(StrEnum):
@@ -28,6 +29,27 @@ class Precision(StrEnum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "64MiB", "5GB" or "1048576"; a usage error listing the forms for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    prefix = match[2].lower() if match else "?"
+    if match is None or prefix == "i":
+        raise typer.BadParameter(f"{text!r} is not a size; write for example 64MiB, 5GB or 1048576")
+    unit = 1000 ** _DECIMAL.index(prefix) if prefix in _DECIMAL else 1024 ** _BINARY.index(prefix)
+    size = int(float(match[1]) * unit)
+    if size < 1:
+        raise typer.BadParameter(f"{text!r} is too small; it must be at least one byte")
+    return size
+
+
+def parse_gpu_memory(text: str) -> int:
+    """As `parse_size`, of a GPU's memory; a usage error below 1 GiB, which is a unit left out."""
+    size = parse_size(text)
+    if size < 2**30:
+        raise typer.BadParameter(f"{text} is {size} bytes, no GPU's memory; write {text}GiB")
+    return size
 
 
 def parse_memory(text: str) -> int:

@@ -22,7 +22,7 @@ from megatron_policy.cli.plan_pictures import (
     draw_step,
 )
 from megatron_policy.cli.report import show
-from megatron_policy.cli.sizes import show_gib
+from megatron_policy.estimate.sizes import show_gib
 
 
 def plan(

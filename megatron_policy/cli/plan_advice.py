@@ -13,7 +13,6 @@ from megatron_policy.cli.plan_report import (
     plans_of,
     recomputation,
 )
-from megatron_policy.cli.sizes import show_gib
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.devices import DeviceFigures
 from megatron_policy.estimate.plan import (
@@ -25,6 +24,7 @@ from megatron_policy.estimate.plan import (
     plan_of,
     search,
 )
+from megatron_policy.estimate.sizes import show_gib
 
 
 def advise(

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_policy.cli.options import Dtype, Precision
-from megatron_policy.cli.sizes import parse_gpu_memory, parse_size
+from megatron_policy.cli.options import Dtype, Precision, parse_gpu_memory, parse_size
 
 _Size = int | None
 Gpus = Annotated[_Size, typer.Option(min=1, help="Number of GPUs.")]

@@ -8,10 +8,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.cli.options import Dtype, Precision
+from megatron_policy.cli.options import Dtype, Precision, parse_size
 from megatron_policy.cli.output import CONFIG_ONLY
 from megatron_policy.cli.report import Report, layout_data
-from megatron_policy.cli.sizes import parse_size, show_size
 from megatron_policy.config.layout import checked_topology, layer_split
 from megatron_policy.config.parallel_sizes import keys_of_sizes
 from megatron_policy.config.policy_config import PolicyConfig, least_section
@@ -22,6 +21,7 @@ from megatron_policy.converters.rows.shards import split_dimension
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConversionError
+from megatron_policy.estimate.sizes import show_size
 from megatron_policy.parallel.topology import LayerSplit, Topology, ranges
 from megatron_policy.refit.plan import RefitPlan, RefitTensor, packed
 from megatron_policy.refit.planning import RefitModel, plan_refit

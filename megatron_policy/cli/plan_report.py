@@ -10,13 +10,12 @@ from typing import Any, get_args
 import yaml
 
 from megatron_policy.cli.report import Report, layout_data
-from megatron_policy.cli.sizes import show_gib
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.megatron_sections import RecomputedModule
 from megatron_policy.config.parallel_sizes import keys_of_sizes, parallel_sizes
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.plan import SearchResult, StepPlan
-from megatron_policy.estimate.sizes import show_count
+from megatron_policy.estimate.sizes import show_count, show_gib
 
 SHOWN = 5
 """Plans of a search that are shown."""
