@@ -16,7 +16,7 @@ _OF_EXPERTS = ("moe_", "freeze_moe_router", "expert_tensor_parallel_size")
 
 
 def notes_of(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
-    """A sentence each."""
+    """Report, a sentence each, what the author of a configuration may not expect of it."""
     yield from _note_lengths(config, architecture)
     if engine_of(config) is not Engine.MEGATRON_CORE:
         return

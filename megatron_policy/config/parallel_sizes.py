@@ -75,7 +75,7 @@ def transformers_settings(config: PolicySection) -> TransformersConfig:
 
 
 def model_copies(config: PolicySection, world_size: int) -> int:
-    """How many times the ranks of that engine have the whole model."""
+    """How many times so many ranks have the whole model, in shards or each in full."""
     if engine_of(config) is Engine.FSDP1 and config.fsdp_cfg.sharding_strategy == "no_shard":
         return world_size
     return parallel_sizes(config).replicas
