@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_policy.cli.output import printable
-from megatron_policy.cli.report import Report, layout_data
+from megatron_policy.cli.report import CommandReport, layout_data
 from megatron_policy.config import PolicyConfig, ignored_keys
 from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.batching import batching_of
@@ -137,9 +137,9 @@ def check_config(path: Path, overrides: Sequence[str], world_size: int | None) -
     return CheckedConfig(config, trained, topology, composed.others, unused, world_size is None)
 
 
-def report_config(checked: CheckedConfig, ignored: bool) -> Report:
+def report_config(checked: CheckedConfig, ignored: bool) -> CommandReport:
     """Report what a configuration comes to, if they are asked for with its `ignored` keys."""
-    return Report(partial(_as_data, checked), _tables(checked, ignored))
+    return CommandReport(partial(_as_data, checked), _tables(checked, ignored))
 
 
 def _tables(checked: CheckedConfig, ignored: bool) -> Iterator[Table]:

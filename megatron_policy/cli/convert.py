@@ -22,7 +22,7 @@ from megatron_policy.cli.options import (
 )
 from megatron_policy.cli.output import say
 from megatron_policy.cli.progress import transfer
-from megatron_policy.cli.report import Report, show
+from megatron_policy.cli.report import CommandReport, show
 from megatron_policy.estimate.sizes import show_size
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def convert(
         with transfer("converted") as tell:
             done = convert(source, destination, overwrite=overwrite, progress=tell, **settings)
         end = {"dry_run": False, "digest": done.digest}
-        show(Report(lambda: _as_data(done.plan) | end, _lines(done)), as_json)
+        show(CommandReport(lambda: _as_data(done.plan) | end, _lines(done)), as_json)
 
 
 def _show_plan(plan: ConversionPlan, overwrite: bool, tensors: bool, as_json: bool) -> None:
@@ -166,7 +166,7 @@ def _show_plan(plan: ConversionPlan, overwrite: bool, tensors: bool, as_json: bo
             }
             for tensor in plan.tensors
         ]
-    show(Report(lambda: _as_data(plan) | end, plan.describe(tensors)), as_json)
+    show(CommandReport(lambda: _as_data(plan) | end, plan.describe(tensors)), as_json)
     if code:
         raise typer.Exit(code)
 

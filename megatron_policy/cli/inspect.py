@@ -14,7 +14,7 @@ import typer
 from megatron_policy.cli.failures import one_line, one_line_errors
 from megatron_policy.cli.options import AsJson, Config, Overrides, PolicyFile
 from megatron_policy.cli.output import CONFIG_ONLY
-from megatron_policy.cli.report import Report, show
+from megatron_policy.cli.report import CommandReport, show
 
 if TYPE_CHECKING:
     from megatron_policy.converters.inspection import Inspection, Weight
@@ -40,7 +40,7 @@ def inspect(
         inspection = _inspect(source, config)
     error = "; also: ".join(map(one_line, inspection.problems)) or None
     lines = _lines(inspection, every)
-    show(Report(lambda: asdict(inspection) | {"error": error}, lines, error), as_json)
+    show(CommandReport(lambda: asdict(inspection) | {"error": error}, lines, error), as_json)
 
 
 def inspect_config(

@@ -9,7 +9,7 @@ import typer
 
 from megatron_policy.cli.failures import one_line_errors
 from megatron_policy.cli.options import AsJson, Precision, keys_as_options
-from megatron_policy.cli.report import Report, show
+from megatron_policy.cli.report import CommandReport, show
 
 if TYPE_CHECKING:
     from megatron_policy.parity import Deviation, Parity
@@ -88,10 +88,10 @@ def _be_quiet() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def report_parity(result: Parity) -> Report:
+def report_parity(result: Parity) -> CommandReport:
     """Report how far apart the models are, and as an error what is beyond its limit."""
     error = None if result.holds else _complaint(result)
-    return Report(lambda: _as_data(result, error), _lines(result), error)
+    return CommandReport(lambda: _as_data(result, error), _lines(result), error)
 
 
 def _lines(result: Parity) -> Iterator[str]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import typer
 
 from megatron_policy.cli import plan_options as options
 from megatron_policy.cli.failures import one_line_errors
 from megatron_policy.cli.options import (
     AsJson,
+    Dtype,
     Overrides,
     PolicyFileOrNone,
     Precision,
@@ -23,6 +28,10 @@ from megatron_policy.cli.plan_pictures import (
 )
 from megatron_policy.cli.report import show
 from megatron_policy.estimate.sizes import show_gib
+
+if TYPE_CHECKING:
+    from megatron_policy.estimate.devices import DeviceFigures
+    from megatron_policy.estimate.plan import SearchResult, StepPlan
 
 
 def plan(
@@ -66,21 +75,13 @@ def plan(
     layout |= {"first_layers": first_layers, "last_layers": last_layers}
     trained = precision or Precision.bfloat16
     with one_line_errors(as_json):
-        from megatron_policy.cli import plan_inputs as inputs
-        from megatron_policy.cli.plan_advice import advise
-        from megatron_policy.cli.plan_refit import refit_of, report_refit
-        from megatron_policy.cli.plan_report import plans_of, report_plans
-
         options.refuse_unread(given)
         check_files(picture, timeline)
         if refit is not None:
-            with keys_as_options(uneven=True):
-                sizes = inputs.complete_sizes(layout)
-                ranks = inputs.count_ranks(sizes, dp, gpus)
-                planned = refit_of(refit, sizes, ranks, bucket_size, dtype, trained)
-                show(report_refit(planned, tensors), as_json)
-                draw_refit(planned, picture, as_json)
-            return
+            said = (bucket_size, dtype, trained, tensors, as_json)
+            return _show_refit(refit, layout, gpus, *said, picture)
+        from megatron_policy.cli import plan_inputs as inputs
+
         device = inputs.device_of(gpu or "H100", gpu_memory, beside_engine)
         if config is not None:
             base, found = inputs.plan_file(config, overrides, gpus, device, seq_len, as_json)
@@ -88,11 +89,60 @@ def plan(
             base = inputs.make_section(model, rows or 512, seq_len, mb_tokens, trained)
             found = inputs.plan_model(base, layout, gpus, device, seq_len, recompute)
     name = f"{(gpu or 'H100').upper()} of {show_gib(device.memory_bytes)}"
-    show(report_plans(found, name, None if config else base), as_json)
+    _show_step(found, name, None if config else base, as_json, picture, timeline)
+    _advise(found, base, config is not None, device, seq_len, as_json)
+
+
+def _show_refit(
+    source: str,
+    layout: dict[str, int | None],
+    gpus: int | None,
+    bucket_bytes: int | None,
+    dtype: Dtype | None,
+    precision: Precision,
+    tensors: bool,
+    as_json: bool,
+    picture: Path | None,
+) -> None:
+    from megatron_policy.cli.plan_inputs import complete_sizes, count_ranks
+    from megatron_policy.cli.plan_refit import refit_of, report_refit
+
+    with keys_as_options(uneven=True):
+        sizes = complete_sizes(layout)
+        ranks = count_ranks(sizes, layout["dp"], gpus)
+        planned = refit_of(source, sizes, ranks, bucket_bytes, dtype, precision)
+        show(report_refit(planned, tensors), as_json)
+        draw_refit(planned, picture, as_json)
+
+
+def _show_step(
+    found: StepPlan | SearchResult,
+    device: str,
+    base: Mapping[str, Any] | None,
+    as_json: bool,
+    picture: Path | None,
+    timeline: Path | None,
+) -> None:
+    from megatron_policy.cli.plan_report import plans_of, report_plans
+
+    show(report_plans(found, device, base), as_json)
     if plans := plans_of(found):
         with one_line_errors(as_json):
-            draw_step(plans[0], name, picture, timeline, as_json)
-    advice = list(advise(found, base, config is not None, device, seq_len))
+            draw_step(plans[0], device, picture, timeline, as_json)
+
+
+def _advise(
+    found: StepPlan | SearchResult,
+    base: Mapping[str, Any],
+    of_config: bool,
+    device: DeviceFigures,
+    length: int | None,
+    as_json: bool,
+) -> None:
+    """Say what would fit, if nothing does, and end the command."""
+    from megatron_policy.cli.plan_advice import advise
+
+    advice = list(advise(found, base, of_config, device, length))
     for line in advice:
         say(line, err=as_json)
     if advice:

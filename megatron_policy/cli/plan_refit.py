@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_policy.cli.options import Dtype, Precision, parse_size
 from megatron_policy.cli.output import CONFIG_ONLY
-from megatron_policy.cli.report import Report, layout_data
+from megatron_policy.cli.report import CommandReport, layout_data
 from megatron_policy.config.layout import checked_topology, layer_split
 from megatron_policy.config.parallel_sizes import keys_of_sizes
 from megatron_policy.config.policy_config import PolicyConfig, least_section
@@ -39,10 +39,10 @@ class PlannedRefit:
     """Whether there is no checkpoint, only a config."""
 
 
-def report_refit(planned: PlannedRefit, tensors: bool) -> Report:
+def report_refit(planned: PlannedRefit, tensors: bool) -> CommandReport:
     """Report what a refit would move, if wanted with each of its `tensors`."""
     listed = _tensor_lines(planned) if tensors else ()
-    return Report(lambda: _as_data(planned, tensors), chain(_lines(planned), listed))
+    return CommandReport(lambda: _as_data(planned, tensors), chain(_lines(planned), listed))
 
 
 def _lines(planned: PlannedRefit) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import yaml
 
-from megatron_policy.cli.report import Report, layout_data
+from megatron_policy.cli.report import CommandReport, layout_data
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.megatron_sections import RecomputedModule
 from megatron_policy.config.parallel_sizes import keys_of_sizes, parallel_sizes
@@ -28,13 +28,13 @@ def plans_of(found: StepPlan | SearchResult) -> Sequence[StepPlan]:
 
 def report_plans(
     found: StepPlan | SearchResult, device: str, base: Mapping[str, Any] | None
-) -> Report:
+) -> CommandReport:
     """Report a plan, or the best that a search came to, with the section `policy` that has it: of
     its `base`, or without one the keys of its layout.
     """
     shown = partial(_found_lines, base=base or {}) if isinstance(found, SearchResult) else lines
     plans = plans_of(found)[:SHOWN]
-    return Report(lambda: [_as_data(each, base) for each in plans], shown(found, device))
+    return CommandReport(lambda: [_as_data(each, base) for each in plans], shown(found, device))
 
 
 def _as_data(plan: StepPlan, base: Mapping[str, Any] | None) -> dict[str, Any]:

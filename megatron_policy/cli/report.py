@@ -20,7 +20,7 @@ _UNFOLDED = 10_000
 
 
 @dataclass(frozen=True)
-class Report:
+class CommandReport:
     """What a command found: `data` makes the document, `parts` are the same for people, and `error`
     says what is wrong with it, if anything is.
     """
@@ -30,7 +30,7 @@ class Report:
     error: str | None = None
 
 
-def show(report: Report, as_json: bool) -> None:
+def show(report: CommandReport, as_json: bool) -> None:
     """Print a report; one with an error ends the command."""
     if as_json:
         say_json(report.data())

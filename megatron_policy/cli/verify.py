@@ -12,7 +12,7 @@ import typer
 from megatron_policy.cli.failures import one_line, one_line_errors
 from megatron_policy.cli.options import MAX_MEMORY, AsJson, Config, MaxMemory, arguments_as_options
 from megatron_policy.cli.progress import transfer
-from megatron_policy.cli.report import Report, show
+from megatron_policy.cli.report import CommandReport, show
 from megatron_policy.errors import CheckpointError
 from megatron_policy.estimate.sizes import show_size
 
@@ -48,11 +48,11 @@ def verify(
     show(found, as_json)
 
 
-def _report(lines: Iterable[str], data: dict[str, Any], error: str | None = None) -> Report:
-    return Report(lambda: data | {"error": error and one_line(error)}, lines, error)
+def _report(lines: Iterable[str], data: dict[str, Any], error: str | None = None) -> CommandReport:
+    return CommandReport(lambda: data | {"error": error and one_line(error)}, lines, error)
 
 
-def _compare(a: str, b: str, max_memory: int, config: str | None) -> Report:
+def _compare(a: str, b: str, max_memory: int, config: str | None) -> CommandReport:
     from megatron_policy.convert import verify
 
     saved = [_find_saved(path) for path in (a, b)]
@@ -105,7 +105,7 @@ def _verify_saved(root: Path) -> CheckpointManifest:
         return verifying.verify(root, tell)
 
 
-def _check_saved(root: Path) -> Report:
+def _check_saved(root: Path) -> CommandReport:
     found = _verify_saved(root)
     versions = ", ".join(f"{name} {number}" for name, number in found.versions.items())
     sizes = {name: size for name, size in found.layout.items() if size is not None}
@@ -136,7 +136,7 @@ def _check_saved(root: Path) -> Report:
     return _report((*lines, COMPLETE), data)
 
 
-def _check_converted(path: str, max_memory: int, config: str | None) -> Report:
+def _check_converted(path: str, max_memory: int, config: str | None) -> CommandReport:
     from megatron_policy.convert import check
 
     with transfer("checked") as tell:

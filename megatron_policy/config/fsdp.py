@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from megatron_policy.config.numbers import Count, CountOrZero
-from megatron_policy.config.section import Item, Section
+from megatron_policy.config.section import Section, ValueSection
 
 SchedulerMilestones = dict[str, list[CountOrZero]]
 
@@ -94,14 +94,14 @@ class Fsdp1Config(TransformersConfig):
     """`policy.activation_checkpointing_enabled` if not given."""
 
 
-class PytorchOptimizerConfig(Item):
+class PytorchOptimizerConfig(ValueSection):
     """An optimizer by the path at which it is imported, such as torch.optim.AdamW."""
 
     name: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class SinglePytorchSchedulerConfig(Item):
+class SinglePytorchSchedulerConfig(ValueSection):
     """A schedule by the path at which it is imported, such as torch.optim.lr_scheduler.LinearLR."""
 
     name: str

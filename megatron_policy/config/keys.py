@@ -22,7 +22,7 @@ from megatron_policy.config.rules import (
     by_name,
     switched_off,
 )
-from megatron_policy.config.section import Item, Section
+from megatron_policy.config.section import Section, ValueSection
 from megatron_policy.config.sections import PolicySection
 
 _AUTOMODEL = Ignored("affects modules and sharding of the host's own DTensor worker only")
@@ -119,7 +119,7 @@ _NOT_APPLIED: dict[str, Rules] = {
 def _section_in(annotation: Any) -> type[Section] | None:
     """The section of keys that a field has, or can have."""
     for kind in get_args(annotation) or (annotation,):
-        if isclass(kind) and issubclass(kind, Section) and not issubclass(kind, Item):
+        if isclass(kind) and issubclass(kind, Section) and not issubclass(kind, ValueSection):
             return kind
     return None
 

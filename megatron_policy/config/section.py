@@ -31,7 +31,7 @@ class Section(BaseModel):
         return find_differences(self, None)
 
 
-class Item(Section):
+class ValueSection(Section):
     """A section that is one value, such as an item of a list: its fields are no keys."""
 
 

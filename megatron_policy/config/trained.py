@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from megatron_policy.config.numbers import Count, Factor, Momentum, Rate
-from megatron_policy.config.section import Dtype, Item, Section
+from megatron_policy.config.section import Dtype, Section, ValueSection
 
 
 def _refuse_text(value: Any) -> Any:
@@ -38,7 +38,7 @@ ParamRole = Literal[
 ]
 
 
-class ParamGroupConfig(Item):
+class ParamGroupConfig(ValueSection):
     """Parameters with one of `names` and one of `roles`, and how they are trained."""
 
     names: Names | None = None

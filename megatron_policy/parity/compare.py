@@ -8,7 +8,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import checked_topology
 from megatron_policy.convert.headers import read_headers
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.table import bind
+from megatron_policy.converters.table import Table, bind
 from megatron_policy.coordination.timeouts import COLLECTIVE_TIMEOUT_S, checked_timeout
 from megatron_policy.device import accelerators
 from megatron_policy.errors import ConfigError
@@ -60,9 +60,7 @@ def compare(
     checked_timeout(timeout_s)
     if tolerance is not None and not 0.0 <= tolerance < math.inf:
         raise ConfigError(f"tolerance is {tolerance}: give a finite number, 0 or more")
-    seen = read_headers(model)
-    table = bind(seen.config)
-    table.check_hf(seen.shapes, seen.dtypes)
+    table = _bind_table(model)
     arch = table.architecture
     _check(arch, tokens, tp * pp)
     job = Job(
@@ -96,6 +94,13 @@ def compare(
         layers,
         *limits,
     )
+
+
+def _bind_table(model: str) -> Table:
+    seen = read_headers(model)
+    table = bind(seen.config)
+    table.check_hf(seen.shapes, seen.dtypes)
+    return table
 
 
 def _check(arch: Architecture, tokens: int, world: int) -> None:
