@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any, get_args
 
 import yaml
@@ -32,9 +31,12 @@ def report_plans(
     """Report a plan, or the best that a search came to, with the section `policy` that has it: of
     its `base`, or without one the keys of its layout.
     """
-    shown = partial(_found_lines, base=base or {}) if isinstance(found, SearchResult) else lines
+    if isinstance(found, SearchResult):
+        parts = _found_lines(found, device, base or {})
+    else:
+        parts = lines(found, device)
     plans = plans_of(found)[:SHOWN]
-    return CommandReport(lambda: [_as_data(each, base) for each in plans], shown(found, device))
+    return CommandReport(lambda: [_as_data(each, base) for each in plans], parts)
 
 
 def _as_data(plan: StepPlan, base: Mapping[str, Any] | None) -> dict[str, Any]:

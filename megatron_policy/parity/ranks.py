@@ -119,8 +119,8 @@ def _check(folder: Path, codes: Sequence[int]) -> None:
     # A rank that was killed is the cause; the others fail because they wait for it.
     for rank in sorted(failed, key=lambda rank: (codes[rank] > 0, rank)):
         code = codes[rank]
-        if (report := reports.get(rank)) is not None:
-            what = f"failed: {report['kind']}: {report['message']}"
+        if (found := reports.get(rank)) is not None:
+            what = f"failed: {found['kind']}: {found['message']}"
         else:
             log = (folder / _LOG.format(rank)).read_text(errors="replace").strip().splitlines()
             ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else ""

@@ -114,8 +114,7 @@ class Canvas:
         self._figure.set_dpi(_DPI * _SHARPNESS)
         if path.suffix.lower() == ".svg":
             # Names that are the same each time, and text as text.
-            style = {"svg.hashsalt": "megatron-policy", "svg.fonttype": "none"}
-            with rc_context(style):
+            with rc_context({"svg.hashsalt": "megatron-policy", "svg.fonttype": "none"}):
                 self._figure.savefig(path, metadata={"Date": None})
             return
         import numpy as np

@@ -14,7 +14,8 @@ from typing import Any
 from megatron_policy.config.keys import KEYS
 from megatron_policy.config.rules import Applied, Ignored, Rejected, asks_for_nothing
 from megatron_policy.errors import ConfigError
-from megatron_policy.hosts.verl.keys import SAME_AS, SECTIONS, Accepted, rule_of
+from megatron_policy.hosts.verl.keys import SAME_AS, SECTIONS, rule_of
+from megatron_policy.hosts.verl.megatron_fields import Accepted
 
 _NESTED = ("lora", "mtp", "qat", "router_replay", "override_config", "policy")
 _PATH = re.compile(r"\bpolicy\.(\w+(?:\.\w+)*)")
