@@ -144,6 +144,7 @@ def _sections(prefix: str, section: type[Section] | None) -> Iterator[tuple[str,
 
 SECTIONS: dict[str, Rules] = dict(_sections("", PolicySection))
 """Rules by the path of a section, with its trailing dot; `*` stands for any other key of it."""
+assert _NOT_APPLIED.keys() <= SECTIONS.keys(), "a table is of no section"
 
 KEYS: dict[str, Rule] = {
     prefix + name: rule for prefix, rules in SECTIONS.items() for name, rule in rules.items()

@@ -54,7 +54,9 @@ names that have one rule are one text, separated by whitespace.
 
 def by_name(table: Rules) -> Rules:
     """The rules of a table by each name alone."""
-    return {name: rule for names, rule in table.items() for name in names.split()}
+    rules = {name: rule for names, rule in table.items() for name in names.split()}
+    assert len(rules) == sum(len(names.split()) for names in table), "a name has two rules"
+    return rules
 
 
 def switched_off(why: str, what: str, names: str) -> Rules:
