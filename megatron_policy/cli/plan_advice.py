@@ -11,7 +11,6 @@ from megatron_policy.cli.plan_report import (
     layout_options,
     megatron_keys,
     plans_of,
-    recomputation,
 )
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.devices import DeviceFigures
@@ -89,7 +88,7 @@ def _describe_layout(
         )
     return (
         f"another layout fits on {show_gpus(plan.topology.world_size)}: {layout_of(other)}, "
-        f"recompute {recomputation(other.config)}; give {ways}"
+        f"recompute {other.config.megatron_cfg.recomputation}; give {ways}"
     )
 
 

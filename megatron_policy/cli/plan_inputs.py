@@ -10,8 +10,8 @@ from typing import Any
 from megatron_policy.cli.config_report import fewest_ranks
 from megatron_policy.cli.options import Precision, keys_as_options
 from megatron_policy.cli.output import say
+from megatron_policy.cli.plan_options import parse_recompute
 from megatron_policy.cli.plan_refit import with_config
-from megatron_policy.cli.plan_report import recomputation_keys
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.adapters import trained_table
 from megatron_policy.config.composed import compose
@@ -138,7 +138,7 @@ def plan_model(
             raise ConfigError("--recompute needs a layout (--tp and so on): a search tries all")
         return search(base, rows, gpus, device, length)
     sizes = complete_sizes(layout)
-    keys = keys_of_sizes(sizes) | recomputation_keys(recompute or "none")
+    keys = keys_of_sizes(sizes) | parse_recompute(recompute or "none")
     with keys_as_options(uneven=True):
         config = PolicyConfig.parse({**base, "megatron_cfg": {**base["megatron_cfg"], **keys}})
         ranks = count_ranks(sizes, layout["dp"], gpus, fewest_ranks(config))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
 from megatron_policy.cli.report import CommandReport, layout_data
-from megatron_policy.config import PolicyConfig
-from megatron_policy.config.megatron_sections import RecomputedModule
+from megatron_policy.config.megatron_sections import recompute_keys
 from megatron_policy.config.parallel_sizes import keys_of_sizes, parallel_sizes
-from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.plan import SearchResult, StepPlan
 from megatron_policy.estimate.sizes import show_count, show_gib
 
@@ -45,7 +43,7 @@ def _as_data(plan: StepPlan, base: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         "ranks": topology.world_size,
         "layout": layout_data(topology),
-        "recompute": recomputation(plan.config),
+        "recompute": plan.config.megatron_cfg.recomputation,
         "megatron_cfg": policy_section(plan, base or {})["megatron_cfg"],
         "policy": None if base is None else policy_section(plan, base),
         "fits": plan.fits,
@@ -75,7 +73,7 @@ def lines(plan: StepPlan, device: str) -> Iterator[str]:
     arch = plan.architecture
     yield (
         f"{arch.num_layers} layers of width {arch.hidden_size} on {plan.topology.world_size} "
-        f"{device}: {layout_of(plan)}, recompute {recomputation(plan.config)}"
+        f"{device}: {layout_of(plan)}, recompute {plan.config.megatron_cfg.recomputation}"
     )
     yield _batch_line(plan)
     yield "GiB on each rank, by stage"
@@ -163,7 +161,9 @@ def _found_lines(found: SearchResult, device: str, base: Mapping[str, Any]) -> I
         at, time = plan.topology, plan.time
         sizes = map(str, (at.tp, at.pp, at.vpp, at.cp, at.ep, at.dp))
         times = (f"{time.overlapped:.3g}", f"{time.serial:.3g}", dearest(plan))
-        cells.append([*sizes, recomputation(plan.config), f"{plan.peak / 2**30:.1f}", *times])
+        cells.append(
+            [*sizes, plan.config.megatron_cfg.recomputation, f"{plan.peak / 2**30:.1f}", *times]
+        )
     yield from _table(cells)
     if not found.fitting:
         yield _batch_line(plans[0])
@@ -195,36 +195,12 @@ def layout_of(plan: StepPlan) -> str:
     return text + (f", experts ep {at.ep} x etp {at.expert_tp}" if plan.architecture.moe else "")
 
 
-def recomputation(config: PolicyConfig) -> str:
-    """Which activations are computed again."""
-    megatron = config.megatron_cfg
-    if megatron.recompute_granularity == "selective":
-        return "+".join(megatron.recompute_modules or ())
-    return megatron.recompute_granularity or "none"
-
-
-def recomputation_keys(text: str) -> dict[str, Any]:
-    """The keys of `megatron_cfg` for what `recomputation` names."""
-    if text == "none":
-        return {"activation_checkpointing": False}
-    how: dict[str, Any] = {"activation_checkpointing": True, "recompute_granularity": "full"}
-    if text == "full":
-        return how
-    known = get_args(RecomputedModule)
-    if unknown := [name for name in text.split("+") if name not in known]:
-        raise ConfigError(
-            f"--recompute {text}: {unknown[0]!r} is not known; give none, full, or modules of "
-            f"{', '.join(known)} joined by +"
-        )
-    return how | {"recompute_granularity": "selective", "recompute_modules": text.split("+")}
-
-
 def megatron_keys(plan: StepPlan) -> dict[str, Any]:
     """The keys of `megatron_cfg` by which the plan differs from others of a search."""
     sizes = asdict(parallel_sizes(plan.config)) | {"etp": plan.topology.expert_tp}
     if not plan.architecture.moe:
         sizes |= {"ep": None, "etp": None}
-    how = recomputation_keys(recomputation(plan.config))
+    how = recompute_keys(plan.config.megatron_cfg.recomputation)
     return {"enabled": True, **keys_of_sizes(sizes), **how}
 
 
@@ -242,7 +218,7 @@ def layout_options(plan: StepPlan) -> str:
         options.append(f"--etp {at.expert_tp}")
     if last is not None:
         options.append(f"--last-layers {last}")
-    options.append(f"--recompute {recomputation(plan.config)}")
+    options.append(f"--recompute {plan.config.megatron_cfg.recomputation}")
     return " ".join(options)
 
 

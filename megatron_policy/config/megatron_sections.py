@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -246,8 +246,25 @@ class MegatronConfig(Section):
     distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
+    @property
+    def recomputation(self) -> str:
+        """What is recomputed: "none", "full", or modules joined by +."""
+        if self.recompute_granularity == "selective":
+            return "+".join(self.recompute_modules or ())
+        return self.recompute_granularity or "none"
+
 
 RECOMPUTE_KEYS = tuple(
     name for name in MegatronConfig.model_fields if name.startswith("recompute_")
 )
 """The keys that say what is recomputed, if `activation_checkpointing` is on."""
+
+
+def recompute_keys(what: str) -> dict[str, Any]:
+    """The keys of `megatron_cfg` for what `MegatronConfig.recomputation` says."""
+    if what == "none":
+        return {"activation_checkpointing": False}
+    full: dict[str, Any] = {"activation_checkpointing": True, "recompute_granularity": "full"}
+    if what == "full":
+        return full
+    return full | {"recompute_granularity": "selective", "recompute_modules": what.split("+")}

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import checked_topology, layer_split
-from megatron_policy.config.megatron_sections import RECOMPUTE_KEYS
+from megatron_policy.config.megatron_sections import RECOMPUTE_KEYS, recompute_keys
 from megatron_policy.config.parallel_sizes import (
     MEGATRON_SIZES,
     Engine,
@@ -259,15 +259,7 @@ def _layouts(arch: Architecture, ranks: int, length: int) -> Iterator[dict[str, 
                             yield keys_of_sizes(sizes | experts | split) | recompute
 
 
-_RECOMPUTATIONS: tuple[dict[str, Any], ...] = (
-    {"activation_checkpointing": False},
-    {
-        "activation_checkpointing": True,
-        "recompute_granularity": "selective",
-        "recompute_modules": ["layernorm", "mlp"],
-    },
-    {"activation_checkpointing": True, "recompute_granularity": "full"},
-)
+_RECOMPUTATIONS = [recompute_keys(what) for what in ("none", "layernorm+mlp", "full")]
 
 
 def _splits(layers: int, pp: int) -> Iterator[dict[str, int]]:
