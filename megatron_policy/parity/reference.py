@@ -55,8 +55,16 @@ def _load(model: str, dtype: str) -> Any:
     root = locate(model)
     config = written_config(root)
     family_of(str(config.get("model_type")))
-    if config.get("quantization_config") is not None:
-        raise ConfigError(f"{model}: {_refusal(config['quantization_config'])}")
+    if (section := config.get("quantization_config")) is not None:
+        if quantisation.scheme_of(section) is None:
+            why = quantisation.refusal(section)
+        else:
+            why = (
+                f"the checkpoint is quantised to {quantisation.named(section)}, and a reference is "
+                "not; convert it to Megatron-Core's format and back, which writes bfloat16, and "
+                "compare that"
+            )
+        raise ConfigError(f"{model}: {why}")
     files = inventory(root)
     with for_transformers(config) as folder:
         _link(files, folder)
@@ -70,16 +78,6 @@ def _load(model: str, dtype: str) -> Any:
     chosen = getattr(hf.config, "_attn_implementation", None)
     assert chosen == "eager", f"transformers chose {chosen!r}"
     return hf.to(current_device()).eval()
-
-
-def _refusal(section: Any) -> str:
-    """Why a checkpoint with this `quantization_config` cannot be a reference, and what to do."""
-    if quantisation.scheme_of(section) is None:
-        return quantisation.refusal(section)
-    return (
-        f"the checkpoint is quantised to {quantisation.named(section)}, and a reference is not; "
-        "convert it to Megatron-Core's format and back, which writes bfloat16, and compare that"
-    )
 
 
 def _link(files: Mapping[Path, Mapping[str, Extent]], folder: Path) -> None:
