@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from megatron_policy.cli.convert import convert
-from megatron_policy.cli.inspect import inspect
-from megatron_policy.cli.inspect_config import inspect_config
+from megatron_policy.cli.inspect import inspect, inspect_config
 from megatron_policy.cli.parity import parity
 from megatron_policy.cli.plan import plan
 from megatron_policy.cli.run import AS_PYTHON, run

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,14 +18,15 @@ from megatron_policy.cli.options import (
     Dtype,
     MaxMemory,
     arguments_as_options,
+    parse_size,
 )
-from megatron_policy.cli.output import say, say_json
+from megatron_policy.cli.output import say
 from megatron_policy.cli.progress import transfer
-from megatron_policy.cli.sizes import parse_size, show_size
+from megatron_policy.cli.report import CommandReport, show
+from megatron_policy.estimate.sizes import show_size
 
 if TYPE_CHECKING:
     from megatron_policy.convert import ConversionPlan, Report
-    from megatron_policy.convert.planned import PlannedTensor
 
 
 class Format(StrEnum):
@@ -76,19 +77,6 @@ Tensors = Annotated[
 ]
 
 
-class _Settings(TypedDict):
-    """Arguments shared by a conversion and its plan."""
-
-    to: str
-    dtype: str | None
-    max_memory: int
-    max_shard_size: int
-    config: str | None
-    base: str | None
-    merge: bool
-    hf_config_overrides: dict[str, Any]
-
-
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to read.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The directory to make.")],
@@ -124,13 +112,15 @@ def convert(
     SRC can have adapters alone: a directory of PEFT, or a training checkpoint. DST appears when it
     is complete. An interrupted run can simply be repeated.
     """
-    _refuse_itself(source, destination)
+    first, second = (os.path.realpath(os.path.expanduser(path)) for path in (source, destination))
+    if first == second:
+        raise typer.BadParameter(f"SRC and DST are both {destination}; DST must be another path")
     if tensors and not dry_run:
         raise typer.BadParameter("--tensors lists what --dry-run would write: add it")
     with one_line_errors(as_json), arguments_as_options():
         from megatron_policy.convert import convert, plan_conversion
 
-        settings: _Settings = {
+        settings: dict[str, Any] = {
             "to": to.value,
             "dtype": None if dtype is None else dtype.value,
             "max_memory": max_memory,
@@ -142,41 +132,43 @@ def convert(
         }
         if dry_run:
             planned = plan_conversion(source, destination, **settings)
-            return _tell_plan(planned, overwrite, tensors, as_json)
+            return _show_plan(planned, overwrite, tensors, as_json)
         with transfer("converted") as tell:
-            report = convert(source, destination, overwrite=overwrite, progress=tell, **settings)
-        if as_json:
-            say_json(_plan_as_data(report.plan) | {"dry_run": False, "digest": report.digest})
-        for line in () if as_json else _lines(report):
-            say(line)
+            done = convert(source, destination, overwrite=overwrite, progress=tell, **settings)
+        end = {"dry_run": False, "digest": done.digest}
+        show(CommandReport(lambda: _as_data(done.plan) | end, _lines(done)), as_json)
 
 
-def _tell_plan(plan: ConversionPlan, overwrite: bool, tensors: bool, as_json: bool) -> None:
+def _show_plan(plan: ConversionPlan, overwrite: bool, tensors: bool, as_json: bool) -> None:
     """Print the plan; first, and with the exit code, what a conversion would fail with."""
-    error, code = _problem(plan, overwrite)
-    if error is not None:
-        say(f"error: {error}", err=True)
-    if as_json:
-        listed = {"written": list(map(_tensor_as_data, plan.tensors))} if tensors else {}
-        say_json(_plan_as_data(plan) | {"dry_run": True, "error": error} | listed)
-    for line in () if as_json else plan.describe(tensors):
-        say(line)
-    if error is not None:
-        raise typer.Exit(code)
-
-
-def _problem(plan: ConversionPlan, overwrite: bool) -> tuple[str | None, int]:
     from megatron_policy.convert.convert import check_destination
+    from megatron_policy.convert.planned import short
     from megatron_policy.errors import ConfigError, ExportError
 
+    end: dict[str, Any] = {"dry_run": True, "error": None}
+    code = 0
     try:
         with arguments_as_options():
             check_destination(plan, overwrite)
-    except ConfigError as error:
-        return one_line(str(error)), MISUNDERSTOOD
-    except ExportError as error:
-        return one_line(str(error)), FAILED
-    return None, 0
+    except (ConfigError, ExportError) as error:
+        end["error"] = one_line(str(error))
+        code = MISUNDERSTOOD if isinstance(error, ConfigError) else FAILED
+        say(f"error: {end['error']}", err=True)
+    if tensors:
+        end["written"] = [
+            {
+                "name": tensor.name,
+                "shape": list(tensor.shape),
+                "dtype": short(tensor.dtype),
+                "source_dtype": short(tensor.source_dtype),
+                "bytes": tensor.nbytes,
+                "keys": list(tensor.keys),
+            }
+            for tensor in plan.tensors
+        ]
+    show(CommandReport(lambda: _as_data(plan) | end, plan.describe(tensors)), as_json)
+    if code:
+        raise typer.Exit(code)
 
 
 def _lines(report: Report) -> Iterator[str]:
@@ -199,7 +191,7 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"skipped (no parameter uses them): {', '.join(plan.dropped)}"
 
 
-def _plan_as_data(plan: ConversionPlan) -> dict[str, Any]:
+def _as_data(plan: ConversionPlan) -> dict[str, Any]:
     return {
         "source": plan.source,
         "destination": plan.destination,
@@ -220,22 +212,3 @@ def _plan_as_data(plan: ConversionPlan) -> dict[str, Any]:
         "resume_with": plan.resumed_with or None,
         "dequantised": plan.dequantised or None,
     }
-
-
-def _tensor_as_data(tensor: PlannedTensor) -> dict[str, Any]:
-    from megatron_policy.convert.planned import short
-
-    return {
-        "name": tensor.name,
-        "shape": list(tensor.shape),
-        "dtype": short(tensor.dtype),
-        "source_dtype": short(tensor.source_dtype),
-        "bytes": tensor.nbytes,
-        "keys": list(tensor.keys),
-    }
-
-
-def _refuse_itself(source: str, destination: Path) -> None:
-    first, second = (os.path.realpath(os.path.expanduser(path)) for path in (source, destination))
-    if first == second:
-        raise typer.BadParameter(f"SRC and DST are both {destination}; DST must be another path")

@@ -68,10 +68,10 @@ def fail(message: str, code: int = FAILED, as_json: bool = False) -> NoReturn:
     """Print the error and exit; `as_json` also prints it as a document on stdout, which has to be
     the only one.
     """
-    said = one_line(message)
+    text = one_line(message)
     if as_json:
-        say_json({"error": said, "exit_code": code})
-    say(f"error: {said}", err=True)
+        say_json({"error": text, "exit_code": code})
+    say(f"error: {text}", err=True)
     raise typer.Exit(code)
 
 

@@ -1,19 +1,23 @@
-"""`inspect`: the family's table bound to a checkpoint, weight by weight and field by field."""
+"""`inspect`: the family's table bound to a checkpoint, weight by weight and field by field; and
+`inspect-config`: whether a configuration fits its model and ranks, and who holds what.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_policy.cli.failures import fail, one_line, one_line_errors
-from megatron_policy.cli.options import AsJson, Config
-from megatron_policy.cli.output import CONFIG_ONLY, say, say_json
+from megatron_policy.cli.failures import one_line, one_line_errors
+from megatron_policy.cli.options import AsJson, Config, Overrides, PolicyFile
+from megatron_policy.cli.output import CONFIG_ONLY
+from megatron_policy.cli.report import CommandReport, show
 
 if TYPE_CHECKING:
-    from megatron_policy.converters.config_fields import FieldUse
-    from megatron_policy.converters.inspection import Inspection, Loose, Weight
+    from megatron_policy.converters.inspection import Inspection, Weight
 
 
 def inspect(
@@ -35,14 +39,30 @@ def inspect(
     with one_line_errors(as_json):
         inspection = _inspect(source, config)
     error = "; also: ".join(map(one_line, inspection.problems)) or None
-    if as_json:
-        from dataclasses import asdict
+    lines = _lines(inspection, every)
+    show(CommandReport(lambda: asdict(inspection) | {"error": error}, lines, error), as_json)
 
-        say_json(asdict(inspection) | {"error": error})
-    for line in () if as_json else _lines(inspection, every):
-        say(line)
-    if error is not None:
-        fail(error)
+
+def inspect_config(
+    path: PolicyFile,
+    overrides: Overrides = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks; the fewest possible if not given.")
+    ] = None,
+    ignored: Annotated[
+        bool, typer.Option("--ignored", help="List the keys without effect, and why.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check a configuration against its model, and show which rank holds what and what fits.
+
+    CONFIG can be a whole file of NeMo RL: `defaults` and interpolations need OmegaConf.
+    """
+    with one_line_errors(as_json):
+        from megatron_policy.cli.config_report import check_config, report_config
+
+        checked = check_config(path, overrides or (), world_size)
+        show(report_config(checked, ignored), as_json)
 
 
 def _inspect(source: str, config: str | None) -> Inspection:
@@ -64,6 +84,7 @@ def _inspect(source: str, config: str | None) -> Inspection:
 
 
 def _lines(inspection: Inspection, every: bool) -> Iterator[str]:
+    from megatron_policy.converters.config_fields import shown
     from megatron_policy.converters.inspection import folded
 
     weights = inspection.weights if every else folded(inspection.weights)
@@ -79,15 +100,31 @@ def _lines(inspection: Inspection, every: bool) -> Iterator[str]:
         ("unmatched tensors", inspection.unmatched),
     ):
         if loose:
-            yield from ("", title, *map(_loose, loose))
-    yield from ("", inspection.fields_of, *map(_field, inspection.fields))
+            yield from ("", title)
+            yield from (f"  {t.name}  {list(t.shape)}  {t.dtype}: {t.why}" for t in loose)
+    yield from ("", inspection.fields_of)
+    for use in inspection.fields:
+        why = f": {use.why}" if use.why else ""
+        yield f"  {use.outcome:<10}  {use.name} = {shown(use.value)}{why}"
     yield ""
-    yield _total(inspection)
+    wrong = sum(any(weight.wrong) for weight in inspection.weights)
+    fields = Counter(use.outcome for use in inspection.fields)
+    yield (
+        f"{len(inspection.weights)} parameters, {wrong} without their tensors; "
+        f"{len(inspection.ignored)} tensors ignored, {len(inspection.unmatched)} unmatched; "
+        f"fields: {', '.join(f'{count} {outcome}' for outcome, count in fields.items())}"
+    )
 
 
 def _weight(weight: Weight, every: bool) -> Iterator[str]:
+    from megatron_policy.parallel.topology import ranges
+
     padding = f" + {weight.padding} rows of padding" if weight.padding else ""
-    where = "" if every else _where(weight)
+    where = ""
+    if weight.layers and not every:
+        where = f"  layers {ranges(weight.layers)}"
+    if weight.experts and not every:
+        where += f", experts {ranges(weight.experts)}"
     name, shape = _name(weight.megatron, weight, every), list(weight.shape)
     yield f"  {name}  {shape}{padding}  {weight.row}, {weight.split}{where}"
     for part, size, found, wrong in zip(
@@ -103,35 +140,3 @@ def _name(template: str, weight: Weight, every: bool) -> str:
     for mark, numbers in (("{layer}", weight.layers), ("{expert}", weight.experts)):
         template = template.replace(mark, ",".join(map(str, numbers)))
     return template
-
-
-def _where(weight: Weight) -> str:
-    from megatron_policy.parallel.topology import ranges
-
-    layers = f"  layers {ranges(weight.layers)}" if weight.layers else ""
-    return layers + (f", experts {ranges(weight.experts)}" if weight.experts else "")
-
-
-def _loose(tensor: Loose) -> str:
-    return f"  {tensor.name}  {list(tensor.shape)}  {tensor.dtype}: {tensor.why}"
-
-
-def _field(use: FieldUse) -> str:
-    from megatron_policy.converters.config_fields import shown
-
-    return f"  {use.outcome:<10}  {use.name} = {shown(use.value)}" + (
-        f": {use.why}" if use.why else ""
-    )
-
-
-def _total(inspection: Inspection) -> str:
-    from collections import Counter
-
-    wrong = sum(any(weight.wrong) for weight in inspection.weights)
-    fields = Counter(use.outcome for use in inspection.fields)
-    parts = [
-        f"{len(inspection.weights)} parameters, {wrong} without their tensors",
-        f"{len(inspection.ignored)} tensors ignored, {len(inspection.unmatched)} unmatched",
-        "fields: " + ", ".join(f"{count} {outcome}" for outcome, count in fields.items()),
-    ]
-    return "; ".join(parts)

@@ -1,8 +1,9 @@
-"""Options shared by several commands."""
+"""Options shared by several commands, and numbers of bytes as people write them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from megatron_policy.cli.sizes import parse_size
-
 MAX_MEMORY, LEAST_MEMORY = "2GiB", 2**20
+_DECIMAL, _BINARY = ("", "k", "m", "g", "t"), ("", "ki", "mi", "gi", "ti")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 
 class Dtype(StrEnum):
@@ -28,6 +29,27 @@ class Precision(StrEnum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "64MiB", "5GB" or "1048576"; a usage error listing the forms for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    prefix = match[2].lower() if match else "?"
+    if match is None or prefix == "i":
+        raise typer.BadParameter(f"{text!r} is not a size; write for example 64MiB, 5GB or 1048576")
+    unit = 1000 ** _DECIMAL.index(prefix) if prefix in _DECIMAL else 1024 ** _BINARY.index(prefix)
+    size = int(float(match[1]) * unit)
+    if size < 1:
+        raise typer.BadParameter(f"{text!r} is too small; it must be at least one byte")
+    return size
+
+
+def parse_gpu_memory(text: str) -> int:
+    """As `parse_size`, of a GPU's memory; a usage error below 1 GiB, which is a unit left out."""
+    size = parse_size(text)
+    if size < 2**30:
+        raise typer.BadParameter(f"{text} is {size} bytes, no GPU's memory; write {text}GiB")
+    return size
 
 
 def parse_memory(text: str) -> int:
@@ -68,17 +90,6 @@ Overrides = Annotated[
     ),
 ]
 
-_OPTION_OF_KEY = (
-    ("tensor_model_parallel_size", "--tp"),
-    ("virtual_pipeline_model_parallel_size", "--vpp"),
-    ("pipeline_model_parallel_size", "--pp"),
-    ("context_parallel_size", "--cp"),
-    ("expert_model_parallel_size", "--ep"),
-    ("expert_tensor_parallel_size", "--etp"),
-)
-_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-_WITHOUT_OPTION = f", or set {_UNEVEN[0]} or {_UNEVEN[1]}"
-
 _OPTION_OF_ARGUMENT = (
     ("overwrite=True", "--overwrite"),
     ("to='hf'", "--to hf"),
@@ -94,39 +105,39 @@ _OPTION_OF_ARGUMENT = (
 @contextmanager
 def arguments_as_options() -> Iterator[None]:
     """Replace the arguments of functions in errors by the command's options."""
+    with _replace_words(_OPTION_OF_ARGUMENT):
+        yield
+
+
+@contextmanager
+def keys_as_options(uneven: bool = False) -> Iterator[None]:
+    """Name a command's options in place of configuration keys in a ConfigError. Unless it has some
+    for `uneven` stages, the advice to set the layers of the first and the last one is left out.
+    """
+    from megatron_policy.config.parallel_sizes import MEGATRON_SIZES
+
+    ends = [key for name, key in MEGATRON_SIZES.items() if name.endswith("_layers")]
+    pairs = [] if uneven else [(f", or set {' or '.join(ends)}", "")]
+    for name, key in sorted(MEGATRON_SIZES.items(), key=lambda pair: -len(pair[1])):
+        option = f"--{name.replace('_', '-')}"
+        if name == "sequence_parallel":
+            pairs += [(f"policy.megatron_cfg.{key}=true", option), (f"{key}=true", option)]
+        elif uneven or key not in ends:
+            for written, named in ((f"{key}=", f"{option} "), (key, option)):
+                pairs += [(f"policy.megatron_cfg.{written}", named), (written, named)]
+    with _replace_words([*pairs, ("policy.megatron_cfg: ", "")]):
+        yield
+
+
+@contextmanager
+def _replace_words(pairs: Iterable[tuple[str, str]]) -> Iterator[None]:
+    """Replace words in the message of a ConfigError of this context."""
     from megatron_policy.errors import ConfigError
 
     try:
         yield
     except ConfigError as error:
         message = str(error)
-        for written, said in _OPTION_OF_ARGUMENT:
-            message = message.replace(written, said)
+        for written, named in pairs:
+            message = message.replace(written, named)
         raise ConfigError(message) from error
-
-
-@contextmanager
-def keys_as_options(uneven: tuple[str, str] | None = None) -> Iterator[None]:
-    """Name a command's options in place of configuration keys in a ConfigError.
-
-    `uneven` are the options for the layers of the first and the last stage. Without them, the
-    advice to set these keys is left out.
-    """
-    from megatron_policy.errors import ConfigError
-
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(_in_options(str(error), uneven)) from error
-
-
-def _in_options(message: str, uneven: tuple[str, str] | None) -> str:
-    if uneven is None:
-        message = message.replace(_WITHOUT_OPTION, "")
-    for key, option in (*_OPTION_OF_KEY, *zip(_UNEVEN, uneven or (), strict=False)):
-        for written, said in ((f"{key}=", f"{option} "), (key, option)):
-            message = message.replace(f"policy.megatron_cfg.{written}", said)
-            message = message.replace(written, said)
-    for written, said in (("sequence_parallel=true", "--sequence-parallel"),):
-        message = message.replace(f"policy.megatron_cfg.{written}", said).replace(written, said)
-    return message.replace("policy.megatron_cfg: ", "")

@@ -23,11 +23,11 @@ def say(line: str, err: bool = False) -> None:
     """
     text = printable(line)
     if (sys.stderr if err else sys.stdout).isatty():
-        text = _folded(text, shutil.get_terminal_size().columns)
+        text = _fold(text, shutil.get_terminal_size().columns)
     typer.echo(text, err=err)
 
 
-def _folded(text: str, width: int) -> str:
+def _fold(text: str, width: int) -> str:
     below = " " * (len(text) - len(text.lstrip()) + 4)
     if len(text) <= width or width <= 2 * len(below):
         return text

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_policy.cli.failures import fail, one_line_errors
+from megatron_policy.cli.failures import one_line_errors
 from megatron_policy.cli.options import AsJson, Precision, keys_as_options
-from megatron_policy.cli.output import say, say_json
+from megatron_policy.cli.report import CommandReport, show
 
 if TYPE_CHECKING:
     from megatron_policy.parity import Deviation, Parity
@@ -73,7 +73,7 @@ def parity(
                 tolerance=tolerance,
                 reference=reference,
             )
-        _tell(result, as_json)
+        show(report_parity(result), as_json)
 
 
 def _be_quiet() -> None:
@@ -88,13 +88,10 @@ def _be_quiet() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _tell(result: Parity, as_json: bool) -> None:
-    if as_json:
-        say_json(_as_data(result))
-    for line in () if as_json else _lines(result):
-        say(line)
-    if not result.holds:
-        fail(_complaint(result))
+def report_parity(result: Parity) -> CommandReport:
+    """Report how far apart the models are, and as an error what is beyond its limit."""
+    error = None if result.holds else _complaint(result)
+    return CommandReport(lambda: _as_data(result, error), _lines(result), error)
 
 
 def _lines(result: Parity) -> Iterator[str]:
@@ -113,7 +110,7 @@ def _lines(result: Parity) -> Iterator[str]:
         yield _row(f"layer {number}", difference)
 
 
-def _as_data(result: Parity) -> dict[str, Any]:
+def _as_data(result: Parity, error: str | None) -> dict[str, Any]:
     job = result.job
     etp = job.tp if job.etp is None else job.etp
     return {
@@ -130,17 +127,17 @@ def _as_data(result: Parity) -> dict[str, Any]:
         "logprobs": _numbers(result.logprobs) | {"limit": result.logprobs_limit},
         "layers": {number: _numbers(found) for number, found in result.layers.items()},
         "first_layer_apart": result.first_layer_apart,
-        "error": None if result.holds else _complaint(result),
+        "error": error,
     }
 
 
 def _numbers(difference: Deviation) -> dict[str, float]:
-    return {"max": difference.max, "mean": difference.mean, "relative": difference.relative}
+    return {name: getattr(difference, name) for name in ("max", "mean", "relative")}
 
 
 def _row(name: str, difference: Deviation, limit: float | None = None) -> str:
-    numbers = [difference.max, difference.mean, difference.relative]
-    cells = [f"{number:10.1e}" for number in (*numbers, *([] if limit is None else [limit]))]
+    numbers = [*_numbers(difference).values(), *([] if limit is None else [limit])]
+    cells = [f"{number:10.1e}" for number in numbers]
     beyond = limit is not None and not difference.max <= limit
     return f"{name:<12}{''.join(cells)}" + ("  beyond" if beyond else "")
 

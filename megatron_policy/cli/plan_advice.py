@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_policy.cli.plan_options import as_overrides
-from megatron_policy.cli.plan_report import layout_of, layout_options, megatron_keys, recomputation
-from megatron_policy.cli.sizes import show_gib
-
-if TYPE_CHECKING:
-    from megatron_policy.estimate.devices import DeviceFigures
-    from megatron_policy.estimate.plan import Found, StepPlan
+from megatron_policy.cli.plan_report import (
+    layout_of,
+    layout_options,
+    megatron_keys,
+    plans_of,
+)
+from megatron_policy.errors import ConfigError
+from megatron_policy.estimate.devices import DeviceFigures
+from megatron_policy.estimate.plan import (
+    MOST_DEVICES,
+    SEARCHED,
+    SearchResult,
+    StepPlan,
+    fewest_devices,
+    plan_of,
+    search,
+)
+from megatron_policy.estimate.sizes import show_gib
 
 
 def advise(
-    found: StepPlan | Found,
+    found: StepPlan | SearchResult,
     base: Mapping[str, Any],
     of_config: bool,
     device: DeviceFigures,
@@ -24,23 +36,20 @@ def advise(
     """What to change if nothing fits of the section `base`, which is a CONFIG's or a --model's;
     nothing if something fits.
     """
-    from megatron_policy.estimate.plan import Found, search
-
-    searched = isinstance(found, Found)
-    plans = [*found.fitting, *found.too_large] if isinstance(found, Found) else [found]
+    plans = plans_of(found)
     if not plans:
         yield "use another --gpus, such as a multiple of 8"
         return
     first, gpus = plans[0], plans[0].topology.world_size
     if first.fits:
         return
-    if searched:
-        yield _causes(first)
+    if isinstance(found, SearchResult):
+        yield _explain_causes(first)
     elif others := search(base, first.rows, gpus, device, length).fitting:
-        yield _other_layout(others[0], first, base.get("megatron_cfg") or {}, of_config)
+        yield _describe_layout(others[0], first, base.get("megatron_cfg") or {}, of_config)
     else:
         yield f"no layout that is searched fits on {show_gpus(gpus)}"
-    yield from _more_gpus(first, base, of_config, device, length)
+    yield from _count_gpus(first, base, of_config, device, length)
 
 
 def show_gpus(number: int) -> str:
@@ -48,7 +57,7 @@ def show_gpus(number: int) -> str:
     return f"{number:,} GPU{'s' * (number != 1)}"
 
 
-def _causes(plan: StepPlan) -> str:
+def _explain_causes(plan: StepPlan) -> str:
     stage = plan.stages[plan.fullest]
     states = stage.states.resident
     if states > plan.usable:
@@ -62,14 +71,12 @@ def _causes(plan: StepPlan) -> str:
     )
 
 
-def _other_layout(
+def _describe_layout(
     other: StepPlan, plan: StepPlan, written: Mapping[str, Any], of_config: bool
 ) -> str:
     """The layout of `other`, which fits, and what to write to have it in place of that of `plan`,
     in whose section megatron_cfg is `written`.
     """
-    from megatron_policy.estimate.plan import SEARCHED
-
     ways = layout_options(other)
     if of_config:
         new, old = megatron_keys(other), megatron_keys(plan)
@@ -81,11 +88,11 @@ def _other_layout(
         )
     return (
         f"another layout fits on {show_gpus(plan.topology.world_size)}: {layout_of(other)}, "
-        f"recompute {recomputation(other.config)}; give {ways}"
+        f"recompute {other.config.megatron_cfg.recomputation}; give {ways}"
     )
 
 
-def _more_gpus(
+def _count_gpus(
     plan: StepPlan,
     base: Mapping[str, Any],
     of_config: bool,
@@ -93,8 +100,6 @@ def _more_gpus(
     length: int | None,
 ) -> Iterator[str]:
     """On how many GPUs something fits: more replicas of a CONFIG's layout, or what is searched."""
-    from megatron_policy.errors import ConfigError
-    from megatron_policy.estimate.plan import MOST_DEVICES, fewest_devices, plan_of, search
 
     def holds_replicas(gpus: int) -> bool:
         try:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from shlex import quote
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from megatron_policy.cli.options import Dtype, Precision
-from megatron_policy.cli.plan_report import recomputation_keys
-from megatron_policy.cli.sizes import parse_gpu_memory, parse_size
+from megatron_policy.cli.options import Dtype, Precision, parse_gpu_memory, parse_size
 
 _Size = int | None
 Gpus = Annotated[_Size, typer.Option(min=1, help="Number of GPUs.")]
@@ -111,16 +109,8 @@ _KEYS = {
     "rows": "train_global_batch_size",
     "mb-tokens": "sequence_packing.train_mb_tokens",
     "precision": "precision",
-    "tp": "megatron_cfg.tensor_model_parallel_size",
-    "pp": "megatron_cfg.pipeline_model_parallel_size",
-    "vpp": "megatron_cfg.virtual_pipeline_model_parallel_size",
-    "cp": "megatron_cfg.context_parallel_size",
-    "ep": "megatron_cfg.expert_model_parallel_size",
-    "etp": "megatron_cfg.expert_tensor_parallel_size",
-    "first-layers": "megatron_cfg.num_layers_in_first_pipeline_stage",
-    "last-layers": "megatron_cfg.num_layers_in_last_pipeline_stage",
 }
-"""The keys of a CONFIG that say what these options say of a --model."""
+"""The keys of a CONFIG that say what these options say of a --model, beside those of sizes."""
 
 
 def given_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,11 +138,30 @@ def refuse_unread(given: dict[str, Any]) -> None:
         raise ConfigError(f"{', '.join(shown)} cannot be given {reason}")
 
 
+def parse_recompute(text: str) -> dict[str, Any]:
+    """The keys of `megatron_cfg` for --recompute; ConfigError for a module that is not known."""
+    from megatron_policy.config.megatron_sections import RecomputedModule, recompute_keys
+    from megatron_policy.errors import ConfigError
+
+    known = get_args(RecomputedModule)
+    unknown = [name for name in text.split("+") if name not in known]
+    if text not in ("none", "full") and unknown:
+        raise ConfigError(
+            f"--recompute {text}: {unknown[0]!r} is not known; give none, full, or modules of "
+            f"{', '.join(known)} joined by +"
+        )
+    return recompute_keys(text)
+
+
 def _in_config(unread: list[str], given: dict[str, Any]) -> str:
     """How a CONFIG says what these options do, as the end of a refusal."""
-    keys = {_KEYS[name]: given[name] for name in unread if name in _KEYS}
+    from megatron_policy.config.parallel_sizes import MEGATRON_SIZES
+
+    sizes = {name.replace("_", "-"): f"megatron_cfg.{key}" for name, key in MEGATRON_SIZES.items()}
+    known = _KEYS | sizes
+    keys = {known[name]: given[name] for name in unread if name in known}
     if "recompute" in unread:
-        how = recomputation_keys(given["recompute"])
+        how = parse_recompute(given["recompute"])
         keys |= {f"megatron_cfg.{key}": value for key, value in how.items()}
     ways = [f"write {' '.join(as_overrides(keys))} after the file"] if keys else []
     ways += ["give --gpus, and replicas follow from the layout"] if "dp" in unread else []

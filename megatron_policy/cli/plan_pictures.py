@@ -11,7 +11,7 @@ import typer
 from megatron_policy.cli.output import say
 
 if TYPE_CHECKING:
-    from megatron_policy.cli.plan_refit import Planned
+    from megatron_policy.cli.plan_refit import PlannedRefit
     from megatron_policy.estimate.plan import StepPlan
     from megatron_policy.pictures.layout import LayoutView
 
@@ -72,7 +72,7 @@ def draw_step(
     say(f"the expected step: {timeline}", err=as_json)
 
 
-def draw_refit(planned: Planned, picture: Path | None, as_json: bool) -> None:
+def draw_refit(planned: PlannedRefit, picture: Path | None, as_json: bool) -> None:
     """Write the picture of a refit, if it is asked for: what the ranks of each stage send."""
     if picture is None:
         return

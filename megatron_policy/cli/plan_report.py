@@ -1,71 +1,56 @@
-"""What plans are of, and plans as text and as JSON."""
+"""What is reported of plans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import asdict
+from typing import Any
 
 import yaml
 
-from megatron_policy.cli.sizes import show_gib
-from megatron_policy.estimate.sizes import show_count
-
-if TYPE_CHECKING:
-    from megatron_policy.config import PolicyConfig
-    from megatron_policy.estimate.devices import DeviceFigures
-    from megatron_policy.estimate.plan import Found, StepPlan
+from megatron_policy.cli.report import CommandReport, layout_data
+from megatron_policy.config.megatron_sections import recompute_keys
+from megatron_policy.config.parallel_sizes import keys_of_sizes, parallel_sizes
+from megatron_policy.estimate.plan import SearchResult, StepPlan
+from megatron_policy.estimate.sizes import show_count, show_gib
 
 SHOWN = 5
 """Plans of a search that are shown."""
 
 
-def device_of(name: str, memory: int | None, engine_gib: float | None) -> DeviceFigures:
-    """The GPU that plans are for, with another memory if it is given."""
-    from dataclasses import replace
-
-    from megatron_policy.errors import ConfigError
-    from megatron_policy.estimate.devices import SHORT
-
-    found = SHORT.get(name.upper())
-    if found is None:
-        raise ConfigError(f"--gpu {name} is not known: use one of {', '.join(SHORT)}")
-    return replace(
-        found,
-        memory_bytes=memory or found.memory_bytes,
-        engine_bytes=int((engine_gib or 0.0) * 2**30),
-    )
+def plans_of(found: StepPlan | SearchResult) -> Sequence[StepPlan]:
+    """The plan, or all that a search came to, the best first."""
+    return found.plans if isinstance(found, SearchResult) else (found,)
 
 
-def as_data(plan: StepPlan, base: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A plan as JSON: bytes, seconds and counts, and the section `policy` that has it, from the
-    `base` of a search; without a base only the keys of its layout.
+def report_plans(
+    found: StepPlan | SearchResult, device: str, base: Mapping[str, Any] | None
+) -> CommandReport:
+    """Report a plan, or the best that a search came to, with the section `policy` that has it: of
+    its `base`, or without one the keys of its layout.
     """
+    if isinstance(found, SearchResult):
+        parts = _found_lines(found, device, base or {})
+    else:
+        parts = lines(found, device)
+    plans = plans_of(found)[:SHOWN]
+    return CommandReport(lambda: [_as_data(each, base) for each in plans], parts)
+
+
+def _as_data(plan: StepPlan, base: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A plan as JSON: bytes, seconds and counts."""
     time, topology = plan.time, plan.topology
     return {
         "ranks": topology.world_size,
-        "layout": {axis: getattr(topology, axis) for axis in ("tp", "cp", "ep", "dp", "pp", "vpp")}
-        | {"etp": topology.expert_tp},
-        "recompute": recomputation(plan.config),
+        "layout": layout_data(topology),
+        "recompute": plan.config.megatron_cfg.recomputation,
         "megatron_cfg": policy_section(plan, base or {})["megatron_cfg"],
         "policy": None if base is None else policy_section(plan, base),
         "fits": plan.fits,
         "peak_bytes": plan.peak,
         "usable_bytes": plan.usable,
         "microbatches": plan.schedule.microbatches,
-        "stages": [
-            {
-                "layers": sum(map(len, chunks)),
-                "parameter_bytes": stage.states.parameters,
-                "gradient_bytes": stage.states.gradients,
-                "main_parameter_bytes": stage.states.main_parameters,
-                "moment_bytes": stage.states.moments,
-                "activation_bytes": stage.activations,
-                "head_bytes": stage.head,
-                "step_bytes": stage.states.step,
-                "peak_bytes": stage.peak,
-            }
-            for chunks, stage in zip(plan.split.stages, plan.stages, strict=True)
-        ],
+        "stages": list(_stages(plan)),
         "refit_bytes": plan.refit_bytes,
         "host": {"reference_bytes": plan.reference_bytes, "staging_bytes": plan.staging_bytes},
         "model_flops": time.model_flops,
@@ -88,11 +73,18 @@ def lines(plan: StepPlan, device: str) -> Iterator[str]:
     arch = plan.architecture
     yield (
         f"{arch.num_layers} layers of width {arch.hidden_size} on {plan.topology.world_size} "
-        f"{device}: {layout_of(plan)}, recompute {recomputation(plan.config)}"
+        f"{device}: {layout_of(plan)}, recompute {plan.config.megatron_cfg.recomputation}"
     )
     yield _batch_line(plan)
     yield "GiB on each rank, by stage"
-    yield from _table(_stage_cells(plan))
+    names = "stage layers parameters gradients main moments activations head step peak free"
+    cells = [names.split()]
+    for number, stage in enumerate(_stages(plan)):
+        layers, *sizes = stage.values()
+        free = plan.usable - stage["peak_bytes"]
+        gib = (f"{size / 2**30:.2f}" for size in (*sizes, free))
+        cells.append([str(number), str(layers), *gib])
+    yield from _table(cells)
     if any(stage.states.step for stage in plan.stages):
         yield "step: fp32 gradients in the optimizer's step, when no activations are there"
     state = "fits" if plan.fits else "DOES NOT FIT"
@@ -120,25 +112,20 @@ def _batch_line(plan: StepPlan) -> str:
     )
 
 
-def _stage_cells(plan: StepPlan) -> list[list[str]]:
-    names = "stage layers parameters gradients main moments activations head step peak free"
-    cells = [names.split()]
-    for number, (chunks, stage) in enumerate(zip(plan.split.stages, plan.stages, strict=True)):
-        states = stage.states
-        sizes = (
-            states.parameters,
-            states.gradients,
-            states.main_parameters,
-            states.moments,
-            stage.activations,
-            stage.head,
-            stage.states.step,
-            stage.peak,
-            plan.usable - stage.peak,
-        )
-        layers = sum(map(len, chunks))
-        cells.append([str(number), str(layers), *(f"{size / 2**30:.2f}" for size in sizes)])
-    return cells
+def _stages(plan: StepPlan) -> Iterator[dict[str, int]]:
+    """The layers of each stage, and what its ranks need."""
+    for chunks, stage in zip(plan.split.stages, plan.stages, strict=True):
+        yield {
+            "layers": sum(map(len, chunks)),
+            "parameter_bytes": stage.states.parameters,
+            "gradient_bytes": stage.states.gradients,
+            "main_parameter_bytes": stage.states.main_parameters,
+            "moment_bytes": stage.states.moments,
+            "activation_bytes": stage.activations,
+            "head_bytes": stage.head,
+            "step_bytes": stage.states.step,
+            "peak_bytes": stage.peak,
+        }
 
 
 def _time_lines(plan: StepPlan) -> Iterator[str]:
@@ -157,7 +144,7 @@ def _time_lines(plan: StepPlan) -> Iterator[str]:
     )
 
 
-def found_lines(found: Found, device: str, base: Mapping[str, Any]) -> Iterator[str]:
+def _found_lines(found: SearchResult, device: str, base: Mapping[str, Any]) -> Iterator[str]:
     """The best plans that fit and the section of the first, or the smallest that do not."""
     plans = found.fitting or found.too_large
     if not plans:
@@ -165,11 +152,19 @@ def found_lines(found: Found, device: str, base: Mapping[str, Any]) -> Iterator[
         return
     ranks = plans[0].topology.world_size
     if found.fitting:
-        total = len(found.fitting) + len(found.too_large)
+        total = len(found.plans)
         yield f"{len(found.fitting)} of {total} plans fit on {ranks} {device}; the best"
     else:
         yield f"none of {len(plans)} plans fits on {ranks} {device}; the smallest"
-    yield from _table([_HEADER, *(_row(plan) for plan in plans[:SHOWN])])
+    cells = [["tp", "pp", "vpp", "cp", "ep", "dp", "recompute", "GiB", "least", "serial", "mainly"]]
+    for plan in plans[:SHOWN]:
+        at, time = plan.topology, plan.time
+        sizes = map(str, (at.tp, at.pp, at.vpp, at.cp, at.ep, at.dp))
+        times = (f"{time.overlapped:.3g}", f"{time.serial:.3g}", dearest(plan))
+        cells.append(
+            [*sizes, plan.config.megatron_cfg.recomputation, f"{plan.peak / 2**30:.1f}", *times]
+        )
+    yield from _table(cells)
     if not found.fitting:
         yield _batch_line(plans[0])
         return
@@ -179,21 +174,6 @@ def found_lines(found: Found, device: str, base: Mapping[str, Any]) -> Iterator[
     section = {"policy": policy_section(plans[0], base)}
     yield f"a CONFIG that has it, with --gpus {ranks}:"
     yield from yaml.safe_dump(section, sort_keys=False).splitlines()
-
-
-_HEADER = ["tp", "pp", "vpp", "cp", "ep", "dp", "recompute", "GiB", "least", "serial", "mainly"]
-
-
-def _row(plan: StepPlan) -> list[str]:
-    at, time = plan.topology, plan.time
-    return [
-        *(str(size) for size in (at.tp, at.pp, at.vpp, at.cp, at.ep, at.dp)),
-        recomputation(plan.config),
-        f"{plan.peak / 2**30:.1f}",
-        f"{time.overlapped:.3g}",
-        f"{time.serial:.3g}",
-        dearest(plan),
-    ]
 
 
 def dearest(plan: StepPlan) -> str:
@@ -215,53 +195,13 @@ def layout_of(plan: StepPlan) -> str:
     return text + (f", experts ep {at.ep} x etp {at.expert_tp}" if plan.architecture.moe else "")
 
 
-def recomputation(config: PolicyConfig) -> str:
-    """Which activations are computed again."""
-    megatron = config.megatron_cfg
-    if megatron.recompute_granularity == "selective":
-        return "+".join(megatron.recompute_modules or ())
-    return megatron.recompute_granularity or "none"
-
-
-def recomputation_keys(said: str) -> dict[str, Any]:
-    """The keys of `megatron_cfg` for what `recomputation` names."""
-    if said == "none":
-        return {"activation_checkpointing": False}
-    how: dict[str, Any] = {"activation_checkpointing": True, "recompute_granularity": "full"}
-    if said == "full":
-        return how
-    from megatron_policy.config.sections import RecomputedModule
-    from megatron_policy.errors import ConfigError
-
-    known = get_args(RecomputedModule)
-    if unknown := [name for name in said.split("+") if name not in known]:
-        raise ConfigError(
-            f"--recompute {said}: {unknown[0]!r} is not known; give none, full, or modules of "
-            f"{', '.join(known)} joined by +"
-        )
-    return how | {"recompute_granularity": "selective", "recompute_modules": said.split("+")}
-
-
 def megatron_keys(plan: StepPlan) -> dict[str, Any]:
     """The keys of `megatron_cfg` by which the plan differs from others of a search."""
-    at, megatron = plan.topology, plan.config.megatron_cfg
-    first, last = (
-        megatron.num_layers_in_first_pipeline_stage,
-        megatron.num_layers_in_last_pipeline_stage,
-    )
-    experts = {"expert_model_parallel_size": at.ep, "expert_tensor_parallel_size": at.expert_tp}
-    return {
-        "enabled": True,
-        "tensor_model_parallel_size": at.tp,
-        "sequence_parallel": megatron.sequence_parallel,
-        "pipeline_model_parallel_size": at.pp,
-        "virtual_pipeline_model_parallel_size": at.vpp,
-        **({} if first is None else {"num_layers_in_first_pipeline_stage": first}),
-        **({} if last is None else {"num_layers_in_last_pipeline_stage": last}),
-        "context_parallel_size": at.cp,
-        **(experts if plan.architecture.moe else {}),
-        **recomputation_keys(recomputation(plan.config)),
-    }
+    sizes = asdict(parallel_sizes(plan.config)) | {"etp": plan.topology.expert_tp}
+    if not plan.architecture.moe:
+        sizes |= {"ep": None, "etp": None}
+    how = recompute_keys(plan.config.megatron_cfg.recomputation)
+    return {"enabled": True, **keys_of_sizes(sizes), **how}
 
 
 def policy_section(plan: StepPlan, base: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,15 +211,15 @@ def policy_section(plan: StepPlan, base: Mapping[str, Any]) -> dict[str, Any]:
 
 def layout_options(plan: StepPlan) -> str:
     """The options of `plan --model` that ask for this plan."""
-    at, megatron = plan.topology, plan.config.megatron_cfg
+    at, last = plan.topology, parallel_sizes(plan.config).last_layers
     axes = ("tp", "pp", "vpp", "cp", "dp", *(("ep",) if plan.architecture.moe else ()))
-    said = [f"--{axis} {getattr(at, axis)}" for axis in axes if getattr(at, axis) > 1]
+    options = [f"--{axis} {getattr(at, axis)}" for axis in axes if getattr(at, axis) > 1]
     if at.expert_tp != at.tp:
-        said.append(f"--etp {at.expert_tp}")
-    if megatron.num_layers_in_last_pipeline_stage is not None:
-        said.append(f"--last-layers {megatron.num_layers_in_last_pipeline_stage}")
-    said.append(f"--recompute {recomputation(plan.config)}")
-    return " ".join(said)
+        options.append(f"--etp {at.expert_tp}")
+    if last is not None:
+        options.append(f"--last-layers {last}")
+    options.append(f"--recompute {plan.config.megatron_cfg.recomputation}")
+    return " ".join(options)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

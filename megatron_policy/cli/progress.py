@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from megatron_policy.cli.sizes import show_size
+from megatron_policy.estimate.sizes import show_size
 
 Tell = Callable[[int, int], None]
 

@@ -50,9 +50,14 @@ def run(
     from megatron_policy.hosts import launch
     from megatron_policy.interfaces.host import find_host
 
-    if workers is not None:
-        _ask_for(workers, host)
+    if workers is not None and host != "nemo_rl":
+        raise typer.BadParameter(f"--workers is for --host nemo_rl; leave it out with {host!r}")
     try:
+        if workers is not None:
+            from megatron_policy.hosts.nemo_rl import redirect
+
+            redirect.choose_workers(workers)
+            os.environ[redirect.WORKERS_VARIABLE] = workers  # for the whole process
         found = find_host(host)
         if program is None:
             raise ConfigError(
@@ -69,20 +74,6 @@ def run(
         fail(str(error))
     with _ended_by_python():
         launch.run(wanted)
-
-
-def _ask_for(workers: str, host: str) -> None:
-    """Set the variable that says which workers are replaced; it lasts for the whole process."""
-    from megatron_policy.errors import ConfigError
-    from megatron_policy.hosts.nemo_rl import redirect
-
-    if host != "nemo_rl":
-        raise typer.BadParameter(f"--workers is for --host nemo_rl; leave it out with {host!r}")
-    try:
-        redirect.choose_workers(workers)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
-    os.environ[redirect.WORKERS_VARIABLE] = workers
 
 
 @contextmanager

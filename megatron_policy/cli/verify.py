@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_policy.cli.failures import fail, one_line, one_line_errors
+from megatron_policy.cli.failures import one_line, one_line_errors
 from megatron_policy.cli.options import MAX_MEMORY, AsJson, Config, MaxMemory, arguments_as_options
-from megatron_policy.cli.output import say, say_json
 from megatron_policy.cli.progress import transfer
-from megatron_policy.cli.sizes import show_size
+from megatron_policy.cli.report import CommandReport, show
 from megatron_policy.errors import CheckpointError
+from megatron_policy.estimate.sizes import show_size
 
 if TYPE_CHECKING:
     from megatron_policy.checkpoint.manifest import CheckpointManifest
-    from megatron_policy.convert.compare import Comparison
 
 COMPLETE = "complete: every digest matches"
 
@@ -42,31 +41,21 @@ def verify(
     """
     with one_line_errors(as_json), arguments_as_options():
         if b is not None:
-            found = _compared(a, b, max_memory, config)
+            found = _compare(a, b, max_memory, config)
         else:
-            saved = _saved_at(a)
-            found = _saved(saved) if saved else _converted(a, max_memory, config)
-    if as_json:
-        say_json(found.data | {"error": found.error and one_line(found.error)})
-    for line in () if as_json else found.lines:
-        say(line)
-    if found.error is not None:
-        fail(found.error)
+            saved = _find_saved(a)
+            found = _check_saved(saved) if saved else _check_converted(a, max_memory, config)
+    show(found, as_json)
 
 
-@dataclass(frozen=True)
-class Verified:
-    """What was found, in lines and as JSON, and what is wrong."""
-
-    lines: tuple[str, ...]
-    data: dict[str, Any]
-    error: str | None = None
+def _report(lines: Iterable[str], data: dict[str, Any], error: str | None = None) -> CommandReport:
+    return CommandReport(lambda: data | {"error": error and one_line(error)}, lines, error)
 
 
-def _compared(a: str, b: str, max_memory: int, config: str | None) -> Verified:
+def _compare(a: str, b: str, max_memory: int, config: str | None) -> CommandReport:
     from megatron_policy.convert import verify
 
-    saved = [_saved_at(path) for path in (a, b)]
+    saved = [_find_saved(path) for path in (a, b)]
     for directory in filter(None, saved):
         contains = _verify_saved(directory).contains
         if "weights" not in contains:
@@ -90,22 +79,19 @@ def _compared(a: str, b: str, max_memory: int, config: str | None) -> Verified:
     }
     if not found.equal:
         kinds = ", ".join(f"{kind} {count}" for kind, count in found.summary.items())
-        lines = tuple(f"{each.kind}: {each.message}" for each in found.differences)
-        return Verified(lines, data, f"{a} and {b} differ: tensors by kind: {kinds}")
-    return Verified(tuple(_equal_lines(found, (a, b), digests)), data)
-
-
-def _equal_lines(found: Comparison, paths: Sequence[str], digests: Sequence[bool]) -> Iterator[str]:
-    yield f"equal: {found.tensors} tensors, {show_size(found.nbytes)}"
+        lines = [f"{each.kind}: {each.message}" for each in found.differences]
+        return _report(lines, data, f"{a} and {b} differ: tensors by kind: {kinds}")
+    lines = [f"equal: {found.tensors} tensors, {show_size(found.nbytes)}"]
     if found.skipped:
         first, *more = found.skipped
         others = f" and {len(more)} more" if more else ""
-        yield f"in only one of them, and unused: {first}{others}"
-    for path, has in zip(paths, digests, strict=True):
-        yield f"{path} {'matches its digests' if has else 'has no digests'}"
+        lines.append(f"in only one of them, and unused: {first}{others}")
+    for path, has in zip((a, b), digests, strict=True):
+        lines.append(f"{path} {'matches its digests' if has else 'has no digests'}")
+    return _report(lines, data)
 
 
-def _saved_at(path: str) -> Path | None:
+def _find_saved(path: str) -> Path | None:
     """The directory of a training checkpoint at or in `path`; None if there is none."""
     from megatron_policy.checkpoint import tracker
 
@@ -119,7 +105,7 @@ def _verify_saved(root: Path) -> CheckpointManifest:
         return verifying.verify(root, tell)
 
 
-def _saved(root: Path) -> Verified:
+def _check_saved(root: Path) -> CommandReport:
     found = _verify_saved(root)
     versions = ", ".join(f"{name} {number}" for name, number in found.versions.items())
     sizes = {name: size for name, size in found.layout.items() if size is not None}
@@ -147,10 +133,10 @@ def _saved(root: Path) -> Verified:
         "versions": found.versions,
         "optimizer_elsewhere": found.optimizer_elsewhere,
     }
-    return Verified((*lines, COMPLETE), data)
+    return _report((*lines, COMPLETE), data)
 
 
-def _converted(path: str, max_memory: int, config: str | None) -> Verified:
+def _check_converted(path: str, max_memory: int, config: str | None) -> CommandReport:
     from megatron_policy.convert import check
 
     with transfer("checked") as tell:
@@ -169,11 +155,11 @@ def _converted(path: str, max_memory: int, config: str | None) -> Verified:
     }
     if found.problems:
         listed = "".join(f"\n  {words}" for words in found.problems)
-        return Verified((), data, f"{found.root} does not match its digests:{listed}")
+        return _report((), data, f"{found.root} does not match its digests:{listed}")
     behind = "" if step is None else f"step {step}, "
     size = f"{found.tensors} tensors, {show_size(found.nbytes)}"
     source = origin["source"]["path"]
-    return Verified(
+    return _report(
         (
             f"{found.root}: {origin['family']}, {found.kind}, {behind}{size}",
             f"written by {origin['package']}, {origin['direction']}, from {source}",

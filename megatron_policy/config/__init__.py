@@ -1,5 +1,5 @@
 """The configuration: its sections as typed values, what becomes of every key, and how a mapping or
-a YAML file is read. Read `policy_config.py` first; `keys.py` says what each key does.
+a YAML file is read. Read `policy_config.py` first; a field's docstring says what its key does.
 """
 
 from megatron_policy.config.fsdp import (
@@ -9,15 +9,17 @@ from megatron_policy.config.fsdp import (
     SchedulerMilestones,
     SinglePytorchSchedulerConfig,
 )
-from megatron_policy.config.policy_config import PolicyConfig, ignored_keys
-from megatron_policy.config.sections import (
+from megatron_policy.config.megatron_sections import (
     CheckpointConfig,
-    DynamicBatchingConfig,
-    GenerationConfig,
     MegatronConfig,
     MegatronDDPConfig,
     MegatronOptimizerConfig,
     MegatronSchedulerConfig,
+)
+from megatron_policy.config.policy_config import PolicyConfig, ignored_keys
+from megatron_policy.config.sections import (
+    DynamicBatchingConfig,
+    GenerationConfig,
     MetricsConfig,
     RouterReplayConfig,
     SequencePackingConfig,

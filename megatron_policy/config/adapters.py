@@ -109,7 +109,7 @@ def model_tables(config: PolicyConfig, *, reference: bool = True) -> tuple[Table
 
 
 def trained_table(config: PolicyConfig) -> Table:
-    """The second of `model_tables`."""
+    """The table of what is trained: the model of a configuration, or it with its adapters."""
     return model_tables(config)[1]
 
 

@@ -1,4 +1,4 @@
-"""Sorts the keys of a raw mapping by the table of keys.
+"""Sorts the keys of a raw mapping by what becomes of them.
 
 Checks no types, and uses them only to tell whether two keys mean the same.
 """
@@ -13,10 +13,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_policy.config.keys import KEYS
-from megatron_policy.config.rules import Ignored, Nested, Rejected, Rule, asks_for_nothing
+from megatron_policy.config.keys import KEYS, SECTIONS
+from megatron_policy.config.megatron_sections import RECOMPUTE_KEYS, MegatronOptimizerConfig
+from megatron_policy.config.rules import Ignored, Nested, Rejected, asks_for_nothing
 from megatron_policy.config.section import Section
-from megatron_policy.config.sections import ENGINES, MegatronOptimizerConfig
+from megatron_policy.config.sections import ENGINES
 from megatron_policy.errors import ConfigError
 
 _OWN_ENGINES = (None, "megatron")
@@ -43,30 +44,42 @@ def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
     """
     result = Classified()
     whole = _Whole(raw, root)
-    problems = [*_walk(whole, raw, root, "", result), *_misnamed(whole.unknown)]
+    problems = [*_walk(whole, raw, root, "", result.kept, result)]
+    for path in whole.unknown:
+        if path in KEYS:
+            problems.append(
+                f"policy.ignore_unknown_keys names {path!r}, which is known: it is for keys that "
+                "this release does not know; take it out of the list"
+            )
     if problems:
         raise ConfigError("\n".join(problems))
-    result.ignored |= _of_other_engines(raw)
-    result.ignored |= _of_one_tensor_rank(raw) | _without_recomputation(raw)
+    result.ignored |= _idle_keys(raw)
     result.warned |= _other_learning_rate(raw)
     return result
 
 
-def _of_other_engines(raw: Mapping[str, Any]) -> dict[str, str]:
-    """What Megatron-Core, if it is the engine, does not read, and why."""
+def _idle_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys without effect beside the others of this mapping, and why."""
     chosen, *others = ENGINES
-    if not _section_of(raw, chosen).get("enabled"):
-        return {}
-    found = {
-        name: "affects the engine of this section only, and that of megatron_cfg is enabled"
-        for name in others
-        if _section_of(raw, name).keys() - {"enabled"}
-    }
-    return found | {
-        name: f"affects the engines of dtensor_cfg and fsdp_cfg only: set megatron_cfg.{name}"
-        for name in ("optimizer", "scheduler")
-        if raw.get(name)
-    }
+    megatron, fsdp2 = _section_of(raw, chosen), _section_of(raw, "dtensor_cfg")
+    alone = (fsdp2.get("tensor_parallel_size") or 1) == 1
+    if fsdp2.get("enabled") and fsdp2.get("sequence_parallel") and alone:
+        why = "tensor_parallel_size is 1: no rank shares a sequence"
+        yield "dtensor_cfg.sequence_parallel", why
+    if not megatron.get("enabled"):
+        return
+    for name in others:
+        if _section_of(raw, name).keys() - {"enabled"}:
+            why = "affects the engine of this section only, and that of megatron_cfg is enabled"
+            yield name, why
+    for name in ("optimizer", "scheduler"):
+        if raw.get(name):
+            why = f"affects the engines of dtensor_cfg and fsdp_cfg only: set megatron_cfg.{name}"
+            yield name, why
+    if not megatron.get("activation_checkpointing"):
+        why = "activation_checkpointing is false: nothing is recomputed"
+        for name in filter(megatron.get, RECOMPUTE_KEYS):
+            yield f"megatron_cfg.{name}", why
 
 
 def _other_learning_rate(raw: Mapping[str, Any]) -> dict[str, str]:
@@ -76,33 +89,15 @@ def _other_learning_rate(raw: Mapping[str, Any]) -> dict[str, str]:
     given = _section_of(_section_of(raw, "optimizer"), "kwargs").get("lr")
     own = _section_of(megatron, "optimizer").get("lr")
     counts = raw.get("learning_rate") if own is None else own
-    if not megatron.get("enabled") or given is None or _typed(info, given) == _typed(info, counts):
+    if (
+        not megatron.get("enabled")
+        or given is None
+        or _convert(info, given) == _convert(info, counts)
+    ):
         return {}
     path = "megatron_cfg.optimizer.lr" if own is not None or counts is None else "learning_rate"
-    said = "not given" if counts is None else f"{counts!r:.40}"
-    return {"optimizer.kwargs.lr": f"it is {given!r:.40}; Megatron-Core takes {path}, {said}"}
-
-
-def _of_one_tensor_rank(raw: Mapping[str, Any]) -> dict[str, str]:
-    """What FSDP2 does between tensor-parallel ranks, if there is one."""
-    section = _section_of(raw, "dtensor_cfg")
-    alone = (section.get("tensor_parallel_size") or 1) == 1
-    if not (section.get("enabled") and section.get("sequence_parallel") and alone):
-        return {}
-    return {"dtensor_cfg.sequence_parallel": "tensor_parallel_size is 1: no rank shares a sequence"}
-
-
-def _without_recomputation(raw: Mapping[str, Any]) -> dict[str, str]:
-    """What Megatron-Core would recompute, if nothing is."""
-    section = _section_of(raw, "megatron_cfg")
-    if not section.get("enabled") or section.get("activation_checkpointing"):
-        return {}
-    names = ("granularity", "method", "num_layers", "modules")
-    return {
-        f"megatron_cfg.recompute_{name}": "activation_checkpointing is false: nothing is recomputed"
-        for name in names
-        if section.get(f"recompute_{name}")
-    }
+    taken = "not given" if counts is None else f"{counts!r:.40}"
+    return {"optimizer.kwargs.lr": f"it is {given!r:.40}; Megatron-Core takes {path}, {taken}"}
 
 
 def _section_of(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -135,15 +130,25 @@ class _Whole:
         cls = self.root
         for depth, section in enumerate(sections, 1):
             rule = KEYS[".".join(sections[:depth])]
-            assert isinstance(rule, Nested), f"{path} is in no section"
-            assert rule.section is not None, f"{path} is in a section without a type"
+            assert isinstance(rule, Nested) and rule.section, f"{path} is in no typed section"
             given, cls = given.get(section) or {}, rule.section
         info = cls.model_fields[name]
         twin = given.get(name)
-        return bool(_typed(info, value) == _typed(info, info.default if twin is None else twin))
+        return bool(_convert(info, value) == _convert(info, info.default if twin is None else twin))
+
+    def accepts(self, rule: Rejected, path: str, value: Any) -> bool:
+        """Whether this value of a rejected key asks for nothing that is not there."""
+        backend = _section_of(self.raw, "generation").get("backend")
+        if path.startswith("generation.") and backend not in _OWN_ENGINES:
+            return True  # is meant for another engine
+        if self.is_off(path):
+            return True
+        if rule.only:
+            return value in rule.only
+        return self.means(rule.same_as, value) if rule.same_as else asks_for_nothing(value)
 
 
-def _typed(info: FieldInfo, value: Any) -> Any:
+def _convert(info: FieldInfo, value: Any) -> Any:
     """The value as the field holds it, with aliases resolved."""
     try:
         return TypeAdapter(info.rebuild_annotation()).validate_python(value)
@@ -156,11 +161,10 @@ def _walk(
     section: Mapping[str, Any],
     cls: type[Section] | None,
     prefix: str,
+    kept: dict[str, Any],
     result: Classified,
 ) -> Iterator[str]:
     """Sort the keys of one section into the result; yield its problems."""
-    kept = _at(result.kept, prefix) if cls else {}
-    fields = cls.model_fields if cls else {}
     for name, value in section.items():
         path = f"{prefix}{name}"
         rule = KEYS.get(path) or KEYS.get(f"{prefix}*")
@@ -175,9 +179,8 @@ def _walk(
             continue
         elif isinstance(rule, Nested):
             if isinstance(value, Mapping):
-                yield from _walk(whole, value, rule.section, f"{path}.", result)
-                if rule.section is None and name in fields:
-                    kept[name] = value
+                inner = kept.setdefault(name, {}) if rule.section else {}
+                yield from _walk(whole, value, rule.section, f"{path}.", inner, result)
             elif rule.section or value:
                 yield f"policy.{path} must be a section of keys, not {value!r}"
         else:
@@ -185,32 +188,10 @@ def _walk(
                 result.ignored[path] = rule.why
                 if rule.warned and not asks_for_nothing(value):
                     result.warned[path] = rule.why
-            elif isinstance(rule, Rejected) and not _harmless(rule, path, value, whole):
+            elif isinstance(rule, Rejected) and not whole.accepts(rule, path, value):
                 yield _rejection(rule, path, value)
-            if name in fields:
+            if cls and name in cls.model_fields:
                 kept[name] = value
-
-
-def _at(kept: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The mapping for the keys of a section, created if missing."""
-    for section in filter(None, prefix.split(".")):
-        kept = kept.setdefault(section, {})
-    return kept
-
-
-def _harmless(rule: Rejected, path: str, value: Any, whole: _Whole) -> bool:
-    if (
-        path.startswith("generation.")
-        and whole.raw["generation"].get("backend") not in _OWN_ENGINES
-    ):
-        return True  # is meant for another engine
-    if whole.is_off(path):
-        return True
-    if rule.only:
-        return value in rule.only
-    if not rule.same_as:
-        return asks_for_nothing(value)
-    return whole.means(rule.same_as, value)
 
 
 def _rejection(rule: Rejected, path: str, value: Any) -> str:
@@ -221,8 +202,8 @@ def _rejection(rule: Rejected, path: str, value: Any) -> str:
         fix += f" or give it the value of policy.{rule.same_as}"
     elif value is True:
         fix += " or set it to false"
-    said = f"policy.{path}={shown} would change {rule.changes} and is not supported"
-    return f"{said}: {rule.why}; {fix}"
+    refused = f"policy.{path}={shown} would change {rule.changes} and is not supported"
+    return f"{refused}: {rule.why}; {fix}"
 
 
 def _unknown(prefix: str, name: str) -> str:
@@ -230,37 +211,20 @@ def _unknown(prefix: str, name: str) -> str:
     say what to do with a key from a newer host. Of a key that only another engine has, one of this
     section that is almost the same comes first.
     """
-    siblings = [path.removeprefix(prefix) for path in KEYS if _section(path) == prefix]
-    elsewhere = [path for path in KEYS if path.rsplit(".", 1)[-1] == name]
+    siblings = SECTIONS[prefix]
+    elsewhere = [section for section, rules in SECTIONS.items() if name in rules]
+    elsewhere.sort(key=lambda section: section.count("."))
     near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.8 if elsewhere else 0.6)
-    tops = {section.partition(".")[0] for section in (prefix, *map(_section, elsewhere))}
+    tops = {section.partition(".")[0] for section in (prefix, *elsewhere)}
     other_engine = len(tops) > 1 and tops <= {*ENGINES}
     if elsewhere and not (near and other_engine):
-        hint = f"did you mean policy.{elsewhere[0]}?"
+        hint = f"did you mean policy.{elsewhere[0]}{name}?"
     elif near:
         hint = f"did you mean {near[0]!r}?"
     else:
-        keys = ", ".join(key for key in siblings if _applies(KEYS[prefix + key]))
-        hint = f"its keys are {keys}."
+        applied = (k for k, rule in siblings.items() if not isinstance(rule, Ignored | Rejected))
+        hint = f"its keys are {', '.join(applied)}."
     return (
         f"policy.{prefix}{name} is unknown: {hint} If the host uses it and it is safe to ignore "
         f"here, add {prefix + name!r} to policy.ignore_unknown_keys"
     )
-
-
-def _misnamed(unknown: tuple[str, ...]) -> Iterator[str]:
-    """Keys that cannot be ignored on request: what becomes of them is already decided."""
-    for path in unknown:
-        if path in KEYS:
-            yield (
-                f"policy.ignore_unknown_keys names {path!r}, which is known: it is for keys that "
-                "this release does not know; take it out of the list"
-            )
-
-
-def _section(path: str) -> str:
-    return path[: path.rfind(".") + 1]
-
-
-def _applies(rule: Rule) -> bool:
-    return not isinstance(rule, Ignored | Rejected)

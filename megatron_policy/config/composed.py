@@ -46,23 +46,23 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
 
     ConfigError for a file that has neither, or that needs OmegaConf where it is not installed.
     """
-    document = _inherited(path)
+    document = _load_with_parents(path)
     if POLICY not in document and "model_name" in document:
         document = {POLICY: document}
     if POLICY not in document:
-        raise ConfigError(_without_policy(path, document))
+        raise ConfigError(_explain_absence(path, document))
     if not isinstance(document[POLICY], dict):
         given = type(document[POLICY]).__name__
         raise ConfigError(f"{path} has no section `policy`: its `policy` is a {given}, not keys")
     for override in overrides:
         _override(document, override)
     policy = document[POLICY]
-    if (found := next(_interpolations(policy, POLICY), None)) is not None:
-        policy = _resolved(path, document, POLICY, found)
+    if (found := next(_find_interpolations(policy, POLICY), None)) is not None:
+        policy = _resolve(path, document, POLICY, found)
     return Composed(policy, tuple(name for name in document if name != POLICY))
 
 
-def _without_policy(path: Path, document: Mapping[str, Any]) -> str:
+def _explain_absence(path: Path, document: Mapping[str, Any]) -> str:
     if "model_type" in document or "architectures" in document:
         return (
             f"{path} is a model's config, not a configuration file: a configuration has the model "
@@ -76,7 +76,7 @@ def _without_policy(path: Path, document: Mapping[str, Any]) -> str:
     )
 
 
-def _inherited(path: Path) -> dict[str, Any]:
+def _load_with_parents(path: Path) -> dict[str, Any]:
     """The document in the file, merged over those that its `defaults` name."""
     count = 0
 
@@ -93,21 +93,21 @@ def _inherited(path: Path) -> dict[str, Any]:
         if DEFAULTS not in document:
             return document
         parents = []
-        for parent in _parents(file, document):
+        for parent in _find_parents(file, document):
             if parent.resolve() in above:
                 raise ConfigError(f"{file}: its `defaults` lead back to {parent}")
             parents.append(read(parent, (*above, parent.resolve())))
         own = {name: value for name, value in document.items() if name != DEFAULTS}
-        return _merged(file, [*parents, own])
+        return _merge(file, [*parents, own])
 
     return read(path, (path.resolve(),))
 
 
-def _parents(file: Path, document: Mapping[str, Any]) -> list[Path]:
+def _find_parents(file: Path, document: Mapping[str, Any]) -> list[Path]:
     """The files in `defaults`, which are relative to the file."""
     names = document[DEFAULTS]
-    if (found := next(_interpolations(names, DEFAULTS), None)) is not None:
-        names = _resolved(file, document, DEFAULTS, found)
+    if (found := next(_find_interpolations(names, DEFAULTS), None)) is not None:
+        names = _resolve(file, document, DEFAULTS, found)
     parents = [file.parent / str(name) for name in ([names] if isinstance(names, str) else names)]
     for parent in parents:
         if not parent.is_file():
@@ -150,22 +150,22 @@ def _override(document: dict[str, Any], text: str) -> None:
         raise ConfigError(f"the override {text!r}: its value is not valid YAML: {error}") from error
 
 
-def _interpolations(value: Any, path: str) -> Iterator[str]:
+def _find_interpolations(value: Any, path: str) -> Iterator[str]:
     """Paths of strings with a `${...}`."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _interpolations(item, f"{path}.{key}")
+            yield from _find_interpolations(item, f"{path}.{key}")
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _interpolations(item, f"{path}[{index}]")
+            yield from _find_interpolations(item, f"{path}[{index}]")
     elif isinstance(value, str) and "${" in value:
         yield path
 
 
-def _merged(file: Path, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge(file: Path, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Each document over those before it; a section with `_override_` in place of theirs."""
-    config = _omegaconf(file, "it has `defaults`")
-    with _naming(file):
+    config = _import_omegaconf(file, "it has `defaults`")
+    with _name_file_in_errors(file):
         whole = config.create({})
         for document in documents:
             own = dict(document)
@@ -178,15 +178,15 @@ def _merged(file: Path, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any
     return found
 
 
-def _resolved(file: Path, document: Mapping[str, Any], section: str, path: str) -> Any:
+def _resolve(file: Path, document: Mapping[str, Any], section: str, path: str) -> Any:
     """A section of the document, of which `path` is an interpolation, with the values of all."""
-    config = _omegaconf(file, f"{path} is an interpolation")
-    with _naming(file):
+    config = _import_omegaconf(file, f"{path} is an interpolation")
+    with _name_file_in_errors(file):
         found = config.create(dict(document))[section]
         return config.to_container(found, resolve=True) if config.is_config(found) else found
 
 
-def _omegaconf(file: Path, why: str) -> Any:
+def _import_omegaconf(file: Path, why: str) -> Any:
     """OmegaConf, with the resolvers of NeMo RL; ConfigError if it is not installed."""
     try:
         from omegaconf import OmegaConf
@@ -204,7 +204,7 @@ def _omegaconf(file: Path, why: str) -> Any:
 
 
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def _name_file_in_errors(file: Path) -> Iterator[None]:
     """Turn what OmegaConf raises into a ConfigError that names the file and the key."""
     from omegaconf.errors import OmegaConfBaseException
 

@@ -14,7 +14,7 @@ _UNITS = ("", "K", "M", "B", "T")
 
 
 def described(config: PolicyConfig, table: Table, topology: Topology) -> str:
-    """As in "qwen2 494M, tp 2 x cp 1 x pp 1 x dp 4, bfloat16"."""
+    """Describe a policy, as in "qwen2 494M, tp 2 x cp 1 x pp 1 x dp 4, bfloat16"."""
     axes = " x ".join(f"{axis} {getattr(topology, axis)}" for axis in ("tp", "cp", "pp", "dp"))
     if table.architecture.moe is not None:
         axes += f", experts ep {topology.ep} x etp {topology.expert_tp}"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from megatron_policy.config.numbers import Count, CountOrZero
-from megatron_policy.config.section import Section
+from megatron_policy.config.section import Section, ValueSection
 
 SchedulerMilestones = dict[str, list[CountOrZero]]
 
@@ -20,7 +20,7 @@ def as_text(value: Any) -> Any:
     return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
-def checked_schedules(value: Any) -> Any:
+def check_schedules(value: Any) -> Any:
     """A schedule or several; ValueError for milestones that are not steps."""
     for each in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(each, Mapping) or "milestones" not in each:
@@ -38,6 +38,9 @@ class TransformersConfig(Section):
     """What the engine over transformers' own modules reads, whatever shards them."""
 
     enabled: bool = False
+    """Chooses transformers' own modules as the engine, under FSDP2 (`dtensor_cfg`) or FSDP1
+    (`fsdp_cfg`, which is of this project); see fsdp.md.
+    """
     attn_implementation: Literal["auto", "sdpa", "eager"] = "auto"
     """`auto` is this package's attention, which computes packed and split sequences too; the others
     are those of transformers, for padded rows.
@@ -70,32 +73,35 @@ class DTensorConfig(TransformersConfig):
     context_parallel_size: Count = 1
     """Ranks that share out the positions of each row (CP)."""
     expert_parallel_size: Count = 1
+    """Refused beside `enabled`: see fsdp.md."""
     dp_replicate_size: Count = 1
     """Groups of ranks that have the whole model between them, beside one another (HSDP)."""
     custom_parallel_plan: str | None = None
+    """Styles, or torch's objects, by names of modules; see fsdp.md."""
 
 
 class Fsdp1Config(TransformersConfig):
     """Transformers' own modules, sharded by torch's `FullyShardedDataParallel` (FSDP1)."""
 
     sharding_strategy: Literal["full_shard", "shard_grad_op", "no_shard"] = "full_shard"
-    """What ranks share out: all; all, but weights are whole from a forward pass to the end of its
-    backward pass; nothing, and every rank has the whole model.
+    """What ranks share out: all (full_shard); all, but weights are whole from a forward pass to the
+    end of its backward pass (shard_grad_op); nothing, and every rank has the whole model
+    (no_shard).
     """
     fsdp_offload_enabled: bool = False
-    """`policy.fsdp_offload_enabled` if not given."""
+    """`policy.fsdp_offload_enabled` if not given; refused on GPUs: see fsdp.md."""
     activation_checkpointing_enabled: bool = False
     """`policy.activation_checkpointing_enabled` if not given."""
 
 
-class PytorchOptimizerConfig(Section):
+class PytorchOptimizerConfig(ValueSection):
     """An optimizer by the path at which it is imported, such as torch.optim.AdamW."""
 
     name: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class SinglePytorchSchedulerConfig(Section):
+class SinglePytorchSchedulerConfig(ValueSection):
     """A schedule by the path at which it is imported, such as torch.optim.lr_scheduler.LinearLR."""
 
     name: str

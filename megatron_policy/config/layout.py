@@ -115,31 +115,33 @@ def check_layout(
     """Raise ConfigError listing, with legal values, where configuration, model and ranks do not
     fit. `planned` says that a driver may share out batches, unequally if it has to.
     """
-    problems = [*_replay(config, architecture), *_budgets(config)]
-    said = _said(check_bucket, config.refit_bucket_bytes, topology)
-    problems += [f"policy.refit_bucket_bytes: {each}" for each in said]
+    problems = []
+    if config.router_replay.enabled and architecture.moe is None:
+        problems.append(
+            "policy.router_replay.enabled=true needs a model with experts, and this one has none: "
+            "set it to false"
+        )
+    for training in (True, False):
+        problems += _refusals(batching_of, config, training)
+    refused = _refusals(check_bucket, config.refit_bucket_bytes, topology)
+    problems += [f"policy.refit_bucket_bytes: {each}" for each in refused]
     if engine_of(config) is Engine.MEGATRON_CORE:
-        problems += _of_megatron(config, architecture, topology)
+        problems += _check_tensor_parallel(config, architecture, topology)
+        problems += _check_experts(config, architecture, topology)
+        problems += _check_routers(config, architecture)
+        try:
+            split = layer_split(config, architecture, topology)
+        except ConfigError as error:
+            problems.append(f"policy.megatron_cfg: {error}")
+        else:
+            problems += _check_recomputation(config, split)
     rows = config.train_global_batch_size
     if pads(config):
-        problems += _said(microbatches, rows, config.train_micro_batch_size, topology)
+        problems += _refusals(microbatches, rows, config.train_micro_batch_size, topology)
     elif not planned:
-        problems += _said(equal_share, rows, topology)
+        problems += _refusals(equal_share, rows, topology)
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def _of_megatron(config: PolicyConfig, architecture: Shape, topology: Topology) -> Iterator[str]:
-    """Report what Megatron-Core cannot split or compute."""
-    yield from _tensor_parallel(config, architecture, topology)
-    yield from _experts(config, architecture, topology)
-    yield from _balancing(config, architecture)
-    try:
-        split = layer_split(config, architecture, topology)
-    except ConfigError as error:
-        yield f"policy.megatron_cfg: {error}"
-    else:
-        yield from _recomputed(config, split)
 
 
 def pads(config: PolicyConfig) -> bool:
@@ -149,8 +151,8 @@ def pads(config: PolicyConfig) -> bool:
     return not (config.dynamic_batching.enabled or config.sequence_packing.enabled)
 
 
-def _said(check: Callable[..., object], *values: object) -> Iterator[str]:
-    """What a check of these values refuses."""
+def _refusals(check: Callable[..., object], *values: object) -> Iterator[str]:
+    """The message of a check that refuses these values."""
     try:
         check(*values)
     except ConfigError as error:
@@ -218,16 +220,14 @@ def layer_split(config: PolicyConfig, architecture: Shape, topology: Topology) -
     return LayerSplit.of(layers, topology.pp, topology.vpp, sizes.first_layers, sizes.last_layers)
 
 
-def _recomputed(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:
+def _check_recomputation(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:
     """Report numbers of layers to recompute that exceed a model chunk or do not divide it."""
     number, method = config.megatron_cfg.recompute_num_layers, config.megatron_cfg.recompute_method
     counts = sorted({len(chunk) for stage in split.stages for chunk in stage})
     if number is None:
         return
-    asked, held = (
-        f"policy.megatron_cfg.recompute_num_layers={number}",
-        " or ".join(map(str, counts)),
-    )
+    asked = f"policy.megatron_cfg.recompute_num_layers={number}"
+    held = " or ".join(map(str, counts))
     if method == "block" and number > counts[-1]:
         yield (
             f"{asked} is more than the layers of each model chunk, which has {held}: use 1 to "
@@ -241,7 +241,7 @@ def _recomputed(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:
         )
 
 
-def _tensor_parallel(
+def _check_tensor_parallel(
     config: PolicyConfig, architecture: Shape, topology: Topology
 ) -> Iterator[str]:
     tp = topology.tp
@@ -270,7 +270,7 @@ def _tensor_parallel(
         )
 
 
-def _experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> Iterator[str]:
+def _check_experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> Iterator[str]:
     """Report sizes that do not divide the experts, and what Megatron-Core splits over
     tensor-parallel ranks only conditionally, or not at all.
     """
@@ -282,7 +282,7 @@ def _experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> I
                 "experts, and this one has none: use 1"
             )
     else:
-        yield from _expert_shards(moe, architecture.mlp_bias, topology)
+        yield from _check_expert_shards(moe, architecture.mlp_bias, topology)
     if topology.tp > 1 and (moe or mla) and not config.megatron_cfg.sequence_parallel:
         present = " and ".join(
             name for name, kind in (("experts", moe), ("latent attention", mla)) if kind is not None
@@ -293,7 +293,7 @@ def _experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> I
         )
 
 
-def _expert_shards(moe: Moe, biased: bool, topology: Topology) -> Iterator[str]:
+def _check_expert_shards(moe: Moe, biased: bool, topology: Topology) -> Iterator[str]:
     ep, etp = topology.ep, topology.expert_tp
     if moe.experts % ep:
         legal = [size for size in range(1, moe.experts + 1) if moe.experts % size == 0]
@@ -317,22 +317,7 @@ def _expert_shards(moe: Moe, biased: bool, topology: Topology) -> Iterator[str]:
         )
 
 
-def _budgets(config: PolicyConfig) -> Iterator[str]:
-    """Report microbatches with fewer tokens than the layout can split."""
-    for training in (True, False):
-        yield from _said(batching_of, config, training)
-
-
-def _replay(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
-    """Report choices of experts to be replayed in a model without experts."""
-    if config.router_replay.enabled and architecture.moe is None:
-        yield (
-            "policy.router_replay.enabled=true needs a model with experts, and this one has none: "
-            "set it to false"
-        )
-
-
-def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
+def _check_routers(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
     """Report settings of an expert router that are not supported."""
     megatron, moe = config.megatron_cfg, architecture.moe
     if moe is None:
@@ -356,7 +341,7 @@ def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
             f"policy.megatron_cfg.moe_router_load_balancing_type={kind!r} needs a coefficient, and "
             "the model's config.json has none: set moe_aux_loss_coeff (1e-3, for example)"
         )
-    yield from _expert_bias(megatron, moe)
+    yield from _check_expert_bias(megatron, moe)
     factor = megatron.moe_expert_capacity_factor
     if factor == 0:
         yield (
@@ -375,13 +360,15 @@ def _balancing(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
         )
 
 
-def _expert_bias(megatron: MegatronConfig, moe: Moe) -> Iterator[str]:
+def _check_expert_bias(megatron: MegatronConfig, moe: Moe) -> Iterator[str]:
     """Report a correction bias that is switched against the model, where that would count."""
-    at, asked = "policy.megatron_cfg.moe_router_enable_expert_bias", megatron
-    if asked.moe_router_enable_expert_bias is False and moe.correction_bias:
+    at, enabled = (
+        "policy.megatron_cfg.moe_router_enable_expert_bias",
+        megatron.moe_router_enable_expert_bias,
+    )
+    if enabled is False and moe.correction_bias:
         yield f"{at}=false drops the correction biases that the model has: leave it out"
-    trained = asked.moe_router_enable_expert_bias and asked.moe_router_bias_update_rate
-    if trained and not moe.correction_bias:
+    if enabled and megatron.moe_router_bias_update_rate and not moe.correction_bias:
         yield (
             f"{at}=true trains correction biases, which the model does not have: its checkpoints "
             "and inference engines have no place for them and would route without them; leave it "

@@ -80,24 +80,24 @@ def _unlisted_table(config: Any, overrides: dict[str, Any]) -> Table:
     class has no layers or no vocabulary.
     """
     kind = config.model_type
-    layers, hidden, vocab = (_first(config, names) or 0 for names in _NAMES.values())
+    layers, hidden, vocab = (_first_count(config, names) or 0 for names in _NAMES.values())
     found = zip(_NAMES, (layers, hidden, vocab), strict=True)
     if missing := [name for name, value in found if not value]:
         raise ConfigError(
             f"the model is a {kind}, whose config names no {', '.join(missing)}: it is not a "
             "causal language model that can be trained here"
         )
-    heads = _first(config, _HEADS) or 1
-    groups = _first(config, _GROUPS) or heads
+    heads = _first_count(config, _HEADS) or 1
+    groups = _first_count(config, _GROUPS) or heads
     architecture = Architecture(
         num_layers=layers,
         hidden_size=hidden,
         vocab_size=vocab,
         num_attention_heads=heads,
         num_query_groups=groups if heads % groups == 0 else heads,
-        kv_channels=2 * max(1, (_first(config, ("head_dim",)) or hidden // heads) // 2),
-        ffn_hidden_size=_first(config, _INNER) or 4 * hidden,
-        max_position_embeddings=_first(config, _POSITIONS) or _UNLIMITED,
+        kv_channels=2 * max(1, (_first_count(config, ("head_dim",)) or hidden // heads) // 2),
+        ffn_hidden_size=_first_count(config, _INNER) or 4 * hidden,
+        max_position_embeddings=_first_count(config, _POSITIONS) or _UNLIMITED,
         layernorm_epsilon=1e-6,
         rope=Rope(10000.0),
         in_full=False,
@@ -106,7 +106,7 @@ def _unlisted_table(config: Any, overrides: dict[str, Any]) -> Table:
     return Table(kind, architecture, (), {}, overrides)
 
 
-def _first(config: Any, names: tuple[str, ...]) -> int | None:
+def _first_count(config: Any, names: tuple[str, ...]) -> int | None:
     """The first of these fields that is a positive number; of a list, its largest."""
     for name in names:
         value = getattr(config, name, None)
@@ -212,7 +212,7 @@ def _refuse_other_weights(table: Table, other: Table, overrides: Mapping[str, An
     names = [name for name in {**own, **changed} if own.get(name) != changed.get(name)]
     if names:
         shown = ", ".join(
-            f"{name} ({_shown(own.get(name))} to {_shown(changed.get(name))})"
+            f"{name} ({_show_shape(own.get(name))} to {_show_shape(changed.get(name))})"
             for name in names[:_SHOWN]
         )
         raise ConfigError(
@@ -221,5 +221,5 @@ def _refuse_other_weights(table: Table, other: Table, overrides: Mapping[str, An
         )
 
 
-def _shown(shape: tuple[int, ...] | None) -> str:
+def _show_shape(shape: tuple[int, ...] | None) -> str:
     return "none" if shape is None else str(list(shape))

@@ -5,22 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_policy.config.batching import batching_of
+from megatron_policy.config.megatron_sections import MegatronConfig
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.config.policy_config import PolicyConfig
-from megatron_policy.config.sections import MegatronConfig
+from megatron_policy.config.section import find_differences
 from megatron_policy.converters.architecture import Architecture
+
+_OF_EXPERTS = ("moe_", "freeze_moe_router", "expert_tensor_parallel_size")
+"""Beginnings of names in megatron_cfg; expert_model_parallel_size is refused."""
 
 
 def notes_of(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
-    """A sentence each."""
-    yield from _lengths(config, architecture)
-    if engine_of(config) is Engine.MEGATRON_CORE:
-        yield from _warm_up(config.megatron_cfg)
-        if architecture.moe is None:
-            yield from _experts(config.megatron_cfg)
+    """Report, a sentence each, what the author of a configuration may not expect of it."""
+    yield from _note_lengths(config, architecture)
+    if engine_of(config) is not Engine.MEGATRON_CORE:
+        return
+    megatron = config.megatron_cfg
+    iters, warmup = megatron.train_iters, megatron.scheduler.lr_warmup_iters
+    if iters is not None and warmup and iters <= warmup:
+        yield (
+            f"training ends within the warm-up of the learning rate, which takes {warmup} of "
+            f"{iters} iterations (scheduler.lr_warmup_iters, train_iters): it never reaches "
+            f"lr={megatron.optimizer.lr:g}"
+        )
+    if architecture.moe is None:
+        changed = [name for name, _ in find_differences(megatron, MegatronConfig())]
+        names = sorted(name for name in changed if name.startswith(_OF_EXPERTS))
+        if names:
+            yield f"without effect, since the model has no experts: {', '.join(names)}"
 
 
-def _lengths(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
+def _note_lengths(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
     configured = config.max_total_sequence_length
     positions = architecture.rope.positions(architecture.max_position_embeddings)
     if configured > positions:
@@ -37,29 +52,3 @@ def _lengths(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
                 f"{batching.key}={batching.tokens} holds one, although rows can have "
                 f"{min(configured, positions)}"
             )
-
-
-def _warm_up(megatron: MegatronConfig) -> Iterator[str]:
-    iters, warmup = megatron.train_iters, megatron.scheduler.lr_warmup_iters
-    if iters is not None and warmup and iters <= warmup:
-        yield (
-            f"training ends within the warm-up of the learning rate, which takes {warmup} of "
-            f"{iters} iterations (scheduler.lr_warmup_iters, train_iters): it never reaches "
-            f"lr={megatron.optimizer.lr:g}"
-        )
-
-
-def _experts(megatron: MegatronConfig) -> Iterator[str]:
-    """Settings of experts that somebody changed from what they are by default."""
-    defaults = type(megatron).model_fields
-    names = [
-        name
-        for name in sorted(megatron.model_fields_set)
-        if name.startswith(_OF_EXPERTS) and getattr(megatron, name) != defaults[name].default
-    ]
-    if names:
-        yield f"without effect, since the model has no experts: {', '.join(names)}"
-
-
-_OF_EXPERTS = ("moe_", "freeze_moe_router", "expert_tensor_parallel_size")
-"""Beginnings of names in megatron_cfg; expert_model_parallel_size is refused."""

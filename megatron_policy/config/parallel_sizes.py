@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from megatron_policy.config.fsdp import TransformersConfig
 from megatron_policy.config.sections import PolicySection
@@ -42,6 +43,25 @@ class ParallelSizes:
     last_layers: int | None = None
 
 
+MEGATRON_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "sequence_parallel": "sequence_parallel",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "first_layers": "num_layers_in_first_pipeline_stage",
+    "last_layers": "num_layers_in_last_pipeline_stage",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+"""The key of `megatron_cfg` for each of the sizes that it can set."""
+
+
+def keys_of_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `megatron_cfg` for what `sizes` has of `MEGATRON_SIZES`; None is not given."""
+    return {key: sizes[name] for name, key in MEGATRON_SIZES.items() if sizes.get(name) is not None}
+
+
 def engine_of(config: PolicySection) -> Engine:
     """The engine that `config` enables."""
     if config.fsdp_cfg.enabled:
@@ -55,7 +75,7 @@ def transformers_settings(config: PolicySection) -> TransformersConfig:
 
 
 def model_copies(config: PolicySection, world_size: int) -> int:
-    """How many times the ranks of that engine have the whole model."""
+    """How many times so many ranks have the whole model, in shards or each in full."""
     if engine_of(config) is Engine.FSDP1 and config.fsdp_cfg.sharding_strategy == "no_shard":
         return world_size
     return parallel_sizes(config).replicas
@@ -83,20 +103,8 @@ def parallel_sizes(config: PolicySection) -> ParallelSizes:
             sequence_parallel=own.sequence_parallel and own.tensor_parallel_size > 1,
             replicas=own.dp_replicate_size,
         )
-    megatron = config.megatron_cfg
-    return ParallelSizes(
-        "policy.megatron_cfg",
-        megatron.tensor_model_parallel_size,
-        "tensor_model_parallel_size",
-        megatron.context_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.virtual_pipeline_model_parallel_size,
-        megatron.expert_model_parallel_size,
-        megatron.expert_tensor_parallel_size,
-        megatron.sequence_parallel,
-        first_layers=megatron.num_layers_in_first_pipeline_stage,
-        last_layers=megatron.num_layers_in_last_pipeline_stage,
-    )
+    sizes = {name: getattr(config.megatron_cfg, key) for name, key in MEGATRON_SIZES.items()}
+    return ParallelSizes("policy.megatron_cfg", tp_key=MEGATRON_SIZES["tp"], **sizes)
 
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")

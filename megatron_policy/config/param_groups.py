@@ -148,7 +148,7 @@ class ParamGroups:
                 whose = "the model" if pattern is None else "what names fits"
                 fix = ", or set policy.megatron_cfg.peft" if "adapter" in group.roles else ""
                 raise ConfigError(
-                    f"{_KEY}: no parameter is in the group {_said(group)}: {whose} has the roles "
+                    f"{_KEY}: no parameter is in the group {_show(group)}: {whose} has the roles "
                     f"{', '.join(found)}; name one of these{fix}, or leave the group out"
                 )
 
@@ -160,13 +160,13 @@ class ParamGroups:
         for group in self._groups if adapters else ():
             if not group.freeze and id(group) not in used:
                 raise ConfigError(
-                    f"{_KEY}: no adapter is in the group {_said(group)}, and all else is "
+                    f"{_KEY}: no adapter is in the group {_show(group)}, and all else is "
                     "frozen beside adapters: use roles: [adapter], or their names in PEFT, as "
                     f"{adapters[0].hf[0]!r}"
                 )
 
 
-def _said(group: ParamGroupConfig) -> dict[str, Any]:
+def _show(group: ParamGroupConfig) -> dict[str, Any]:
     """How the configuration chooses the group."""
     chosen = group.model_dump(exclude_none=True, include={"names", "roles"})
     return {name: list(values) for name, values in chosen.items()}

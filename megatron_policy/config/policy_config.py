@@ -19,7 +19,7 @@ from megatron_policy.config.classify import classify
 from megatron_policy.config.composed import compose
 from megatron_policy.config.resolve import check, complete
 from megatron_policy.config.rules import asks_for_nothing
-from megatron_policy.config.section import differing
+from megatron_policy.config.section import find_differences
 from megatron_policy.config.sections import PolicySection
 from megatron_policy.errors import ConfigError
 
@@ -41,7 +41,7 @@ class PolicyConfig(PolicySection):
         """What differs from the defaults, and from what follows from the other keys."""
         required = [name for name, info in type(self).model_fields.items() if info.is_required()]
         bare = type(self)(**{name: getattr(self, name) for name in required})
-        return differing(self, complete(bare))
+        return find_differences(self, complete(bare))
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any] | PolicyConfig) -> PolicyConfig:
@@ -84,6 +84,22 @@ class PolicyConfig(PolicySection):
         return cls.parse(composed.policy)
 
 
+def least_section(
+    model_name: str, precision: str, rows: int, megatron: Mapping[str, Any], **others: Any
+) -> dict[str, Any]:
+    """The section `policy` of a policy under Megatron-Core, with these keys of `megatron_cfg`, that
+    takes one row a microbatch and `rows` a step unless `others` say otherwise.
+    """
+    return {
+        "model_name": model_name,
+        "precision": precision,
+        "train_global_batch_size": rows,
+        "train_micro_batch_size": 1,
+        **others,
+        "megatron_cfg": {"enabled": True, **megatron},
+    }
+
+
 def ignored_keys(raw: Mapping[str, Any]) -> dict[str, str]:
     """The keys of a `policy` mapping that have no effect here: path below `policy` -> reason. First
     those that would change memory, then those that ask for something, then the others.
@@ -109,12 +125,12 @@ def _validate(cls: type[PolicyConfig], kept: dict[str, Any]) -> PolicyConfig:
             if item["type"] == "missing":
                 lines.append(f"policy.{path} is missing and has no default: give it a value")
                 continue
-            said = item["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
-            lines.append(f"policy.{path}: {said}, not {_shown(item['input'])}")
+            message = item["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
+            lines.append(f"policy.{path}: {message}, not {_show(item['input'])}")
         raise ConfigError("\n".join(lines)) from None
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     """A value for a message, of bounded length."""
     try:
         return _SHORT.repr(value)

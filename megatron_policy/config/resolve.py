@@ -6,6 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from megatron_policy.config.megatron_sections import (
+    RECOMPUTE_KEYS,
+    MegatronConfig,
+    MegatronOptimizerConfig,
+)
 from megatron_policy.config.parallel_sizes import (
     check_env_vars,
     env_vars_of,
@@ -16,8 +21,6 @@ from megatron_policy.config.section import Section
 from megatron_policy.config.sections import (
     ENGINES,
     DynamicBatchingConfig,
-    MegatronConfig,
-    MegatronOptimizerConfig,
     PolicySection,
     SequencePackingConfig,
 )
@@ -42,7 +45,7 @@ def complete(config: P) -> P:
         start_weight_decay=optimizer.weight_decay,
         end_weight_decay=optimizer.weight_decay,
     )
-    scheduler = _set(scheduler, lr_decay_iters=_decay_iters(megatron))
+    scheduler = _set(scheduler, lr_decay_iters=_find_decay_iters(megatron))
     ddp = megatron.distributed_data_parallel_config
     # Without the distributed optimizer every rank has all parameters, so nothing is gathered.
     gather = ddp.overlap_param_gather and optimizer.use_distributed_optimizer
@@ -51,7 +54,7 @@ def complete(config: P) -> P:
         optimizer=optimizer,
         scheduler=scheduler,
         distributed_data_parallel_config=_set(ddp, overlap_param_gather=gather),
-        **_recompute(megatron),
+        **_complete_recompute(megatron),
     )
     overrides = config.hf_config_overrides
     coefficient = (overrides or {}).get("router_aux_loss_coef")
@@ -68,9 +71,9 @@ def complete(config: P) -> P:
         activation_checkpointing_enabled=config.activation_checkpointing_enabled,
     )
     tokenizer = _set(config.tokenizer, name=config.tokenizer.name or config.model_name)
-    dynamic = _mb_tokens(config.dynamic_batching)
+    dynamic = _share_tokens(config.dynamic_batching)
     rounded = dynamic.sequence_length_round or config.make_sequence_length_divisible_by
-    kwargs = transformers_settings(config).model_kwargs if _transforms(config) else {}
+    kwargs = transformers_settings(config).model_kwargs if _trains_transformers(config) else {}
     config = _set(
         config,
         hf_config_overrides=kwargs | (overrides or {}) if kwargs else overrides,
@@ -78,7 +81,7 @@ def complete(config: P) -> P:
         megatron_cfg=megatron,
         fsdp_cfg=fsdp,
         dynamic_batching=_set(dynamic, sequence_length_round=rounded),
-        sequence_packing=_mb_tokens(config.sequence_packing),
+        sequence_packing=_share_tokens(config.sequence_packing),
     )
     config = _where_absent(config, logprob_batch_size=config.train_micro_batch_size)
     return _where_absent(config, generation_batch_size=config.logprob_batch_size)
@@ -86,11 +89,20 @@ def complete(config: P) -> P:
 
 def check(config: PolicySection) -> None:
     """Raise ConfigError listing every pair of contradictory keys, with the legal values."""
-    problems = [*_backend(config), *_batching(config), *_replay(config), *_variables(config)]
-    if not _transforms(config):
-        problems += [*_dtypes(config), *_schedule(config.megatron_cfg)]
-        problems += [*_recompute_keys(config.megatron_cfg), *_adapters(config)]
-        problems += _optimizer(config.megatron_cfg.optimizer)
+    problems = [*_check_engine(config), *_check_batching(config)]
+    if config.router_replay.enabled and config.router_replay.transport != "inline":
+        problems.append(
+            f"policy.router_replay.transport={config.router_replay.transport!r} leaves the chosen "
+            "experts out of the data, which is not supported: use 'inline'"
+        )
+    try:
+        check_env_vars(f"{parallel_sizes(config).section}.env_vars", env_vars_of(config))
+    except ConfigError as error:
+        problems.append(str(error))
+    if not _trains_transformers(config):
+        problems += [*_check_dtypes(config), *_check_schedule(config.megatron_cfg)]
+        problems += [*_check_recompute_keys(config.megatron_cfg), *_check_adapters(config)]
+        problems += _check_optimizer(config.megatron_cfg.optimizer)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -104,13 +116,13 @@ def _where_absent(section: S, **values: Any) -> S:
     return _set(section, **{name: value for name, value in values.items() if name not in given})
 
 
-def _mb_tokens(section: B) -> B:
+def _share_tokens(section: B) -> B:
     """Training and inference share a number of tokens if only one of them is given."""
     train, read = section.train_mb_tokens, section.logprob_mb_tokens
     return _set(section, train_mb_tokens=train or read, logprob_mb_tokens=read or train)
 
 
-def _decay_iters(megatron: MegatronConfig) -> int | None:
+def _find_decay_iters(megatron: MegatronConfig) -> int | None:
     """As given, else all of training, if known; a constant schedule outlasts its warm-up."""
     schedule, iters = megatron.scheduler, megatron.train_iters
     constant = schedule.lr_decay_style == schedule.weight_decay_incr_style == "constant"
@@ -119,11 +131,10 @@ def _decay_iters(megatron: MegatronConfig) -> int | None:
     return schedule.lr_decay_iters or iters
 
 
-def _recompute(megatron: MegatronConfig) -> dict[str, Any]:
+def _complete_recompute(megatron: MegatronConfig) -> dict[str, Any]:
     """The recompute keys only have a meaning with `activation_checkpointing`."""
     if not megatron.activation_checkpointing:
-        names = ("granularity", "method", "num_layers", "modules")
-        return {f"recompute_{name}": None for name in names}
+        return dict.fromkeys(RECOMPUTE_KEYS)
     if megatron.recompute_granularity == "selective":
         return {"recompute_modules": megatron.recompute_modules or ("core_attn",)}
     return {
@@ -133,8 +144,8 @@ def _recompute(megatron: MegatronConfig) -> dict[str, Any]:
     }
 
 
-def _backend(config: PolicySection) -> Iterator[str]:
-    chosen = _engines(config)
+def _check_engine(config: PolicySection) -> Iterator[str]:
+    chosen = _enabled_engines(config)
     if len(chosen) != 1:
         *others, last = (f"policy.{name}.enabled" for name in chosen or ENGINES)
         how = ("both true" if len(chosen) == 2 else "all true") if chosen else "all false"
@@ -144,23 +155,23 @@ def _backend(config: PolicySection) -> Iterator[str]:
             "or FSDP1 (fsdp_cfg); set one to true and the others to false"
         )
     elif chosen == ["dtensor_cfg"]:
-        yield from _fsdp2(config)
-        yield from _transformers(config)
+        yield from _check_fsdp2(config)
+        yield from _check_transformers(config)
     elif chosen == ["fsdp_cfg"]:
-        yield from _transformers(config)
+        yield from _check_transformers(config)
 
 
-def _engines(config: PolicySection) -> list[str]:
+def _enabled_engines(config: PolicySection) -> list[str]:
     """The sections that choose an engine."""
     return [name for name in ENGINES if getattr(config, name).enabled]
 
 
-def _transforms(config: PolicySection) -> bool:
+def _trains_transformers(config: PolicySection) -> bool:
     """Whether transformers' own modules are trained."""
-    return _engines(config) in (["dtensor_cfg"], ["fsdp_cfg"])
+    return _enabled_engines(config) in (["dtensor_cfg"], ["fsdp_cfg"])
 
 
-def _fsdp2(config: PolicySection) -> Iterator[str]:
+def _check_fsdp2(config: PolicySection) -> Iterator[str]:
     """Report what sharding by `dtensor_cfg` does not have."""
     own, at = config.dtensor_cfg, "policy.dtensor_cfg"
     if own.expert_parallel_size > 1:
@@ -180,7 +191,7 @@ def _fsdp2(config: PolicySection) -> Iterator[str]:
         )
 
 
-def _transformers(config: PolicySection) -> Iterator[str]:
+def _check_transformers(config: PolicySection) -> Iterator[str]:
     """Report what the engine over transformers' own modules does not have."""
     own, sizes = transformers_settings(config), parallel_sizes(config)
     if config.precision == "float16":
@@ -215,7 +226,7 @@ def _transformers(config: PolicySection) -> Iterator[str]:
         )
 
 
-def _dtypes(config: PolicySection) -> Iterator[str]:
+def _check_dtypes(config: PolicySection) -> Iterator[str]:
     optimizer, precision = config.megatron_cfg.optimizer, config.precision
     at, half = "policy.megatron_cfg.optimizer", config.precision == "float16"
     if half and optimizer.bf16:
@@ -230,19 +241,15 @@ def _dtypes(config: PolicySection) -> Iterator[str]:
     if half and optimizer.loss_scale is None and least > first:
         yield f"{at}.min_loss_scale={least} is above initial_loss_scale={first}: lower it"
     # The distributed optimizer keeps fp32 main parameters whatever bf16 says.
-    if precision == "bfloat16" and optimizer.bf16 is False:
-        yield from _main_parameters(optimizer)
-
-
-def _main_parameters(optimizer: MegatronOptimizerConfig) -> Iterator[str]:
-    if not optimizer.use_distributed_optimizer:
+    without = optimizer.bf16 is False and not optimizer.use_distributed_optimizer
+    if precision == "bfloat16" and without:
         yield (
             "policy.megatron_cfg.optimizer.bf16=false asks for bfloat16 updates without fp32 main "
             "parameters, which are always kept: leave bf16 out, or set policy.precision to float32"
         )
 
 
-def _batching(config: PolicySection) -> Iterator[str]:
+def _check_batching(config: PolicySection) -> Iterator[str]:
     dynamic, packing = config.dynamic_batching, config.sequence_packing
     if dynamic.enabled and packing.enabled:
         yield (
@@ -269,23 +276,7 @@ def _batching(config: PolicySection) -> Iterator[str]:
             yield str(error)
 
 
-def _variables(config: PolicySection) -> Iterator[str]:
-    try:
-        check_env_vars(f"{parallel_sizes(config).section}.env_vars", env_vars_of(config))
-    except ConfigError as error:
-        yield str(error)
-
-
-def _replay(config: PolicySection) -> Iterator[str]:
-    replay = config.router_replay
-    if replay.enabled and replay.transport != "inline":
-        yield (
-            f"policy.router_replay.transport={replay.transport!r} leaves the chosen experts out "
-            "of the data, which is not supported: use 'inline'"
-        )
-
-
-def _adapters(config: PolicySection) -> Iterator[str]:
+def _check_adapters(config: PolicySection) -> Iterator[str]:
     peft, at = config.megatron_cfg.peft, "policy.megatron_cfg.peft"
     if not peft.enabled:
         return
@@ -309,7 +300,7 @@ def _adapters(config: PolicySection) -> Iterator[str]:
         )
 
 
-def _optimizer(optimizer: MegatronOptimizerConfig) -> Iterator[str]:
+def _check_optimizer(optimizer: MegatronOptimizerConfig) -> Iterator[str]:
     decoupled = optimizer.optimizer == "adam"
     if optimizer.use_distributed_optimizer and not decoupled:
         yield (
@@ -326,7 +317,7 @@ def _optimizer(optimizer: MegatronOptimizerConfig) -> Iterator[str]:
     )
 
 
-def _schedule(megatron: MegatronConfig) -> Iterator[str]:
+def _check_schedule(megatron: MegatronConfig) -> Iterator[str]:
     optimizer, schedule = megatron.optimizer, megatron.scheduler
     at = "policy.megatron_cfg.scheduler"
     if optimizer.min_lr > optimizer.lr:
@@ -362,7 +353,7 @@ def _schedule(megatron: MegatronConfig) -> Iterator[str]:
         )
 
 
-def _recompute_keys(megatron: MegatronConfig) -> Iterator[str]:
+def _check_recompute_keys(megatron: MegatronConfig) -> Iterator[str]:
     at = "policy.megatron_cfg.recompute"
     if megatron.recompute_granularity == "selective":
         for name in ("method", "num_layers"):

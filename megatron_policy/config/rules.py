@@ -11,9 +11,7 @@ from megatron_policy.config.section import Section
 
 @dataclass(frozen=True)
 class Applied:
-    """Has the effect that its name says; `note` adds the rest."""
-
-    note: str = ""
+    """Has the effect that its name says."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,16 @@ class Rejected:
 
 Rule = Applied | Nested | Ignored | Rejected
 Rules = dict[str, Rule]
+"""Rules of a section by the names of its keys; `*` stands for any other key of it. In a table, all
+names that have one rule are one text, separated by whitespace.
+"""
 
 
-def each(rule: Rule, names: str) -> Rules:
-    """The same rule for each of the whitespace-separated `names`."""
-    return dict.fromkeys(names.split(), rule)
+def by_name(table: Rules) -> Rules:
+    """The rules of a table by each name alone."""
+    rules = {name: rule for names, rule in table.items() for name in names.split()}
+    assert len(rules) == sum(len(names.split()) for names in table), "a name has two rules"
+    return rules
 
 
 def switched_off(why: str, what: str, names: str) -> Rules:
@@ -61,10 +64,7 @@ def switched_off(why: str, what: str, names: str) -> Rules:
 
     Otherwise none of its keys count, neither `names` nor those of another release of the host.
     """
-    return {
-        "enabled": Rejected(why),
-        **each(Ignored(f"affects {what} only"), f"{names} *"),
-    }
+    return {"enabled": Rejected(why), f"{names} *": Ignored(f"affects {what} only")}
 
 
 def asks_for_nothing(value: Any) -> bool:

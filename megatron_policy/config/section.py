@@ -28,10 +28,14 @@ class Section(BaseModel):
 
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
         """What differs from the defaults."""
-        return differing(self, None)
+        return find_differences(self, None)
 
 
-def differing(section: Section, base: Section | None) -> Iterator[tuple[str, Any]]:
+class ValueSection(Section):
+    """A section that is one value, such as an item of a list: its fields are no keys."""
+
+
+def find_differences(section: Section, base: Section | None) -> Iterator[tuple[str, Any]]:
     """The fields of a section that differ from those of `base`, or from the defaults; in them, the
     values of environment variables are left out, since they can be secrets.
     """
@@ -56,5 +60,7 @@ class _Differing:
         self.section, self.base = section, base
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{key}={value!r}" for key, value in differing(self.section, self.base))
+        shown = ", ".join(
+            f"{key}={value!r}" for key, value in find_differences(self.section, self.base)
+        )
         return f"{type(self.section).__name__}({shown})"

@@ -7,22 +7,22 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, model_validator
 
 from megatron_policy.config.numbers import Count, Factor, Momentum, Rate
-from megatron_policy.config.section import Dtype, Section
+from megatron_policy.config.section import Dtype, Section, ValueSection
 
 
-def _listed(value: Any) -> Any:
+def _refuse_text(value: Any) -> Any:
     if isinstance(value, str):
         raise ValueError(f"Input should be a list of names, as in [{value:.100}]")
     return value
 
 
-def _path(value: Any) -> Any:
+def _refuse_blank(value: Any) -> Any:
     if isinstance(value, str) and not value.strip():
         raise ValueError("Input should be a directory: give one, or leave the key out")
     return value
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_refuse_text)]
 
 ParamRole = Literal[
     "embedding",
@@ -38,14 +38,14 @@ ParamRole = Literal[
 ]
 
 
-class ParamGroupConfig(Section):
+class ParamGroupConfig(ValueSection):
     """Parameters with one of `names` and one of `roles`, and how they are trained."""
 
     names: Names | None = None
     """Names of Hugging Face tensors, in which `*`, `?` and `[...]` stand for others; all if not
     given.
     """
-    roles: Annotated[tuple[ParamRole, ...], BeforeValidator(_listed)] | None = None
+    roles: Annotated[tuple[ParamRole, ...], BeforeValidator(_refuse_text)] | None = None
     """What they are to the model; all if not given."""
     freeze: bool = False
     """They keep their values and have no gradients, main parameters and moments."""
@@ -72,7 +72,7 @@ def _none_for_nothing(value: Any) -> Any:
     return None if value in ("None", "") else value
 
 
-def _modules(value: Any) -> Any:
+def _refuse_all_linear(value: Any) -> Any:
     if value == "all-linear":
         raise ValueError("Input should be a list of names; leave it out for all linear layers")
     return value
@@ -91,9 +91,10 @@ class PeftConfig(Section):
 
     enabled: bool = False
     """Trains adapters instead of the model."""
-    target_modules: Annotated[Names, BeforeValidator(_modules)] = ()
+    target_modules: Annotated[Names, BeforeValidator(_refuse_all_linear)] = ()
     """All linear layers of the decoder's layers if empty."""
     exclude_modules: Names = ()
+    """Also together with `target_modules`."""
     dim: Count | None = None
     """Rows of A, the rank."""
     alpha: Factor | None = None
@@ -103,9 +104,13 @@ class PeftConfig(Section):
     dropout_position: Literal["pre", "post"] = "pre"
     """Of the adapter's inputs, or of its outputs."""
     lora_A_init_method: InitMethod = "xavier"
+    """Drawn for the whole tensor: the same in every layout."""
     lora_B_init_method: InitMethod = "zero"
+    """Drawn for the whole tensor: the same in every layout."""
     lora_dtype: Annotated[Dtype | None, BeforeValidator(_none_for_nothing)] = None
-    """As `precision` if not given, and nothing else; the optimizer keeps fp32 main parameters."""
+    """Has to agree with `precision`; the optimizer keeps fp32 main parameters."""
     a2a_experimental: bool = False
-    start_from: Annotated[str | None, BeforeValidator(_path)] = None
-    """A directory that PEFT or `export_peft` wrote, whose adapters are gone on with."""
+    start_from: Annotated[str | None, BeforeValidator(_refuse_blank)] = None
+    """Of this project: a directory that PEFT or `export_peft` wrote, whose adapters are gone on
+    with.
+    """

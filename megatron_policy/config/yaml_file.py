@@ -4,7 +4,7 @@ limits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,11 @@ MAX_VALUES = 100_000
 def load(path: Path) -> Any:
     """The document in the file; ConfigError saying what is wrong with it."""
     try:
-        content = _content(path)
+        if not path.is_file():
+            raise ConfigError(_explain_absence(path))
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: it is not a configuration")
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     try:
@@ -46,15 +50,7 @@ def load(path: Path) -> Any:
         raise ConfigError(f"{path} is not valid YAML: a value is not what its tag says") from error
 
 
-def _content(path: Path) -> bytes:
-    if not path.is_file():
-        raise ConfigError(_missing(path))
-    if path.stat().st_size > MAX_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: it is not a configuration")
-    return path.read_bytes()
-
-
-def _missing(path: Path) -> str:
+def _explain_absence(path: Path) -> str:
     if path.is_dir():
         names = names_in(path, directories=False)
         if "config.json" in names:
@@ -77,8 +73,12 @@ def _check(root: yaml.Node) -> None:
     sizes: dict[yaml.Node, int] = {}
     _measure(root, sizes, set(), 0)
     for node in sizes:
-        if isinstance(node, yaml.MappingNode):
-            _check_keys(node)
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise ValueError(f"line {_line_of(key)} names {key.value!r:.200} a second time")
+                seen.add(key.value)
 
 
 def _measure(
@@ -86,36 +86,23 @@ def _measure(
 ) -> int:
     """The number of values that the node expands to."""
     if node in above:
-        raise ValueError(f"the value in line {_line(node)} contains itself")
+        raise ValueError(f"the value in line {_line_of(node)} contains itself")
     if depth > MAX_DEPTH:
-        raise ValueError(f"line {_line(node)} is nested more than {MAX_DEPTH} values deep")
+        raise ValueError(f"line {_line_of(node)} is nested more than {MAX_DEPTH} values deep")
     if node not in sizes:
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            inner = chain.from_iterable(inner)
         above.add(node)
-        size = 1 + sum(_measure(each, sizes, above, depth + 1) for each in _within(node))
+        size = 1 + sum(_measure(each, sizes, above, depth + 1) for each in inner)
         above.discard(node)
         if size > MAX_VALUES:
-            raise ValueError(f"the value in line {_line(node)} has more than {MAX_VALUES} values")
+            where = f"the value in line {_line_of(node)}"
+            raise ValueError(f"{where} has more than {MAX_VALUES} values")
         sizes[node] = size
     return sizes[node]
 
 
-def _within(node: yaml.Node) -> Iterator[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield from (key, value)
-    elif isinstance(node, yaml.SequenceNode):
-        yield from node.value
-
-
-def _check_keys(node: yaml.MappingNode) -> None:
-    seen: set[str] = set()
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-            if key.value in seen:
-                raise ValueError(f"line {_line(key)} names {key.value!r:.200} a second time")
-            seen.add(key.value)
-
-
-def _line(node: yaml.Node) -> int:
+def _line_of(node: yaml.Node) -> int:
     line: int = node.start_mark.line
     return line + 1

@@ -11,7 +11,14 @@ from typing import Any
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import checked_topology, layer_split
-from megatron_policy.config.parallel_sizes import Engine, engine_of, parallel_sizes
+from megatron_policy.config.megatron_sections import RECOMPUTE_KEYS, recompute_keys
+from megatron_policy.config.parallel_sizes import (
+    MEGATRON_SIZES,
+    Engine,
+    engine_of,
+    keys_of_sizes,
+    parallel_sizes,
+)
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.formats.peft_files import is_peft
 from megatron_policy.errors import ConfigError
@@ -170,31 +177,25 @@ def _check_positions(arch: Architecture, length: int) -> None:
 
 
 SEARCHED = (
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
+    *MEGATRON_SIZES.values(),
     "activation_checkpointing",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
+    *RECOMPUTE_KEYS,
 )
 """The keys of `megatron_cfg` that a search sets or leaves at their defaults."""
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search came to: legal plans, the fastest first, by whether they fit."""
 
     fitting: tuple[StepPlan, ...]
     too_large: tuple[StepPlan, ...]
     """Those that do not fit, the smallest first."""
+
+    @property
+    def plans(self) -> tuple[StepPlan, ...]:
+        """All of them, the best first."""
+        return self.fitting + self.too_large
 
 
 def search(
@@ -203,7 +204,7 @@ def search(
     world_size: int,
     device: DeviceFigures,
     length: int | None = None,
-) -> Found:
+) -> SearchResult:
     """Try every legal layout and recomputation with the keys of `base`, a `policy` section, which
     take the place of its own.
 
@@ -232,7 +233,7 @@ def search(
             return 0, at.pp * at.vpp, at.cp, plan.peak
         return 1, plan.time.serial, plan.peak
 
-    return Found(
+    return SearchResult(
         tuple(sorted(fitting, key=rank)),
         tuple(sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.peak)),
     )
@@ -244,7 +245,6 @@ def _length(base: Mapping[str, Any]) -> int:
 
 def _layouts(arch: Architecture, ranks: int, length: int) -> Iterator[dict[str, Any]]:
     """Keys of `megatron_cfg` for each layout to try; most are legal."""
-    whole = {"expert_tensor_parallel_size": 1}
     for tp in _powers(NODE):
         for cp in _powers(max(1, length // LEAST_TOKENS)):
             for pp in _divisors(ranks // (tp * cp)) if ranks % (tp * cp) == 0 else ():
@@ -254,39 +254,25 @@ def _layouts(arch: Architecture, ranks: int, length: int) -> Iterator[dict[str, 
                 for split in _splits(arch.num_layers, pp):
                     for ep in _expert_ranks(arch, per_stage):
                         for recompute in _RECOMPUTATIONS:
-                            yield {
-                                "tensor_model_parallel_size": tp,
-                                "sequence_parallel": tp > 1,
-                                "context_parallel_size": cp,
-                                "pipeline_model_parallel_size": pp,
-                                **({"expert_model_parallel_size": ep} | whole if arch.moe else {}),
-                                **split,
-                                **recompute,
-                            }
+                            sizes = {"tp": tp, "sequence_parallel": tp > 1, "cp": cp, "pp": pp}
+                            experts = {"ep": ep, "etp": 1} if arch.moe else {}
+                            yield keys_of_sizes(sizes | experts | split) | recompute
 
 
-_RECOMPUTATIONS: tuple[dict[str, Any], ...] = (
-    {"activation_checkpointing": False},
-    {
-        "activation_checkpointing": True,
-        "recompute_granularity": "selective",
-        "recompute_modules": ["layernorm", "mlp"],
-    },
-    {"activation_checkpointing": True, "recompute_granularity": "full"},
-)
+_RECOMPUTATIONS = [recompute_keys(what) for what in ("none", "layernorm+mlp", "full")]
 
 
-def _splits(layers: int, pp: int) -> Iterator[dict[str, Any]]:
+def _splits(layers: int, pp: int) -> Iterator[dict[str, int]]:
     """Even stages, also interleaved; else as even as a smaller last stage allows."""
     each, left = divmod(layers, pp)
     if left:
         last = layers - (each + 1) * (pp - 1)
         if last >= 1:
-            yield {"num_layers_in_last_pipeline_stage": last}
+            yield {"last_layers": last}
         return
     for chunks in (1, 2, 4) if pp > 1 else (1,):
         if each % chunks == 0:
-            yield {"virtual_pipeline_model_parallel_size": chunks}
+            yield {"vpp": chunks}
 
 
 def _expert_ranks(arch: Architecture, per_stage: int) -> list[int]:

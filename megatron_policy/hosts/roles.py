@@ -20,67 +20,41 @@ from megatron_policy.policy import MegatronPolicy
 
 Builder = Callable[..., MegatronPolicy]
 
-MAY_DIFFER: Mapping[str, tuple[str, ...]] = {
+MAY_DIFFER: Mapping[str, str] = {
     "the reference has weights of its own, and no adapters": (
-        "model_name",
-        "tokenizer",
-        "megatron_cfg.peft",
+        "model_name tokenizer megatron_cfg.peft"
     ),
-    "the reference is never updated": (
-        "train_global_batch_size",
-        "train_micro_batch_size",
-        "max_grad_norm",
-        "learning_rate",
-        "optimizer",
-        "scheduler",
-        "megatron_cfg.optimizer",
-        "megatron_cfg.scheduler",
-        "megatron_cfg.train_iters",
-        "skip_empty_steps",
-        "megatron_cfg.empty_unused_memory_level",
-        "megatron_cfg.freeze_moe_router",
-        "megatron_cfg.moe_router_bias_update_rate",
-        "dtensor_cfg.weight_decay_of",
-        "dtensor_cfg.clear_cache_every_n_steps",
-        "fsdp_cfg.weight_decay_of",
-        "fsdp_cfg.clear_cache_every_n_steps",
-    ),
-    "the reference has no backward pass": (
-        "activation_checkpointing_enabled",
-        "megatron_cfg.activation_checkpointing",
-        "megatron_cfg.recompute_granularity",
-        "megatron_cfg.recompute_method",
-        "megatron_cfg.recompute_num_layers",
-        "megatron_cfg.recompute_modules",
-        "megatron_cfg.distributed_data_parallel_config",
-        "dtensor_cfg.activation_checkpointing",
-        "fsdp_cfg.activation_checkpointing_enabled",
-    ),
-    "the reference has no losses": (
-        "megatron_cfg.moe_router_load_balancing_type",
-        "megatron_cfg.moe_aux_loss_coeff",
-        "megatron_cfg.moe_z_loss_coeff",
-        "megatron_cfg.mtp_num_layers",
-        "megatron_cfg.mtp_loss_scaling_factor",
-        "megatron_cfg.mtp_use_repeated_layer",
-        "megatron_cfg.mtp_detach_heads",
-    ),
-    "the reference draws nothing": ("seed",),
-    "the reference chooses its experts itself": ("router_replay",),
-    "the reference is not saved": ("megatron_cfg.checkpoint", "checkpoint_timeout_s"),
+    "the reference is never updated": """
+        train_global_batch_size train_micro_batch_size max_grad_norm learning_rate optimizer
+        scheduler megatron_cfg.optimizer megatron_cfg.scheduler megatron_cfg.train_iters
+        skip_empty_steps megatron_cfg.empty_unused_memory_level megatron_cfg.freeze_moe_router
+        megatron_cfg.moe_router_bias_update_rate dtensor_cfg.weight_decay_of
+        dtensor_cfg.clear_cache_every_n_steps fsdp_cfg.weight_decay_of
+        fsdp_cfg.clear_cache_every_n_steps""",
+    "the reference has no backward pass": """
+        activation_checkpointing_enabled megatron_cfg.activation_checkpointing
+        megatron_cfg.recompute_granularity megatron_cfg.recompute_method
+        megatron_cfg.recompute_num_layers megatron_cfg.recompute_modules
+        megatron_cfg.distributed_data_parallel_config dtensor_cfg.activation_checkpointing
+        fsdp_cfg.activation_checkpointing_enabled""",
+    "the reference has no losses": """
+        megatron_cfg.moe_router_load_balancing_type megatron_cfg.moe_aux_loss_coeff
+        megatron_cfg.moe_z_loss_coeff megatron_cfg.mtp_num_layers
+        megatron_cfg.mtp_loss_scaling_factor megatron_cfg.mtp_use_repeated_layer
+        megatron_cfg.mtp_detach_heads""",
+    "the reference draws nothing": "seed",
+    "the reference chooses its experts itself": "router_replay",
+    "the reference is not saved": "megatron_cfg.checkpoint checkpoint_timeout_s",
     "the reference is not handed to engines": (
-        "refit_buffer_size_gb",
-        "refit_bucket_bytes",
-        "refit_dtype",
-        "refit_timeout_s",
+        "refit_buffer_size_gb refit_bucket_bytes refit_dtype refit_timeout_s"
     ),
-    "the reference reports nothing": ("metrics", "megatron_cfg.moe_per_layer_logging"),
+    "the reference reports nothing": "metrics megatron_cfg.moe_per_layer_logging",
 }
 """Keys, or sections of them, in which the roles of one policy may differ, by the reason. In all
 others they agree.
 """
 
-_FREE = frozenset(key for keys in MAY_DIFFER.values() for key in keys)
+_FREE = frozenset(key for keys in MAY_DIFFER.values() for key in keys.split())
 
 
 class SharedPolicy:
@@ -125,7 +99,7 @@ class SharedPolicy:
         reference's own. ConfigError if another engine trains here, or if the reference's
         configuration is another one; what was there then stays.
         """
-        if self._trained is not None and self._other_than(engine):
+        if self._trained is not None and self._is_another(engine):
             raise ConfigError(
                 f"{self._trained.model_name!r} is trained in this process already: one engine of a "
                 f"kind trains in each process, so give {config.model_name!r} processes of its own"
@@ -187,7 +161,7 @@ class SharedPolicy:
         self._reference = None
         self._keeps.clear()
 
-    def _other_than(self, engine: object) -> bool:
+    def _is_another(self, engine: object) -> bool:
         """Whether another engine still trains here."""
         if self._trains() not in (None, engine):
             gc.collect()  # it can be one that nobody uses, in a cycle
@@ -205,7 +179,7 @@ def check_alike(trained: PolicyConfig, reference: PolicyConfig) -> None:
     to agree to share a policy: all but those of `MAY_DIFFER`, and the adapters of a reference.
     """
     free = _FREE - {"megatron_cfg.peft"} if reference.megatron_cfg.peft.enabled else _FREE
-    different = [*_differing(trained, reference, free)]
+    different = [*_find_differences(trained, reference, free)]
     if different:
         raise ConfigError(
             "the policy and its reference are in one process and share one model, so they have to "
@@ -213,7 +187,7 @@ def check_alike(trained: PolicyConfig, reference: PolicyConfig) -> None:
         )
 
 
-def _differing(
+def _find_differences(
     trained: Section, reference: Section, free: frozenset[str], at: str = ""
 ) -> Iterator[str]:
     for name in type(trained).model_fields:
@@ -221,7 +195,7 @@ def _differing(
         if one == other or key in free:
             continue
         if isinstance(one, Section) and isinstance(other, type(one)):
-            yield from _differing(one, other, free, f"{key}.")
+            yield from _find_differences(one, other, free, f"{key}.")
         elif name == "env_vars":  # values can be secrets
             yield f"policy.{key}"
         else:

@@ -60,7 +60,7 @@ def compare(
     checked_timeout(timeout_s)
     if tolerance is not None and not 0.0 <= tolerance < math.inf:
         raise ConfigError(f"tolerance is {tolerance}: give a finite number, 0 or more")
-    table = _table_of(model)
+    table = _bind_table(model)
     arch = table.architecture
     _check(arch, tokens, tp * pp)
     job = Job(
@@ -96,7 +96,7 @@ def compare(
     )
 
 
-def _table_of(model: str) -> Table:
+def _bind_table(model: str) -> Table:
     seen = read_headers(model)
     table = bind(seen.config)
     table.check_hf(seen.shapes, seen.dtypes)

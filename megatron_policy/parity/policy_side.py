@@ -5,14 +5,17 @@ Shapes: B rows, S positions, V vocabulary, D model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.parity.result import Job, ModelOutputs
+from megatron_policy.config.parallel_sizes import keys_of_sizes
+from megatron_policy.config.policy_config import least_section
+from megatron_policy.parity.result import Job, ModelOutputs, keeps_output
 from megatron_policy.policy import MegatronPolicy
 
 
@@ -33,12 +36,13 @@ def read_policy(job: Job) -> ModelOutputs:
         with ExitStack() as hooks:
             if job.per_layer:
                 for number, layer in policy.decoder_layers():
-                    hook = layer.register_forward_hook(_keep(layers, number))
+                    hook = layer.register_forward_hook(keeps_output(layers, number))
                     hooks.callback(hook.remove)
             values, indices = policy.topk_logits(data, job.vocab_size, micro_batch_size=job.rows)
         logits_BSV = torch.empty_like(values).scatter_(-1, indices, values)
         logprobs_BS = policy.logprobs(data, micro_batch_size=job.rows)[:, 1:]
-        return ModelOutputs(logits_BSV, logprobs_BS, layers)
+        rows_first = {n: hidden_SBD.transpose(0, 1) for n, hidden_SBD in layers.items()}
+        return ModelOutputs(logits_BSV, logprobs_BS, rows_first)
     finally:
         policy.shutdown()
 
@@ -57,27 +61,12 @@ def join(job: Job, readings: Sequence[ModelOutputs]) -> ModelOutputs:
 
 def policy_section(job: Job) -> dict[str, Any]:
     """The configuration of the job's policy, as a host would write it."""
-    return {
-        "model_name": job.model,
-        "precision": job.dtype,
-        "train_global_batch_size": job.rows,
-        "train_micro_batch_size": job.rows,
-        "max_total_sequence_length": job.tokens,
-        "rope_length": "batch",  # as transformers has it
-        "megatron_cfg": {
-            "enabled": True,
-            "tensor_model_parallel_size": job.tp,
-            "pipeline_model_parallel_size": job.pp,
-            "expert_model_parallel_size": job.ep,
-            "expert_tensor_parallel_size": job.etp,
-            "sequence_parallel": job.sequence_parallel,
-        },
-    }
-
-
-def _keep(layers: dict[int, torch.Tensor], number: int) -> Callable[..., None]:
-    def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-        hidden_SBD = output[0] if isinstance(output, tuple) else output
-        layers[number] = hidden_SBD.transpose(0, 1).float().cpu()
-
-    return hook
+    return least_section(
+        job.model,
+        job.dtype,
+        job.rows,
+        keys_of_sizes(asdict(job)),
+        train_micro_batch_size=job.rows,
+        max_total_sequence_length=job.tokens,
+        rope_length="batch",  # as transformers has it
+    )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,8 @@ from megatron_policy.parity.result import Job, ModelOutputs
 GRACE_S = 3.0  # for the other ranks to report after one has failed
 POLL_S = 0.05
 JOB = "job.json"
+_READING, _REPORT, _LOG = "rank{}.pt", "rank{}.error", "rank{}.log"
+_WITHOUT_LOGITS = {"logits": torch.empty(0), "logprobs": torch.empty(0)}
 
 
 def read_on_ranks(job: Job) -> list[ModelOutputs]:
@@ -47,7 +50,11 @@ def read_on_ranks(job: Job) -> list[ModelOutputs]:
                 process.kill()
                 process.wait()
         _check(folder, [process.returncode for process in processes])
-        return [_load(folder, rank) for rank in range(world)]
+        found = []
+        for rank in range(world):
+            content = torch.load(folder / _READING.format(rank), weights_only=True)
+            found.append(ModelOutputs(**{**_WITHOUT_LOGITS, **content}))
+        return found
 
 
 def main(folder: Path) -> None:
@@ -55,11 +62,13 @@ def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     try:
         outputs = read_policy(Job(**json.loads((folder / JOB).read_text())))
-        content = {"logits": outputs.logits, "logprobs": outputs.logprobs} if rank == 0 else {}
-        torch.save({**content, "layers": dict(outputs.layers)}, _reading(folder, rank))
+        content: dict[str, Any] = {"layers": dict(outputs.layers)}
+        if rank == 0:
+            content |= {"logits": outputs.logits, "logprobs": outputs.logprobs}
+        torch.save(content, folder / _READING.format(rank))
     except Exception as error:  # raised again in the process that waits for this one
         report = {"kind": type(error).__name__, "message": str(error)}
-        _report(folder, rank).write_text(json.dumps(report))
+        (folder / _REPORT.format(rank)).write_text(json.dumps(report))
         raise
 
 
@@ -76,7 +85,7 @@ def _start(folder: Path, rank: int, world: int, port: int) -> subprocess.Popen[b
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    with _log(folder, rank).open("wb") as log:
+    with (folder / _LOG.format(rank)).open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "megatron_policy.parity.ranks", str(folder)],
             env=environment,
@@ -99,9 +108,9 @@ def _check(folder: Path, codes: Sequence[int]) -> None:
     """Raise the error of the rank that caused the failure, if any failed."""
     failed = [rank for rank, code in enumerate(codes) if code]
     reports = {
-        rank: json.loads(_report(folder, rank).read_text())
+        rank: json.loads(report.read_text())
         for rank in failed
-        if _report(folder, rank).exists()
+        if (report := folder / _REPORT.format(rank)).exists()
     }
     for report in reports.values():
         kind = getattr(errors, report["kind"], None)
@@ -109,38 +118,15 @@ def _check(folder: Path, codes: Sequence[int]) -> None:
             raise kind(report["message"])
     # A rank that was killed is the cause; the others fail because they wait for it.
     for rank in sorted(failed, key=lambda rank: (codes[rank] > 0, rank)):
-        raise errors.WorkerError(
-            _failure_report(folder, rank, codes[rank], reports.get(rank)), rank
-        )
-
-
-def _failure_report(folder: Path, rank: int, code: int, report: dict[str, str] | None) -> str:
-    if report is not None:
-        return f"rank {rank} failed: {report['kind']}: {report['message']}"
-    said = _log(folder, rank).read_text(errors="replace").strip().splitlines()
-    last = f"; its last output: {said[-1]}" if said else ""
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return f"rank {rank} {how}{last}"
-
-
-def _load(folder: Path, rank: int) -> ModelOutputs:
-    content = torch.load(_reading(folder, rank), weights_only=True)
-    nothing = torch.empty(0)
-    return ModelOutputs(
-        content.get("logits", nothing), content.get("logprobs", nothing), content["layers"]
-    )
-
-
-def _reading(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.pt"
-
-
-def _report(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.error"
-
-
-def _log(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.log"
+        code = codes[rank]
+        if (found := reports.get(rank)) is not None:
+            what = f"failed: {found['kind']}: {found['message']}"
+        else:
+            log = (folder / _LOG.format(rank)).read_text(errors="replace").strip().splitlines()
+            ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else ""
+            last = f"; its last output: {log[-1]}" if log else ""
+            what = (ended or f"exited with code {code}") + last
+        raise errors.WorkerError(f"rank {rank} {what}", rank)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Shapes: B rows, S positions, V vocabulary, D model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_policy.converters.registry import family_of
 from megatron_policy.device import current_device
 from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError
-from megatron_policy.parity.result import Job, ModelOutputs
+from megatron_policy.parity.result import Job, ModelOutputs, keeps_output
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> ModelOu
     layers: dict[int, torch.Tensor] = {}
     if per_layer:
         for number, layer in enumerate(_decoder_layers(hf, job.num_layers)):
-            layer.register_forward_hook(_keep(layers, number))
+            layer.register_forward_hook(keeps_output(layers, number))
     try:
         logits_BSV = hf(tokens_BS.to(current_device()), use_cache=False).logits.float().cpu()
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -55,8 +55,16 @@ def _load(model: str, dtype: str) -> Any:
     root = locate(model)
     config = written_config(root)
     family_of(str(config.get("model_type")))
-    if config.get("quantization_config") is not None:
-        raise ConfigError(f"{model}: {_refusal(config['quantization_config'])}")
+    if (section := config.get("quantization_config")) is not None:
+        if quantisation.scheme_of(section) is None:
+            why = quantisation.refusal(section)
+        else:
+            why = (
+                f"the checkpoint is quantised to {quantisation.named(section)}, and a reference is "
+                "not; convert it to Megatron-Core's format and back, which writes bfloat16, and "
+                "compare that"
+            )
+        raise ConfigError(f"{model}: {why}")
     files = inventory(root)
     with for_transformers(config) as folder:
         _link(files, folder)
@@ -70,16 +78,6 @@ def _load(model: str, dtype: str) -> Any:
     chosen = getattr(hf.config, "_attn_implementation", None)
     assert chosen == "eager", f"transformers chose {chosen!r}"
     return hf.to(current_device()).eval()
-
-
-def _refusal(section: Any) -> str:
-    """Why a checkpoint with this `quantization_config` cannot be a reference, and what to do."""
-    if quantisation.scheme_of(section) is None:
-        return quantisation.refusal(section)
-    return (
-        f"the checkpoint is quantised to {quantisation.named(section)}, and a reference is not; "
-        "convert it to Megatron-Core's format and back, which writes bfloat16, and compare that"
-    )
 
 
 def _link(files: Mapping[Path, Mapping[str, Extent]], folder: Path) -> None:
@@ -101,11 +99,3 @@ def _decoder_layers(hf: Any, num_layers: int) -> torch.nn.ModuleList:
             "`layers`; compare without --per-layer"
         )
     return layers[:num_layers]
-
-
-def _keep(layers: dict[int, torch.Tensor], number: int) -> Callable[..., None]:
-    def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-        hidden_BSD = output[0] if isinstance(output, tuple) else output
-        layers[number] = hidden_BSD.float().cpu()
-
-    return hook

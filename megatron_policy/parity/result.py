@@ -5,8 +5,9 @@ Shapes: B rows, S positions, V vocabulary, D model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,6 +49,16 @@ class ModelOutputs:
     logits: torch.Tensor
     logprobs: torch.Tensor
     layers: Mapping[int, torch.Tensor]
+
+
+def keeps_output(kept: dict[int, torch.Tensor], number: int) -> Callable[..., None]:
+    """A forward hook that keeps a layer's output as `number`, in fp32 on the CPU."""
+
+    def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        kept[number] = hidden.float().cpu()
+
+    return hook
 
 
 @dataclass(frozen=True)

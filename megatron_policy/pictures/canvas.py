@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -111,9 +109,12 @@ class Canvas:
 
     def save(self, path: Path) -> None:
         """Write the sheet; the same sheet gives the same bytes."""
+        from matplotlib import rc_context
+
         self._figure.set_dpi(_DPI * _SHARPNESS)
         if path.suffix.lower() == ".svg":
-            with _svg_style():
+            # Names that are the same each time, and text as text.
+            with rc_context({"svg.hashsalt": "megatron-policy", "svg.fonttype": "none"}):
                 self._figure.savefig(path, metadata={"Date": None})
             return
         import numpy as np
@@ -125,15 +126,6 @@ class Canvas:
         # A palette makes the file a third as large, of a sheet that has few colours.
         drawn = Image.fromarray(np.asarray(sheet.buffer_rgba())).convert("RGB")
         drawn.quantize(_COLORS).save(path, optimize=True)
-
-
-@contextmanager
-def _svg_style() -> Iterator[None]:
-    """Names in an SVG that are the same each time, and its text as text."""
-    from matplotlib import rc_context
-
-    with rc_context({"svg.hashsalt": "megatron-policy", "svg.fonttype": "none"}):
-        yield
 
 
 def number_fits(number: int, width: float, size: float = SMALL) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from megatron_policy.converters.architecture import Architecture
@@ -39,16 +40,12 @@ class BarPart:
     ink: str = INK
 
 
-@dataclass(frozen=True)
-class StageBar:
-    """What one stage has: its bytes on each rank by kind."""
+Bar = tuple[BarPart, ...]
+"""What one stage has: its bytes on each rank by kind."""
 
-    parts: tuple[BarPart, ...]
 
-    @property
-    def size(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.size for part in self.parts)
+def _size_of(bar: Bar) -> int:
+    return sum(part.size for part in bar)
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class LayoutView:
     experts: int | None
     shards_optimizer: bool
     about: str
-    bars: tuple[StageBar, ...]
+    bars: tuple[Bar, ...]
     limit: int | None = None
     unit: int = 2**30
     """Bytes of what numbers of bars count."""
@@ -97,57 +94,54 @@ class LayoutView:
             None if arch.moe is None else arch.moe.experts,
             False,
             f"{name} of whole tensors from each stage",
-            tuple(StageBar((BarPart("sent", size, "#c6dcef"),)) for size in sent),
+            tuple((BarPart("sent", size, "#c6dcef"),) for size in sent),
             unit=unit,
         )
 
 
-def _memory_bar(plan: StepPlan, stage: int) -> StageBar:
+def _memory_bar(plan: StepPlan, stage: int) -> Bar:
     found = plan.stages[stage]
     states = found.states
-    parts = [
+    passes = found.activations + found.head
+    return (
         BarPart("parameters", states.parameters, "#1f4e79", ink=PAPER),
         BarPart("gradients", states.gradients, "#c6dcef"),
         BarPart("optimizer", states.main_parameters + states.moments, "#ffffff", "////"),
-    ]
-    passes = found.activations + found.head
-    if passes >= states.step:
-        parts.append(BarPart("activations and head", passes, "#d8742a"))
-    else:
-        parts.append(BarPart("step", states.step, "#d8742a", "xxxx"))
-    return StageBar(tuple(parts))
+        BarPart("activations and head", passes, "#d8742a")
+        if passes >= states.step
+        else BarPart("step", states.step, "#d8742a", "xxxx"),
+    )
 
 
 def draw_layout(view: LayoutView, path: Path) -> None:
     """Write a picture of the layout to `path`, an .svg or .png."""
-    groups = _grouped(view)
+    groups = _group_stages(view)
     ranks = _Ranks.of(view)
     stages_height = 56 + _ROW * len(groups)
     canvas = Canvas(_HEAD + stages_height + 40 + ranks.height)
     canvas.text(MARGIN, 20, view.heading, LARGE, bold=True)
-    canvas.text(MARGIN, 42, _sizes(view), NORMAL, color=FAINT)
+    canvas.text(MARGIN, 42, _describe_sizes(view), NORMAL, color=FAINT)
     _draw_stages(canvas, view, groups, _HEAD)
     ranks.draw(canvas, _HEAD + stages_height + 12)
     canvas.save(path)
 
 
-def _sizes(view: LayoutView) -> str:
+def _describe_sizes(view: LayoutView) -> str:
     at = view.topology
     text = " x ".join(f"{axis} {getattr(at, axis)}" for axis in ("tp", "cp", "dp", "pp"))
     text += f", {at.vpp} chunks a stage" if at.vpp > 1 else ""
     return text + ("" if view.experts is None else f", experts ep {at.ep} x etp {at.expert_tp}")
 
 
-def _grouped(view: LayoutView) -> list[range]:
+def _group_stages(view: LayoutView) -> list[range]:
     """The stages of each row: consecutive ones that have the same share one."""
-    groups: list[range] = []
-    for stage in range(view.topology.pp):
-        last = groups[-1] if groups else range(0)
-        alike = groups and _traits(view, last[0]) == _traits(view, stage)
-        if alike:
-            groups[-1] = range(last.start, stage + 1)
-        else:
-            groups.append(range(stage, stage + 1))
+
+    def traits(stage: int) -> tuple[object, ...]:
+        ends = stage in (0, view.topology.pp - 1)
+        return view.bars[stage], [len(chunk) for chunk in view.split.stages[stage]], ends and stage
+
+    alike = (list(stages) for _, stages in groupby(range(view.topology.pp), key=traits))
+    groups = [range(stages[0], stages[-1] + 1) for stages in alike]
     if len(groups) <= MOST_STAGES:
         return groups
     half = MOST_STAGES // 2
@@ -155,18 +149,13 @@ def _grouped(view: LayoutView) -> list[range]:
     return [*groups[:half], between, *groups[-half:]]
 
 
-def _traits(view: LayoutView, stage: int) -> tuple[object, ...]:
-    ends = stage in (0, view.topology.pp - 1)
-    return view.bars[stage], [len(chunk) for chunk in view.split.stages[stage]], ends and stage
-
-
 def _draw_stages(canvas: Canvas, view: LayoutView, groups: Sequence[range], top: float) -> None:
     x = float(_BAR_LEFT)
-    names = {part.name: part for bar in view.bars for part in bar.parts if part.size}
+    names = {part.name: part for bar in view.bars for part in bar if part.size}
     for part in names.values():
         canvas.box(x, top, 20, 13, fill=part.fill, hatch=part.hatch)
         x = canvas.text(x + 25, top + 7, part.name, NORMAL) + 10
-    largest = max(bar.size for bar in view.bars)
+    largest = max(map(_size_of, view.bars))
     scale = (_BAR_RIGHT - _BAR_LEFT) / max(largest, view.limit or 0)
     canvas.text(MARGIN, top + 28, "stages", NORMAL, bold=True)
     canvas.text(_BAR_LEFT, top + 28, view.about, NORMAL, bold=True)
@@ -189,10 +178,10 @@ def _draw_stage(canvas: Canvas, view: LayoutView, stages: range, y: float, scale
     right = canvas.text(MARGIN, y + 9, text, NORMAL, bold=True)
     ranks = f"rank{'s' * (len(held) > 1)} {ranges(held)}"
     canvas.text(right + 10, y + 9, ranks, NORMAL, color=FAINT)
-    canvas.text(MARGIN, y + 25, _held(view, stages), NORMAL)
-    bar = max((view.bars[stage] for stage in stages), key=lambda each: each.size)
+    canvas.text(MARGIN, y + 25, _describe_layers(view, stages), NORMAL)
+    bar = max((view.bars[stage] for stage in stages), key=_size_of)
     x = float(_BAR_LEFT)
-    for part in bar.parts:
+    for part in bar:
         width = part.size * scale
         canvas.box(x, y + 3, width, 26, fill=part.fill, hatch=part.hatch)
         size = f"{part.size / view.unit:.1f}"
@@ -202,12 +191,12 @@ def _draw_stage(canvas: Canvas, view: LayoutView, stages: range, y: float, scale
                 canvas.box(x + (width - room) / 2, y + 9, room, 14, fill=part.fill, edge=part.fill)
             canvas.text(x + width / 2, y + 16, size, NORMAL, align="center", color=part.ink)
         x += width
-    most = "\u2264 " if len({view.bars[stage].size for stage in stages}) > 1 else ""
-    label = f"{most}{bar.size / view.unit:.1f}"
+    most = "\u2264 " if len({_size_of(view.bars[stage]) for stage in stages}) > 1 else ""
+    label = f"{most}{_size_of(bar) / view.unit:.1f}"
     canvas.text(WIDTH - MARGIN, y + 16, label, NORMAL, align="right", bold=True)
 
 
-def _held(view: LayoutView, stages: range) -> str:
+def _describe_layers(view: LayoutView, stages: range) -> str:
     """The layers of some stages, in words that fit a row."""
     chunks = [view.split.stages[stage] for stage in stages]
     layers = sorted(layer for stage in chunks for chunk in stage for layer in chunk)
@@ -218,10 +207,8 @@ def _held(view: LayoutView, stages: range) -> str:
         text = f"layers {first}, ... {ranges(chunks[0][-1])}"
     if len(stages) > 1:
         text += f", {min(sizes)} each" if len(sizes) == 1 else f", {min(sizes)} to {max(sizes)}"
-    ends = (["embedding"] if 0 in stages else []) + (
-        ["head"] if view.topology.pp - 1 in stages else []
-    )
-    return ", ".join([text, *ends])
+    ends = ((0, "embedding"), (view.topology.pp - 1, "head"))
+    return ", ".join([text, *(end for stage, end in ends if stage in stages)])
 
 
 _CELL_HEIGHT, _FRAME, _LABEL = 32, 6, 18
@@ -242,7 +229,7 @@ class _Ranks:
     @classmethod
     def of(cls, view: LayoutView) -> _Ranks:
         at = view.topology
-        columns, rows = _few(at.tp, _MOST_COLUMNS), _few(at.cp, _MOST_ROWS)
+        columns, rows = _abbreviate(at.tp, _MOST_COLUMNS), _abbreviate(at.cp, _MOST_ROWS)
         found = cls(view, columns, rows, at.dp)
         fitting = found._across * 2
         if at.dp > fitting:
@@ -332,16 +319,13 @@ class _Ranks:
         canvas.box(x + 1, y + 1, width, _CELL_HEIGHT - 2)
         rank = at.rank(Coords(pp=0, dp=dp, cp=cp, tp=tp))
         canvas.text(middle, y + 10, f"rank {rank}", SMALL, align="center", bold=True)
-        names = [f"{axis} {at_}" for axis, at_ in (("tp", tp), ("cp", cp)) if self._size(axis) > 1]
+        places = (("tp", tp, at.tp), ("cp", cp, at.cp))
+        names = [f"{axis} {place}" for axis, place, size in places if size > 1]
         second = ", ".join(names)
         if self.view.experts is not None:
             held = at.experts_of(at.expert_coords(rank).ep, self.view.experts)
             second = f"exp {ranges(held)}"
         canvas.text(middle, y + 22, second, SMALL, align="center", color=FAINT)
-
-    def _size(self, axis: str) -> int:
-        size: int = getattr(self.view.topology, axis)
-        return size
 
     def _notes(self) -> list[str]:
         """What each axis shares out."""
@@ -365,7 +349,7 @@ class _Ranks:
         return notes
 
 
-def _few(number: int, most: int) -> tuple[int | None, ...]:
+def _abbreviate(number: int, most: int) -> tuple[int | None, ...]:
     """0, 1, ... up to `number`, with None in place of what is too many."""
     if number <= most:
         return tuple(range(number))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from megatron_policy.device.timing import BACKWARD, FORWARD, TimeSpan
@@ -107,7 +108,7 @@ class _Scale:
 
     @classmethod
     def of(cls, tracks: Sequence[Track]) -> _Scale:
-        spans = [span for track in tracks for span in _shown(track)]
+        spans = [span for track in tracks for span in _select_spans(track)]
         begin = min((span.begin for span in spans), default=0.0)
         end = max((span.end for span in spans), default=begin)
         return cls(begin, max(end - begin, 1e-9))
@@ -117,7 +118,7 @@ class _Scale:
         return _LEFT + (time - self.begin) / self.seconds * (_RIGHT - _LEFT)
 
 
-def _shown(track: Track) -> list[TimeSpan]:
+def _select_spans(track: Track) -> list[TimeSpan]:
     return [span for span in track.spans if span.name in PASSES or span.name in _OTHERS]
 
 
@@ -135,7 +136,7 @@ def _draw_row(canvas: Canvas, track: Track, scale: _Scale, top: float, step: Tim
     for chunk in range(step.chunks if step.chunks > 1 else 0):
         y = top + (chunk + 0.5) * _LANE
         canvas.text(_LEFT - 5, y, f"chunk {chunk}", SMALL, align="right", color=FAINT)
-    for span in _shown(track):
+    for span in _select_spans(track):
         x, width = scale.x(span.begin), scale.x(span.end) - scale.x(span.begin)
         if span.name in _OTHERS:
             fill, hatch = _OTHERS[span.name]
@@ -170,7 +171,9 @@ def _draw_axis(canvas: Canvas, scale: _Scale, y: float) -> None:
     if scale.seconds < 2e-3:
         factor, unit = 1e6, "us"
     whole = scale.seconds * factor
-    step = _round_step(whole / 8)
+    # 1, 2 or 5 times a power of ten.
+    steps = (factor * 10.0**power for power in count(-9) for factor in (1, 2, 5))
+    step = next(step for step in steps if step >= whole / 8)
     canvas.line(_LEFT, y, _RIGHT, y)
     for number in range(int(whole / step) + 1):
         x = scale.x(scale.begin + number * step / factor)
@@ -179,13 +182,3 @@ def _draw_axis(canvas: Canvas, scale: _Scale, y: float) -> None:
     canvas.text(_RIGHT + 8, y + 13, unit, NORMAL, color=FAINT)
     note = "waits: the share of the time between the first pass and the last with no pass"
     canvas.text(_LEFT, y + 31, note, SMALL, color=FAINT)
-
-
-def _round_step(least: float) -> float:
-    """1, 2 or 5 times a power of ten, at least so large."""
-    power = 1e-9
-    while True:
-        for factor in (1, 2, 5):
-            if factor * power >= least:
-                return factor * power
-        power *= 10

@@ -13,6 +13,7 @@ from megatron_policy.config.keys import SECTIONS
 from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected, Rule
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
 from tests.hosts.methods import FORMS
+from tests.site import settings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 TEMPLATE = Path(__file__).with_suffix(".md")
@@ -30,8 +31,9 @@ NOTES = {
 
 def render() -> str:
     tables = (
-        f"### {_title(prefix)}\n\n{NOTES.get(prefix, '')}{table_of(dict(rules))}"
-        for prefix, rules in SECTIONS.items()
+        f"### {_title(prefix)}\n\n{NOTES.get(prefix, '')}{table_of(_rules(keys))}"
+        for prefix, keys in settings.sections()
+        if prefix in SECTIONS
     )
     text = TEMPLATE.read_text(encoding="utf-8").format(
         command=COMMAND,
@@ -47,11 +49,17 @@ def _title(prefix: str) -> str:
     return f"`policy.{prefix}`".removesuffix(".`").rstrip("`") + "`"
 
 
-def table_of(rules: dict[str, Rule]) -> str:
-    """One row for all keys of a section that share a rule, in the order of the first of them."""
+def _rules(keys: list[settings.Key]) -> dict[str, tuple[Rule, str]]:
+    return {key.path.rsplit(".", 1)[-1]: (key.rule, key.about) for key in keys}
+
+
+def table_of(rules: dict[str, tuple[Rule, str]]) -> str:
+    """One row for all keys of a section that share a rule, in the order of the first of them; of an
+    applied key with what it does.
+    """
     shared: dict[tuple[str, str], list[str]] = {}
-    for name, rule in rules.items():
-        shared.setdefault(_said(rule), []).append(name)
+    for name, (rule, about) in rules.items():
+        shared.setdefault(_said(rule, about), []).append(name)
     rows = [(_quoted(names), *said) for said, names in shared.items()]
     order = ("applied", "section", "ignored", "ignored with a warning", "rejected")
     rows.sort(key=lambda row: order.index(row[1]))
@@ -59,9 +67,9 @@ def table_of(rules: dict[str, Rule]) -> str:
     return _rows([header, ("---", "---", "---"), *rows])
 
 
-def _said(rule: Rule) -> tuple[str, str]:
+def _said(rule: Rule, about: str) -> tuple[str, str]:
     if isinstance(rule, Applied):
-        return "applied", rule.note
+        return "applied", about
     if isinstance(rule, Ignored):
         return "ignored with a warning" if rule.warned else "ignored", rule.why
     if isinstance(rule, Rejected):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_policy.config.rules import Rule, Rules
 from megatron_policy.hosts.verl.keys import SAME_AS, SECTIONS
+from megatron_policy.hosts.verl.megatron_fields import Accepted
 from tests.compatibility.page import COMMAND, table_of, wrapped
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "verl-keys.md"
@@ -23,10 +25,17 @@ def render() -> str:
             also = "Other keys" if rules else "Keys"
             text.append(f"{also} are those of [`policy.{name}`](compatibility.md).")
         if rules:
-            text.append(table_of(dict(rules)))
+            text.append(table_of(_described(rules)))
         sections.append("\n\n".join(text))
     text = TEMPLATE.read_text(encoding="utf-8").format(command=COMMAND, keys="\n\n".join(sections))
     return "\n\n".join(wrapped(part) for part in text.split("\n\n")).rstrip() + "\n"
+
+
+def _described(rules: Rules) -> dict[str, tuple[Rule, str]]:
+    return {
+        name: (rule, rule.note if isinstance(rule, Accepted) else "")
+        for name, rule in rules.items()
+    }
 
 
 if __name__ == "__main__":

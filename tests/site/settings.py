@@ -115,7 +115,7 @@ def _key(prefix: str, name: str, rule: Rule, cls: type[Section] | None) -> Key:
         "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
     )
     taken = SPECIAL.get(prefix + name) or takes(_hints(cls)[name])
-    return Key(prefix + name, rule, taken, default, _about(cls).get(name, ""))
+    return Key(prefix + name, rule, taken, default, _about(cls).get(name, "").rstrip("."))
 
 
 def _hints(cls: type[Section]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _section(prefix: str, keys: list[Key]) -> str:
         parts.append(f"Sections in it: {', '.join(links)}.")
     if applied:
         header = ("key", "takes", "default", "engine", "applied: what it does")
-        rows = [(_name(key), key.takes, key.default, key.engine, _means(key)) for key in applied]
+        rows = [(_name(key), key.takes, key.default, key.engine, key.about) for key in applied]
         parts.append(table(header, rows))
     if others:
         rows = [(_name(key), _verdict(key.rule), _why(key.rule)) for key in others]
@@ -220,11 +220,6 @@ def _name(key: Key) -> str:
 def _breakable(path: str, name: str) -> str:
     """A name with its anchor, which a narrow column can break after an underscore."""
     return f'<code id="{path}">{name.replace("_", "_<wbr>")}</code>'
-
-
-def _means(key: Key) -> str:
-    assert isinstance(key.rule, Applied)
-    return (key.about or key.rule.note).rstrip(".")
 
 
 def _verdict(rule: Rule) -> str:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import megatron_policy
 from megatron_policy.cli import app
-from megatron_policy.cli.config_report import legal_world_sizes, listed
+from megatron_policy.cli.config_report import legal_world_sizes, show_sizes
 from megatron_policy.config import PolicyConfig
 from tests.pure.test_config import minimal
 from tests.unit import command_line
@@ -111,7 +111,7 @@ def test_the_version_is_the_packages() -> None:
 def test_of_many_ranks_that_fit_only_the_first_are_looked_for() -> None:
     many = minimal(train_global_batch_size=10**9, train_micro_batch_size=1)
     asked = legal_world_sizes(PolicyConfig.parse(many))
-    assert listed(asked) == "1, 2, 4, 5, 8, 10, 16, 20, ..."
+    assert show_sizes(asked) == "1, 2, 4, 5, 8, 10, 16, 20, ..."
     assert next(asked) == 32
 
 

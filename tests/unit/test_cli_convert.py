@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_policy.cli.sizes import show_size
+from megatron_policy.estimate.sizes import show_size
 from megatron_policy.formats.manifest import MANIFEST
 from tests.unit.command_line import run
 from tests.unit.edited import Tensors, change_tensors, edit

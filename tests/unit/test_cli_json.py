@@ -14,7 +14,8 @@ import typer
 import yaml
 from safetensors.torch import load_file
 
-from megatron_policy.cli.parity import _tell
+from megatron_policy.cli.parity import report_parity
+from megatron_policy.cli.report import show
 from megatron_policy.parity.result import Deviation, Job, Parity
 from tests.pure.test_config import minimal
 from tests.unit import command_line
@@ -90,11 +91,12 @@ def test_inspect_has_the_documented_keys(checkpoint) -> None:
 
 def test_parity_has_the_documented_keys_and_null_for_what_is_not_finite(capsys) -> None:
     holds = Parity(JOB, "qwen2", CLOSE, CLOSE, {0: CLOSE}, 1e-4, 1e-4)
-    _tell(holds, as_json=True)
+    show(report_parity(holds), as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["holds"] and found.keys() == documented("parity")
     assert found["layout"] == {"tp": 2, "pp": 1, "ep": 1, "etp": 2}
     with pytest.raises(typer.Exit):
-        _tell(replace(holds, logits=Deviation(float("nan"), 0.0, 1.0)), as_json=True)
+        apart = replace(holds, logits=Deviation(float("nan"), 0.0, 1.0))
+        show(report_parity(apart), as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert not found["holds"] and found["logits"]["max"] is None and "logits" in found["error"]

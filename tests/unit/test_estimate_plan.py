@@ -23,7 +23,7 @@ from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.estimate.devices import SHORT
 from megatron_policy.estimate.memory import kernels_of
-from megatron_policy.estimate.plan import Found, StepPlan, plan_of, search
+from megatron_policy.estimate.plan import SearchResult, StepPlan, plan_of, search
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import ModelRows
 from megatron_policy.refit.planning import RefitModel, plan_refit
@@ -86,7 +86,7 @@ def rows_of(name: str) -> ModelRows:
 
 
 @cache
-def found(name: str) -> Found:
+def found(name: str) -> SearchResult:
     ranks = MODELS[name][1]
     return search({**BASE, "model_name": name}, rows_of(name), ranks, SHORT["H100"])
 

@@ -10,8 +10,8 @@ import yaml
 from typer.testing import CliRunner
 
 from megatron_policy.cli import app
+from megatron_policy.config.megatron_sections import MegatronConfig
 from megatron_policy.config.param_groups import ParamGroups, role_of
-from megatron_policy.config.sections import MegatronConfig
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.stored import tiled_in_part
 from megatron_policy.converters.table import Table, bind

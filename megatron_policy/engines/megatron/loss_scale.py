@@ -15,7 +15,7 @@ from megatron.core.optimizer.grad_scaler import (
     MegatronGradScaler,
 )
 
-from megatron_policy.config.sections import MegatronOptimizerConfig
+from megatron_policy.config.megatron_sections import MegatronOptimizerConfig
 from megatron_policy.engines.megatron.optimizer_shards import optimizer_shards
 from megatron_policy.errors import CheckpointError
 

@@ -14,7 +14,7 @@ import torch
 
 from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.device.caches import allocated
+from megatron_policy.device import allocated
 from megatron_policy.device.profiling import device_name
 from megatron_policy.dtypes import dtype_named
 from megatron_policy.hosts.nemo_rl.config import (

@@ -16,8 +16,8 @@ from megatron_policy.config.layout import checked_topology
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.hosts.roles import check_alike
-from megatron_policy.hosts.verl.names import with_verl_names
-from megatron_policy.hosts.verl.translate import translated
+from megatron_policy.hosts.verl.sections import with_verl_names
+from megatron_policy.hosts.verl.translate import translate
 from megatron_policy.parallel.topology import Topology
 
 _AXES = ("tp", "cp", "pp", "vpp", "ep", "dp")
@@ -64,14 +64,14 @@ def report(document: Mapping[str, Any]) -> Iterator[str]:
         model["hf_config"] = SimpleNamespace(**read_config(model["path"]))
         engine["use_remove_padding"] = model["use_remove_padding"]
         with with_verl_names():
-            told = translated(model, engine, optim, checkpoint)
-            config = told.parsed()
+            translation = translate(model, engine, optim, checkpoint)
+            config = translation.parse()
             table, _ = model_tables(config)
             topology = checked_topology(config, table.architecture, ranks, planned=True)
         made[role] = config, topology
         axes = " x ".join(f"{axis}={getattr(topology, axis)}" for axis in _AXES)
         yield f"{role}: {config.model_name} in {config.precision} on {ranks} ranks, {axes}"
-        yield from (f"  {warning}" for warning in told.warnings)
+        yield from (f"  {warning}" for warning in translation.warnings)
     (trained, layout), *_ = made.values()
     if "ref" in made:
         with with_verl_names():

@@ -34,7 +34,7 @@ Named = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the first training rank listens, and the secret that lets an engine in."""
 
     ip: str
@@ -46,7 +46,7 @@ class Meeting:
 class Membership:
     """One process's place in the group: training ranks first, then rollouts."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     rank: int
     world_size: int
     train_world_size: int
@@ -75,32 +75,35 @@ class MegatronPolicyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         self.bucket_size, self.timeout_s, self.staged = bucket_size, timeout_s, staged
         self._is_master = is_master
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self._membership: Membership | None = None
         self._trainers: Collective | None = None
         self._exporter: Exporter | None = None
         self._rollouts: CollectiveGroup | None = None
         self._receiver: Receiver | None = None
 
-    def prepare(self) -> Meeting | None:
+    def prepare(self) -> Rendezvous | None:
         """Where to meet, of the first training rank; the same at each update."""
-        if self._is_master and self._meeting is None:
+        if self._is_master and self._rendezvous is None:
             from megatron_policy.workers.cluster.resources import address_and_port
 
             ip, port = address_and_port(set())
-            self._meeting = Meeting(ip.strip("[]"), port, new_secret())
-        return self._meeting
+            self._rendezvous = Rendezvous(ip.strip("[]"), port, new_secret())
+        return self._rendezvous
 
     @classmethod
     def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[Meeting | None]
+        cls,
+        actor_wg_world_size: int,
+        rollout_world_size: int,
+        metadata: Sequence[Rendezvous | None],
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """The arguments of `init_process_group`: for each training rank, and for each rollout."""
-        meeting = metadata[0]
-        if meeting is None:
+        rendezvous = metadata[0]
+        if rendezvous is None:
             raise ConfigError(f"the first training rank of the checkpoint engine {NAME!r} is none")
         world = actor_wg_world_size + rollout_world_size
-        places = [Membership(meeting, rank, world, actor_wg_world_size) for rank in range(world)]
+        places = [Membership(rendezvous, rank, world, actor_wg_world_size) for rank in range(world)]
         trainers, rollouts = places[:actor_wg_world_size], places[actor_wg_world_size:]
         return {"membership": trainers}, {"membership": rollouts}
 
@@ -112,13 +115,13 @@ class MegatronPolicyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._membership = membership
         if membership.rank >= membership.train_world_size:
             self._rollouts = join_collective(
-                membership.meeting.ip,
-                membership.meeting.port,
+                membership.rendezvous.ip,
+                membership.rendezvous.port,
                 membership.rank,
                 membership.world_size,
                 membership.train_world_size,
                 self.timeout_s,
-                secret=membership.meeting.secret,
+                secret=membership.rendezvous.secret,
             )
 
     def finalize(self) -> None:
@@ -184,12 +187,12 @@ class MegatronPolicyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._exporter = exporter
             self._trainers = Collective.join(
                 exporter,
-                place.meeting.ip,
-                place.meeting.port,
+                place.rendezvous.ip,
+                place.rendezvous.port,
                 place.world_size,
                 place.train_world_size,
                 self.timeout_s,
-                secret=place.meeting.secret,
+                secret=place.rendezvous.secret,
             )
         return self._trainers
 

@@ -63,18 +63,18 @@ def policy_batch(data: TensorDict) -> BatchedDataDict:
     """
     tokens = data["input_ids"].cpu()
     lengths_B = tokens.offsets().diff()
-    tokens_BS = _padded(tokens)
+    tokens_BS = _pad_rows(tokens)
     return BatchedDataDict(
         {
             "input_ids": tokens_BS.long(),
             "input_lengths": lengths_B,
-            "token_mask": _read(data, lengths_B, tokens_BS.size(1)),
+            "token_mask": _read_tokens(data, lengths_B, tokens_BS.size(1)),
             "sample_mask": torch.ones(len(lengths_B)),
         }
     )
 
 
-def _read(data: TensorDict, lengths_B: torch.Tensor, width: int) -> torch.Tensor:
+def _read_tokens(data: TensorDict, lengths_B: torch.Tensor, width: int) -> torch.Tensor:
     """Int64 `[B, S]`: the tokens whose scores losses and callers read. A response is the end of its
     row; rows of supervised training have a mask of their whole length.
     """
@@ -82,7 +82,11 @@ def _read(data: TensorDict, lengths_B: torch.Tensor, width: int) -> torch.Tensor
     inside_BS = positions_S < lengths_B.unsqueeze(1)
     responses = data.get("responses", None)
     if responses is not None:
-        starts_B = lengths_B - _response_lengths(data, responses)
+        if responses.is_nested:
+            read_B = offsets_of(responses).diff()
+        else:
+            read_B = data["attention_mask"].cpu()[:, -responses.size(1) :].sum(1)
+        starts_B = lengths_B - read_B
         read_BS: torch.Tensor = inside_BS & (positions_S >= starts_B.unsqueeze(1))
         return read_BS.long()
     mask: Any = data.get("loss_mask", None)
@@ -91,19 +95,11 @@ def _read(data: TensorDict, lengths_B: torch.Tensor, width: int) -> torch.Tensor
     mask = mask.cpu()
     if not torch.equal(offsets_of(mask).diff(), lengths_B):
         return inside_BS.long()
-    counted_BS: torch.Tensor = _padded(mask) != 0
+    counted_BS: torch.Tensor = _pad_rows(mask) != 0
     return counted_BS.long()
 
 
-def _response_lengths(data: TensorDict, responses: torch.Tensor) -> torch.Tensor:
-    """Int64 `[B]`: those of jagged responses, or by the attention mask of dense ones."""
-    if responses.is_nested:
-        return offsets_of(responses).diff()
-    mask: torch.Tensor = data["attention_mask"].cpu()
-    return mask[:, -responses.size(1) :].sum(1)
-
-
-def _padded(jagged: Any) -> torch.Tensor:
+def _pad_rows(jagged: Any) -> torch.Tensor:
     """The rows of a jagged tensor in host memory, right padded with 0 to the longest. torch's own
     method pads to the sum of all lengths where it does not know the longest.
     """
@@ -195,7 +191,7 @@ def add_candidates(batch: BatchedDataDict, data: TensorDict) -> None:
     batch[TEACHER] = torch.stack([F.pad(row, (0, 0, 0, width - len(row))) for row in rows])
 
 
-def distilled(
+def compare_with_teacher(
     scores: TokenScores, part: TensorDict, loss: Callable[..., Any] | None
 ) -> dict[str, torch.Tensor]:
     """What verl's forward KL over a teacher's K entries reads, jagged `[B, j]`: the divergence of
@@ -215,7 +211,7 @@ def distilled(
     if least is not None:
         student, clamped = student.clamp_min(least), teacher.clamp_min(least)
     found["distillation_losses"] = (clamped.exp() * (clamped - student)).sum(-1)
-    return {name: _jagged(F.pad(each, (0, 1)), tokens) for name, each in found.items()}
+    return {name: _make_jagged(F.pad(each, (0, 1)), tokens) for name, each in found.items()}
 
 
 def model_output(scores: TokenScores, part: TensorDict) -> dict[str, torch.Tensor]:
@@ -224,16 +220,16 @@ def model_output(scores: TokenScores, part: TensorDict) -> dict[str, torch.Tenso
     """
     tokens = part["input_ids"]
     if scores.values is not None:
-        return {"values": _jagged(scores.values, tokens)}
+        return {"values": _make_jagged(scores.values, tokens)}
     found = {"log_probs": scores.logprobs, "entropy": scores.entropy}
     return {
-        name: _jagged(F.pad(each, (0, 1)), tokens)
+        name: _make_jagged(F.pad(each, (0, 1)), tokens)
         for name, each in found.items()
         if each is not None
     }
 
 
-def _jagged(values_BS: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _make_jagged(values_BS: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The rows of `values_BS`, each as long as that of `like`; differentiable."""
     offsets = offsets_of(like)
     lengths_B, width = offsets.diff(), values_BS.size(1)

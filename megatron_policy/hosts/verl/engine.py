@@ -28,9 +28,9 @@ from megatron_policy.hosts.verl.data import (
     MicroBatches,
     add_candidates,
     check_supported,
+    compare_with_teacher,
     count_tokens,
     count_valid,
-    distilled,
     has_losses,
     model_output,
     outcome,
@@ -46,9 +46,9 @@ from megatron_policy.hosts.verl.experts import (
     mode_of,
 )
 from megatron_policy.hosts.verl.lost_ranks import lost_ranks_named
-from megatron_policy.hosts.verl.names import with_verl_names
+from megatron_policy.hosts.verl.sections import with_verl_names
 from megatron_policy.hosts.verl.state import KeepsState
-from megatron_policy.hosts.verl.translate import Translated, translated
+from megatron_policy.hosts.verl.translate import Translation, translate
 from megatron_policy.memory.states import Kind
 from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.policy import MegatronPolicy
@@ -88,15 +88,15 @@ class MegatronPolicyEngine(KeepsState):
         self._folders = VerlFolders()
         rank, world = dist.get_rank(), dist.get_world_size()
         with with_verl_names():
-            self._topology = topology_of(self._translated(1).parsed(), world)
+            self._topology = topology_of(self._translate(1).parse(), world)
         self._coords = self._topology.coords(rank)
-        told = self._translated(self._topology.dp)
-        for warning in told.warnings if rank == 0 else ():
+        translation = self._translate(self._topology.dp)
+        for warning in translation.warnings if rank == 0 else ():
             _log.warning("%s", warning)
-        self._told = told
+        self._translation = translation
 
-    def _translated(self, replicas: int) -> Translated:
-        return translated(
+    def _translate(self, replicas: int) -> Translation:
+        return translate(
             self.model_config,
             self.engine_config,
             self.optimizer_config,
@@ -112,14 +112,14 @@ class MegatronPolicyEngine(KeepsState):
 
         verl's trainers set the number of steps between making the engine and this call.
         """
-        self._told = self._translated(self._topology.dp)
+        self._translation = self._translate(self._topology.dp)
         offloads, tokenizer = (
-            self._told.param_offload,
+            self._translation.param_offload,
             getattr(self.model_config, "tokenizer", None),
         )
         with with_verl_names():
-            config = self._told.parsed()
-            if self._told.forward_only:
+            config = self._translation.parse()
+            if self._translation.forward_only:
                 self.stage.enter_reference(config, offloads=offloads)
                 return
             self._policy = self.stage.enter_trained(self, config, tokenizer, offloads=offloads)
@@ -129,7 +129,7 @@ class MegatronPolicyEngine(KeepsState):
     @property
     def policy(self) -> MegatronPolicy:
         """The policy behind this engine; RuntimeError before `initialize`."""
-        if self._told.forward_only:
+        if self._translation.forward_only:
             with with_verl_names():
                 return self.stage.policy_of_reference()
         if self._policy is None:
@@ -187,7 +187,7 @@ class MegatronPolicyEngine(KeepsState):
 
         def run(scores: TokenScores) -> tuple[torch.Tensor | None, dict[str, Any]]:
             part = batches.part(scores.rows).to(get_device_id())
-            output = model_output(scores, part) | distilled(scores, part, loss_function)
+            output = model_output(scores, part) | compare_with_teacher(scores, part, loss_function)
             loss, metrics = None, {}
             if loss_function is not None:
                 loss, metrics = loss_function(model_output=output, data=part, dp_group=group)
@@ -222,7 +222,7 @@ class MegatronPolicyEngine(KeepsState):
         self, data: TensorDict, batches: MicroBatches, read: Callable[..., Any], entropy: bool
     ) -> list[Any]:
         batch, temperature = policy_batch(data), temperature_of(data)
-        if self._told.forward_only:
+        if self._translation.forward_only:
             with self.stage.as_reference() as policy:
                 pieces = policy.pieces
                 microbatches = pieces.take(
@@ -267,7 +267,7 @@ class MegatronPolicyEngine(KeepsState):
         """The mode for these rows. Without its adapters the model is the reference, which chooses
         its own experts.
         """
-        return DISABLED if self.adapters_are_off else mode_of(data, self._told.replay)
+        return DISABLED if self.adapters_are_off else mode_of(data, self._translation.replay)
 
     def _add_experts(self, batch: BatchedDataDict, data: TensorDict, mode: str) -> Replay:
         """Add experts to be replayed; BatchError, on every rank, if rows of one lack them."""

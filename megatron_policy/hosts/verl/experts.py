@@ -53,7 +53,7 @@ def add_experts(batch: BatchedDataDict, data: TensorDict, mode: str) -> None:
     width, lengths = batch["input_ids"].size(1), batch["input_lengths"].tolist()
     rows = _rows(taken, lengths, mode)
     if mode == R3:
-        rows = [_recorded(row, length) for row, length in zip(rows, lengths, strict=True)]
+        rows = [_mark_unrecorded(row, length) for row, length in zip(rows, lengths, strict=True)]
         _check_recorded(rows, data)
     batch[ROUTED_EXPERTS] = torch.stack(
         [F.pad(row, (0, 0, 0, 0, 0, width - len(row)), value=NOT_RECORDED) for row in rows]
@@ -84,7 +84,7 @@ def _rows(taken: Any, lengths: list[int], mode: str) -> list[torch.Tensor]:
     return [row.short() if row.dtype is torch.uint8 else row for row in rows]
 
 
-def _recorded(row_JLK: torch.Tensor, length: int) -> torch.Tensor:
+def _mark_unrecorded(row_JLK: torch.Tensor, length: int) -> torch.Tensor:
     """The experts of a row as its rollout recorded them; NOT_RECORDED elsewhere."""
     row_JLK = row_JLK.clone()
     row_JLK[length - 1 :] = NOT_RECORDED

@@ -14,7 +14,7 @@ from megatron_policy.errors import WorkerError
 
 _log = logging.getLogger(__name__)
 
-_SAID = (
+_MESSAGES = (
     *("by peer", "Broken pipe", "caused pair closure", "Timed out waiting"),  # by gloo
     "remote process exited",  # by NCCL
 )
@@ -29,18 +29,18 @@ def lost_ranks_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _of_another_rank(error):
+        if not _is_of_another_rank(error):
             raise
-        said = (
+        message = (
             f"rank {dist.get_rank()} waited for another rank, which was killed, failed or hung: "
             "its log says why, or that of its node (the kernel's, where memory ran out). "
             f"Start again from the last checkpoint. ({type(error).__name__}: {error})"
         )
-        _log.error("%s", said)
-        raise WorkerError(said, cause=str(error)) from error
+        _log.error("%s", message)
+        raise WorkerError(message, cause=str(error)) from error
 
 
-def _of_another_rank(error: RuntimeError) -> bool:
+def _is_of_another_rank(error: RuntimeError) -> bool:
     # Errors of NCCL itself share a type with those of this rank's own device.
     in_store = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
-    return in_store or any(each in str(error) for each in _SAID)
+    return in_store or any(each in str(error) for each in _MESSAGES)

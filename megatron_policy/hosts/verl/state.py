@@ -14,7 +14,7 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.roles import SharedPolicy
 from megatron_policy.hosts.verl.checkpoints import VerlFolders
 from megatron_policy.hosts.verl.lost_ranks import lost_ranks_named
-from megatron_policy.hosts.verl.translate import Translated
+from megatron_policy.hosts.verl.translate import Translation
 from megatron_policy.hosts.verl.weights import WeightStream, base_of_adapters, peft_config
 from megatron_policy.memory.states import Kind
 from megatron_policy.policy import MegatronPolicy
@@ -27,7 +27,7 @@ class KeepsState(BaseEngine):  # type: ignore[misc]
     adapters_are_off = False
     """Whether the model computes without its adapters now."""
     _folders: VerlFolders
-    _told: Translated
+    _translation: Translation
 
     @property
     def policy(self) -> MegatronPolicy:
@@ -37,17 +37,17 @@ class KeepsState(BaseEngine):  # type: ignore[misc]
     @property
     def is_param_offload_enabled(self) -> bool:
         """Whether parameters leave the device between calls."""
-        return self._told.param_offload
+        return self._translation.param_offload
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
         """Whether the optimizer's state leaves the device between calls."""
-        return self._told.optimizer_offload and not self._told.forward_only
+        return self._translation.optimizer_offload and not self._translation.forward_only
 
     @property
     def is_grad_offload_enabled(self) -> bool:
         """Whether gradients leave the device between calls."""
-        return self._told.grad_offload and not self._told.forward_only
+        return self._translation.grad_offload and not self._translation.forward_only
 
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
@@ -59,7 +59,7 @@ class KeepsState(BaseEngine):  # type: ignore[misc]
             # verl moves them with the parameters only.
             Kind.GRADIENTS: grad and (model or self.is_grad_offload_enabled),
         }
-        if self._told.forward_only:
+        if self._translation.forward_only:
             kinds = {Kind.PARAMETERS: model}
         chosen = frozenset(kind for kind, moves in kinds.items() if moves)
         if device == "cpu" and get_device_name() != "cpu":
@@ -79,7 +79,7 @@ class KeepsState(BaseEngine):  # type: ignore[misc]
         """
         policy = self.policy
         self.stage.onload(frozenset({Kind.PARAMETERS}))
-        apart = policy.config.megatron_cfg.peft.enabled and not self._told.merge_adapters
+        apart = policy.config.megatron_cfg.peft.enabled and not self._translation.merge_adapters
         if not apart or base_sync_done is None:
             return WeightStream(policy), None
         if not base_sync_done:
@@ -109,9 +109,9 @@ class KeepsState(BaseEngine):  # type: ignore[misc]
         self._folders.save(
             self.policy,
             local_path,
-            self._told.save_contents,
+            self._translation.save_contents,
             most=max_ckpt_to_keep,
-            names_latest=self._told.names_latest,
+            names_latest=self._translation.names_latest,
         )
         self._offload()
 
@@ -127,7 +127,7 @@ class KeepsState(BaseEngine):  # type: ignore[misc]
         if local_path is None:
             return
         self.stage.onload(frozenset({Kind.PARAMETERS, Kind.OPTIMIZER}))
-        self._folders.load(self.policy, local_path, self._told.load_contents)
+        self._folders.load(self.policy, local_path, self._translation.load_contents)
         self._offload()
 
     def _offload(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.rules import asks_for_nothing
 from megatron_policy.errors import ConfigError
-from megatron_policy.hosts.verl.sections import applied, checked, plain
+from megatron_policy.hosts.verl.sections import check_keys, overrides, plain, same_names
 
 _DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16", "torch.bfloat16"), "bfloat16"),
@@ -28,7 +28,7 @@ _NO_LIMIT = 2**20
 
 
 @dataclass(frozen=True)
-class Translated:
+class Translation:
     """A policy's configuration, and what the engine itself does."""
 
     policy: dict[str, Any]
@@ -48,19 +48,19 @@ class Translated:
     warnings: tuple[str, ...]
     """Keys that ask for what is not done, and what happens instead."""
 
-    def parsed(self) -> PolicyConfig:
+    def parse(self) -> PolicyConfig:
         """The configuration, checked."""
         return PolicyConfig.parse(self.policy)
 
 
-def translated(
+def translate(
     model_config: Any,
     engine_config: Any,
     optimizer_config: Any = None,
     checkpoint_config: Any = None,
     *,
     replicas: int = 1,
-) -> Translated:
+) -> Translation:
     """What verl's sections ask for; `replicas` is the number of data-parallel ranks.
 
     ConfigError names every key of verl that would change results or memory and is not supported,
@@ -74,13 +74,11 @@ def translated(
     }
     if "optimizer_impl" in sections["optim."]:
         raise ConfigError("optim has the keys of verl's FSDP engines: choose optim=megatron")
-    problems, warnings = checked(sections)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    warnings = check_keys(sections)
     model, engine, optim, checkpoint = sections.values()
     lora = model.get("lora") or {}
     saved = _contents(checkpoint, "save_contents")
-    return Translated(
+    return Translation(
         policy=_policy(model, engine, optim, replicas),
         param_offload=bool(engine.get("param_offload")),
         optimizer_offload=bool(engine.get("optimizer_offload")),
@@ -91,7 +89,7 @@ def translated(
         save_contents=saved,
         load_contents=_contents(checkpoint, "load_contents", saved),
         names_latest=bool(checkpoint.get("async_save")),
-        warnings=tuple(warnings),
+        warnings=warnings,
     )
 
 
@@ -116,7 +114,8 @@ def _policy(
     if name not in _DTYPES:
         raise ConfigError(f"engine.dtype is {name!r}; legal: {', '.join(sorted(_DTYPES))}")
     precision = _DTYPES[name]
-    longest = _positions(model)
+    limit = getattr(model.get("hf_config"), "max_position_embeddings", 0)
+    longest = int(limit or _NO_LIMIT)
     tokens = {"enabled": True, "train_mb_tokens": longest, "logprob_mb_tokens": longest}
     batching = "sequence_packing" if engine.get("use_remove_padding", True) else "dynamic_batching"
     found: dict[str, Any] = {
@@ -133,16 +132,16 @@ def _policy(
         found["router_replay"] = {"enabled": True}
     if engine.get("seed") is not None:
         found["seed"] = engine["seed"]
-    overrides = _overrides(model)
-    kept = {key: value for key, value in overrides.items() if key != "attn_implementation"}
+    fields = _config_fields(model)
+    kept = {key: value for key, value in fields.items() if key != "attn_implementation"}
     if kept:
         found["hf_config_overrides"] = kept
     if model.get("model_type") == "value_model":
         found["reward_model_cfg"] = {"enabled": True, "reward_model_type": "regression"}
-    return _merged(found, engine.get("policy") or {})
+    return _merge(found, engine.get("policy") or {})
 
 
-def _overrides(model: Mapping[str, Any]) -> Mapping[str, Any]:
+def _config_fields(model: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fields of config.json; ConfigError for what verl has beside them for its own engine."""
     given: Mapping[str, Any] = model.get("override_config") or {}
     if "model_config" not in given:
@@ -163,16 +162,10 @@ def _replay(model: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
     return str((engine.get("router_replay") or {}).get("mode") or "disabled")
 
 
-def _positions(model: Mapping[str, Any]) -> int:
-    """The most positions of a text, by the model's config."""
-    config = model.get("hf_config")
-    return int(getattr(config, "max_position_embeddings", 0) or _NO_LIMIT)
-
-
 def _megatron(
     model: Mapping[str, Any], engine: Mapping[str, Any], optim: Mapping[str, Any], precision: str
 ) -> dict[str, Any]:
-    transformer = applied(engine, "engine.", "override_transformer_config")
+    transformer = overrides(engine, "engine.", "override_transformer_config")
     if transformer.pop("moe_enable_deepep", False):
         transformer["moe_token_dispatcher_type"] = "flex"
     recomputed = {
@@ -180,17 +173,7 @@ def _megatron(
     }
     found: dict[str, Any] = {
         "enabled": True,
-        **{
-            key: engine[key]
-            for key in (
-                "tensor_model_parallel_size",
-                "pipeline_model_parallel_size",
-                "context_parallel_size",
-                "expert_model_parallel_size",
-                "expert_tensor_parallel_size",
-            )
-            if engine.get(key) is not None
-        },
+        **same_names(engine, "engine.", "megatron_cfg."),
         "virtual_pipeline_model_parallel_size": (
             engine.get("virtual_pipeline_model_parallel_size") or 1
         ),
@@ -202,7 +185,7 @@ def _megatron(
             "grad_reduce_in_fp32": True,
             "overlap_grad_reduce": False,
         }
-        | applied(engine, "engine.", "override_ddp_config"),
+        | overrides(engine, "engine.", "override_ddp_config"),
         **transformer,
     }
     if recomputed.get("recompute_granularity"):
@@ -229,7 +212,7 @@ def _optimizer(
         found["use_distributed_optimizer"] = engine.get("use_distributed_optimizer", True)
     if precision == "float16":
         found["initial_loss_scale"] = _INITIAL_LOSS_SCALE
-    return found | applied(optim, "optim.", "override_optimizer_config")
+    return found | overrides(optim, "optim.", "override_optimizer_config")
 
 
 def _scheduler(optim: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,19 +269,9 @@ def _adapters(model: Mapping[str, Any]) -> dict[str, Any]:
     lora = model.get("lora") or {}
     if not (lora.get("rank") or lora.get("adapter_path")):
         return {}
-    found = {"enabled": True, "dim": lora.get("rank") or None, "alpha": lora.get("alpha")}
-    for key in (
-        "dropout",
-        "target_modules",
-        "exclude_modules",
-        "dropout_position",
-        "lora_A_init_method",
-        "lora_B_init_method",
-    ):
-        if lora.get(key) is not None:
-            found[key] = lora[key]
-    modules = found.get("target_modules")
-    if modules in ("all-linear", ["all-linear"]):
+    found = {"enabled": True, "dim": lora.get("rank") or None}
+    found |= same_names(lora, "model.lora.", "megatron_cfg.peft.")
+    if found.get("target_modules") in ("all-linear", ["all-linear"]):
         found["target_modules"] = []
     if lora.get("adapter_path"):
         found["start_from"] = lora["adapter_path"]
@@ -307,10 +280,10 @@ def _adapters(model: Mapping[str, Any]) -> dict[str, Any]:
     return {"peft": {key: value for key, value in found.items() if value is not None}}
 
 
-def _merged(found: dict[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(found: dict[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
     """`found` with `further` keys in place of its own, section by section."""
     return found | {
-        key: _merged(found[key], value)
+        key: _merge(found[key], value)
         if isinstance(value, Mapping) and isinstance(found.get(key), dict)
         else value
         for key, value in further.items()

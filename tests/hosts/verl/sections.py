@@ -90,7 +90,7 @@ def checkpoint(**changes: Any) -> dict[str, Any]:
 
 
 def sections_with(key: str, value: Any, **own: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """All sections, in the order of `translated`, with a value at a path such as `engine.seed`."""
+    """All sections, in the order of `translate`, with a value at a path such as `engine.seed`."""
     found = {"model": model(), "engine": engine(), "optim": optim(), "checkpoint": checkpoint()}
     found |= own
     *path, name = key.split(".")

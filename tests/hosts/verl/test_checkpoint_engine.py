@@ -41,9 +41,9 @@ def engine_class() -> Any:
 
 def places_of(trainers: int, rollouts: int, port: int) -> tuple[list[Any], list[Any]]:
     """What `init_process_group` gets on each training rank and on each rollout."""
-    from megatron_policy.hosts.verl.checkpoint_engine import Meeting
+    from megatron_policy.hosts.verl.checkpoint_engine import Rendezvous
 
-    said = [Meeting("127.0.0.1", port, SECRET)] + [None] * (trainers + rollouts - 1)
+    said = [Rendezvous("127.0.0.1", port, SECRET)] + [None] * (trainers + rollouts - 1)
     sides = engine_class().build_topology(trainers, rollouts, said)
     trainers_own, rollouts_own = (
         [{"membership": place} for place in side["membership"]] for side in sides

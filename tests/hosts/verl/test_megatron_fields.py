@@ -17,7 +17,7 @@ from megatron_policy.config.rules import Applied, Ignored, Rejected
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.verl.keys import rule_of
 from megatron_policy.hosts.verl.megatron_fields import DDP, MODEL, TRANSFORMER
-from megatron_policy.hosts.verl.translate import Translated, translated
+from megatron_policy.hosts.verl.translate import Translation, translate
 from tests.hosts.verl.sections import sections_with
 
 CLASSES: dict[str, tuple[Any, ...]] = {
@@ -63,8 +63,8 @@ LATER = """activation_offload_fraction cpu_offloading_retain_pinned_cpu_buffers
 """Fields of 0.19 that 0.16 does not have."""
 
 
-def told(prefix: str, overrides: dict[str, Any]) -> Translated:
-    return translated(*sections_with(prefix.rstrip("."), overrides).values())
+def told(prefix: str, overrides: dict[str, Any]) -> Translation:
+    return translate(*sections_with(prefix.rstrip("."), overrides).values())
 
 
 def known(prefix: str) -> dict[str, Field[Any]]:

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_policy.config.layout import topology_of
 from megatron_policy.errors import BatchError, ConfigError
-from megatron_policy.hosts.verl.names import name_in_verl, with_verl_names
-from megatron_policy.hosts.verl.translate import translated
+from megatron_policy.hosts.verl.sections import name_in_verl, with_verl_names
+from megatron_policy.hosts.verl.translate import translate
 from tests.hosts.verl.sections import engine, model, optim, sections_with
 
 CHANGED = {
@@ -55,7 +55,7 @@ def values_of(key: str, value: Any) -> dict[str, Any]:
         mtp={"enable": True, "enable_train": True},
     )
     found = sections_with(key, value, model=of_model, optim=optim(lr_decay_steps=40))
-    return dict(leaves(translated(*found.values(), replicas=4).policy))
+    return dict(leaves(translate(*found.values(), replicas=4).policy))
 
 
 def leaves(section: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
@@ -74,15 +74,15 @@ def test_what_a_key_of_verls_changes_is_known_by_that_name(key: str) -> None:
 
 
 def test_an_error_of_a_policy_says_where_verl_has_its_keys() -> None:
-    told = translated(model(), engine(expert_model_parallel_size=3), optim(lr=-1.0), replicas=1)
+    told = translate(model(), engine(expert_model_parallel_size=3), optim(lr=-1.0), replicas=1)
     place = r"policy\.megatron_cfg\.optimizer\.lr is optim\.lr$"
     with pytest.raises(ConfigError, match=place), with_verl_names():
-        told.parsed()
-    told = translated(model(), engine(expert_model_parallel_size=3), optim(), replicas=1)
+        told.parse()
+    told = translate(model(), engine(expert_model_parallel_size=3), optim(), replicas=1)
     key = "expert_model_parallel_size"
     place = rf"policy\.megatron_cfg\.{key} is engine\.{key}$"
     with pytest.raises(ConfigError, match=place), with_verl_names():
-        topology_of(told.parsed(), 2)
+        topology_of(told.parse(), 2)
 
 
 def test_errors_that_name_no_key_of_a_policy_stay_as_they_are() -> None:

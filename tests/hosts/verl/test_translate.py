@@ -13,22 +13,22 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.rules import Applied, Ignored, Rejected
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.verl.keys import SAME_AS, SECTIONS, rule_of
-from megatron_policy.hosts.verl.translate import Translated, translated
+from megatron_policy.hosts.verl.translate import Translation, translate
 from tests.hosts.verl.sections import checkpoint, engine, model, optim, sections_with
 
 
-def told(**parts: Any) -> Translated:
+def told(**parts: Any) -> Translation:
     sections = {"m": model(), "e": engine(), "o": optim(), "c": checkpoint()} | parts
-    return translated(*sections.values(), replicas=4)
+    return translate(*sections.values(), replicas=4)
 
 
 def parsed(**parts: Any) -> PolicyConfig:
-    return told(**parts).parsed()
+    return told(**parts).parse()
 
 
 def test_what_verl_has_by_default_is_a_policy() -> None:
     found = told()
-    config = found.parsed()
+    config = found.parse()
     megatron = config.megatron_cfg
     assert config.model_name == "/models/tiny" and config.precision == "bfloat16"
     assert config.seed == 42 and config.train_global_batch_size == 4
@@ -46,7 +46,7 @@ def test_sections_can_be_dataclasses() -> None:
         return make_dataclass("Section", section)(**section)
 
     sections = (model(lora={"rank": 4}), engine(), optim(), checkpoint())
-    assert translated(*map(typed, sections)) == translated(*sections)
+    assert translate(*map(typed, sections)) == translate(*sections)
 
 
 def test_a_layout_keeps_its_sizes() -> None:
@@ -171,11 +171,11 @@ def test_an_optimizer_of_verls_fsdp_engines_is_answered_with_the_one_to_choose()
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_experts_are_replayed(mode: str) -> None:
     found = told(e=engine(router_replay={"mode": mode}))
-    assert found.replay == mode and found.parsed().router_replay.enabled
+    assert found.replay == mode and found.parse().router_replay.enabled
     assert told().replay == "disabled" and not parsed().router_replay.enabled
     # A critic's experts are others.
     critic = told(m=model(model_type="value_model"), e=engine(router_replay={"mode": mode}))
-    assert critic.replay == "disabled" and not critic.parsed().router_replay.enabled
+    assert critic.replay == "disabled" and not critic.parse().router_replay.enabled
 
 
 def test_a_policys_own_keys_come_last() -> None:
@@ -210,7 +210,7 @@ REFUSED = {
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_is_not_supported_is_refused_by_verls_key(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        translated(*sections_with(key, REFUSED[key]).values(), replicas=4)
+        translate(*sections_with(key, REFUSED[key]).values(), replicas=4)
     assert str(caught.value).startswith(key)
 
 

@@ -30,7 +30,7 @@ from megatron_policy.config.model_table import model_table
 from megatron_policy.engines.megatron.process_groups import check_same_layout
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.hosts.roles import check_alike
-from megatron_policy.hosts.verl.translate import translated
+from megatron_policy.hosts.verl.translate import translate
 from megatron_policy.parallel.topology import Topology
 from tests.families import PUBLISHED
 from tests.hosts.real.recipes import LLAMA, QWEN2, QWEN3, dense_config, print_reasons
@@ -154,7 +154,7 @@ def _made(role: Role, ranks: int) -> Made:
     fields = fields_of(_name(role)) or {}
     model = {**role.model, "hf_config": SimpleNamespace(**fields)}
     engine = {**role.engine, "use_remove_padding": model["use_remove_padding"]}
-    config = translated(model, engine, role.optim, role.checkpoint).parsed()
+    config = translate(model, engine, role.optim, role.checkpoint).parse()
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         table = model_table(config.model_copy(update={"model_name": folder}))

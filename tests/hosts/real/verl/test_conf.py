@@ -15,7 +15,7 @@ import pytest
 from megatron_policy.config import PolicyConfig
 from megatron_policy.hosts.roles import check_alike
 from megatron_policy.hosts.verl.plugin import SWITCH
-from megatron_policy.hosts.verl.translate import translated
+from megatron_policy.hosts.verl.translate import translate
 
 SEARCHED = "hydra.searchpath=[pkg://megatron_policy.hosts.verl.conf]"
 VERLS = "verl.trainer.config"
@@ -94,7 +94,7 @@ def test_a_reference_that_verl_composes_shares_the_model_of_an_actor_that_trains
 
 
 def policy(*sections: Any) -> PolicyConfig:
-    return translated(*sections).parsed()
+    return translate(*sections).parse()
 
 
 def test_a_critic_beside_an_actor_of_another_engine_has_verls_defaults() -> None:

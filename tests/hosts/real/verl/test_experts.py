@@ -179,7 +179,7 @@ def read_with_adapters(case: Case, model: Path) -> list[set[str]]:
     """
     worker = made_worker(case, model)
     found = []
-    for without in (False, True) if worker.engine._told.replay == "R2" else (True,):
+    for without in (False, True) if worker.engine._translation.replay == "R2" else (True,):
         rows = mine(worker, rollouts(0, "v1", temperature=1.0))
         tu.assign_non_tensor(rows, compute_loss=False, no_lora_adapter=without)
         found.append(set(worker.infer_batch(rows).keys()) & {"log_probs", "routed_experts"})
