@@ -272,8 +272,7 @@ def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:
     layers = range(architecture.num_layers)
     names = [row.hf] if architecture.holds(row.when) else []
     if "{layer}" in row.hf:
-        ordinary = [layer for layer in layers if architecture.holds(row.when, layer)]
-        names = [row.hf.replace("{layer}", str(layer)) for layer in ordinary]
+        names = [name.replace("{layer}", str(layer)) for name in names for layer in layers]
     names = [each for name in names for each in _predicting(name, architecture)]
     if not of_expert(row.hf):
         return names
@@ -314,14 +313,14 @@ def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ..
             entry
             for layer in range(architecture.num_layers)
             for row in repeated
-            if architecture.holds(row.when, layer)
+            if architecture.holds(row.when, row.part, layer)
             for entry in _layer_entries(row, {"{layer}": layer}, layer, LAYER, architecture)
         ),
         *(
             entry
             for number in range(architecture.mtp_layers)
             for row in predicting
-            if architecture.holds(row.when, architecture.num_layers + number)
+            if architecture.holds(row.when, row.part, architecture.num_layers + number)
             for entry in _mtp_entries(row, number, architecture)
         ),
         *(Entry(row.megatron, row.hf, row, None, HEAD) for row in after),

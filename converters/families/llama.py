@@ -15,4 +15,8 @@ def architecture(fields: Fields) -> Architecture:
     fields.expect("rope_interleaved", (False,), "each head is rotated in halves")
     fields.ignore("is_llama_config", "a mark of the tool that converted the checkpoint")
     fields.ignore("pretraining_tp", "only the order of summation in pretraining")
-    return dense.architecture(fields, qkv_bias=attention, proj_bias=attention, mlp_bias=mlp)
+    return dense.architecture(
+        fields,
+        dense.take_attention(fields, qkv_bias=attention, proj_bias=attention),
+        dense.take_mlp(fields, mlp_bias=mlp),
+    )

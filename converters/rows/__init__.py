@@ -31,6 +31,7 @@ from .kinds import (
     Tied,
     Vocab,
     Whole,
+    rows_of,
 )
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "fill_parts",
     "fill_shard",
     "pack",
+    "rows_of",
     "shard",
     "unpack",
     "unshard",

@@ -323,7 +323,7 @@ def batcher_of(config: PolicyConfig, topology: Topology, table: Table) -> Batche
     """The batcher that the configuration asks for, for this model."""
     architecture = table.architecture
     multiples, training = multiples_of(config), batching_of(config, training=True)
-    cost = sequence_cost(architecture.hidden_size)
+    cost = sequence_cost(architecture)
     return Batcher(
         training=training,
         scoring=batching_of(config, training=False),
