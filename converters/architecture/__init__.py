@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from .architecture import Architecture, VocabShard, padded_vocab, vocab_shard
 from .attention import Attention
-from .layer import MOST_LAYERS, Feed, Layer, LayerPart, Mixer, Norms, stack
+from .layer import MOST_LAYERS, Feed, Layer, Mixer, Norms, stack
 from .mla import Mla
 from .mlp import Mlp
 from .moe import Moe
+from .part import LayerPart
 from .rotary import Rope
 from .traits import Activation, Norm, QkNorm, ScalarHead, Scoring
 

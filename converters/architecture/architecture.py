@@ -11,10 +11,11 @@ from megatron_policy.errors import ConversionError
 
 from .attention import Attention
 from .checks import check_counts, check_factors, check_widths
-from .layer import Feed, Layer, LayerPart, Mixer, check_number
+from .layer import Feed, Layer, Mixer, check_number
 from .mla import Mla
 from .mlp import Mlp
 from .moe import Moe
+from .part import LayerPart
 from .rotary import Rope
 from .traits import Norm, ScalarHead
 

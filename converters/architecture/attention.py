@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_policy.errors import ConversionError
 
 from .checks import check_counts, check_factors, check_widths
+from .part import FP32, CoreBytes, LayerPart, Linear, Linears, PartBytes, Place, Share, Split, Tiles
 from .rotary import Rope
-from .share import FP32, CoreBytes, Linear, Linears, PartBytes, Place, Share, Split, Tiles
 from .traits import QkNorm, QueryGrowth
 
 QKV, PROJ = "self_attention.linear_qkv", "self_attention.linear_proj"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class Attention(LayerPart):
     """Causal attention over all tokens, or over a window of them."""
 
     num_attention_heads: int
@@ -42,12 +41,6 @@ class Attention:
     """Attention scores s become cap * tanh(s / cap)."""
     attention_sinks: bool = False
     """Each head has a learnt score that takes part in the softmax and attends to nothing."""
-
-    norm_apart: ClassVar[bool] = False
-    """Transformer Engine has the norm of its input inside the linear layer that reads it."""
-    computed_again: ClassVar[bool] = False
-    """Megatron-Core can compute core attention again, but not the rest."""
-    needs_sequence_parallel: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         heads, groups, head = self.num_attention_heads, self.num_query_groups, self.kv_channels
@@ -85,13 +78,11 @@ class Attention:
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """What decides which parameters it has, and their shapes."""
         biases = self.qkv_bias, self.proj_bias, self.qk_norm, self.attention_sinks
         return self.num_attention_heads, self.num_query_groups, self.kv_channels, *biases
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """What limits the number of tensor-parallel ranks."""
         own = self.qk_norm in (QkNorm.EACH_HEAD, QkNorm.ALL_HEADS)
         what = "key-value groups, whose norms differ" if own else "key-value groups"
         groups = Split(self.num_query_groups, what, multiples=not own)
@@ -111,7 +102,6 @@ class Attention:
         return 2 * max(self.kv_size // tp, self.kv_channels)
 
     def kept(self, share: Share, needed: bool) -> PartBytes:
-        """Bytes kept for the backward pass; `needed` says whether the input needs gradients."""
         projected = share.training.keep(PROJ)
         heads, groups = self._heads(share.tp)
         if not (needed or share.training.adapted(QKV)):

@@ -14,10 +14,10 @@ from .attention import Attention
 from .mla import Mla
 from .mlp import Mlp
 from .moe import Moe
+from .part import LayerPart
 
 Mixer = Attention | Mla
 Feed = Mlp | Moe
-LayerPart = Mixer | Feed
 
 MOST_LAYERS = 10_000
 """More are a mistake in the config, and listing them would take forever."""

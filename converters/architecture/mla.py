@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from .attention import PROJ, copied, masks, pair_flops, rotated
 from .checks import check_counts, check_factors, check_widths
+from .part import FP32, CoreBytes, LayerPart, Linear, Linears, PartBytes, Place, Share, Split
 from .rotary import Rope
-from .share import FP32, CoreBytes, Linear, Linears, PartBytes, Place, Share, Split
 
 Q_PROJ, Q_DOWN, Q_UP, KV_DOWN, KV_UP = (
     f"self_attention.linear_{name}"
@@ -20,7 +20,7 @@ Q_PROJ, Q_DOWN, Q_UP, KV_DOWN, KV_UP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mla:
+class Mla(LayerPart):
     """Latent attention; every head has keys and values of its own."""
 
     num_attention_heads: int
@@ -42,9 +42,6 @@ class Mla:
 
     window: ClassVar[None] = None
     norm_apart: ClassVar[bool] = True
-    """The norm of its input is a module of its own, also with Transformer Engine."""
-    computed_again: ClassVar[bool] = False
-    """Megatron-Core can compute core attention again, but not the rest."""
     needs_sequence_parallel: ClassVar[str] = "latent attention"
 
     def __post_init__(self) -> None:
@@ -89,13 +86,11 @@ class Mla:
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """What decides which parameters it has, and their shapes."""
         heads = self.num_attention_heads, self.qk_nope_head_dim, self.qk_rope_head_dim
         return *heads, self.v_head_dim, self.q_lora_rank, self.kv_lora_rank
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """What limits the number of tensor-parallel ranks."""
         heads = self.num_attention_heads
         groups = Split(heads, "key-value groups", multiples=True)
         return Split(heads, "attention heads"), groups
@@ -119,7 +114,6 @@ class Mla:
         return self.num_attention_heads // tp * (self.kv_channels + self.v_head_dim)
 
     def kept(self, share: Share, needed: bool) -> PartBytes:
-        """Bytes kept for the backward pass; `needed` says whether the input needs gradients."""
         training = share.training
         projected = training.keep(PROJ)
         inner = self._compressed(share, needed)

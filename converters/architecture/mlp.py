@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .checks import check_counts, check_widths
-from .share import Linear, Linears, PartBytes, Place, Share, Split
+from .part import LayerPart, Linear, Linears, PartBytes, Place, Share, Split
 from .traits import Activation
 
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mlp:
+class Mlp(LayerPart):
     """A dense MLP."""
 
     ffn_hidden_size: int
@@ -23,13 +23,7 @@ class Mlp:
     mlp_bias: bool = False
     """On both matrices."""
 
-    norm_apart: ClassVar[bool] = False
-    """Transformer Engine has the norm of its input inside the linear layer that reads it."""
     computed_again: ClassVar[bool] = True
-    """Megatron-Core can compute it again as a whole."""
-    keeps_input: ClassVar[bool] = False
-    """It keeps its input although its weights are frozen."""
-    needs_sequence_parallel: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_counts(self, "ffn_hidden_size")
@@ -37,12 +31,10 @@ class Mlp:
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """What decides which parameters it has, and their shapes."""
         return self.ffn_hidden_size, self.activation, self.gated, self.mlp_bias
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """What limits the number of tensor-parallel ranks."""
         return (Split(self.ffn_hidden_size, "feed-forward channels"),)
 
     def linears(self, hidden_size: int) -> Linears:
@@ -51,7 +43,6 @@ class Mlp:
         return (first,), (Linear(FC2, outputs, Place.WHOLE, Place.STREAM),)
 
     def kept(self, share: Share, needed: bool) -> PartBytes:
-        """Bytes kept for the backward pass; `needed` says whether the input needs gradients."""
         inner = self.ffn_hidden_size // share.tp
         token = token_bytes(self.activation, self.gated, share, FC1, FC2, inner, needed)
         return PartBytes(share.whole * token)

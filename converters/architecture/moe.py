@@ -9,7 +9,7 @@ from megatron_policy.errors import ConversionError
 
 from .checks import check_counts, check_widths
 from .mlp import token_bytes
-from .share import FP32, INT64, Linear, Linears, PartBytes, Place, Share, Split
+from .part import FP32, INT64, LayerPart, Linear, Linears, PartBytes, Place, Share, Split
 from .traits import Activation, Scoring
 
 ROUTER = "mlp.router"
@@ -18,7 +18,7 @@ SHARED_FC1, SHARED_FC2 = "mlp.shared_experts.linear_fc1", "mlp.shared_experts.li
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moe:
+class Moe(LayerPart):
     """Mixture-of-experts MLPs: `experts` gated MLPs, of which each token uses `chosen`."""
 
     experts: int
@@ -51,9 +51,6 @@ class Moe:
 
     gated: ClassVar[bool] = True
     norm_apart: ClassVar[bool] = True
-    """The norm of its input is a module of its own, also with Transformer Engine."""
-    computed_again: ClassVar[bool] = False
-    """Megatron-Core computes no mixture of experts again."""
     keeps_input: ClassVar[bool] = True
     """Megatron-Core's router keeps its input, frozen or not."""
     needs_sequence_parallel: ClassVar[str] = "experts"
@@ -82,13 +79,11 @@ class Moe:
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """What decides which parameters it has, and their shapes."""
         biases = self.correction_bias, self.router_bias, self.mlp_bias, self.shared_gate
         return self.experts, self.ffn_hidden_size, self.shared_ffn_hidden_size, *biases
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """What limits the number of tensor-parallel ranks; experts have others."""
         shared = self.shared_ffn_hidden_size
         return (Split(shared, "feed-forward channels"),) if shared else ()
 
@@ -102,9 +97,6 @@ class Moe:
         return (router, *first), (Linear(EXPERT_FC2, own, *routed), last)
 
     def kept(self, share: Share, needed: bool) -> PartBytes:
-        """Bytes kept for the backward pass by router, dispatch, experts and the shared MLP;
-        `needed` says whether the input needs gradients.
-        """
         # Scores, their transposed copy and the map of experts; choices, weights and places.
         router = self.experts * (2 * FP32 + 1) + self.chosen * (2 * INT64 + FP32)
         inner = self.ffn_hidden_size // share.expert_tp

@@ -24,8 +24,7 @@ def architecture(fields: Fields) -> Architecture:
     attention = dense.take_attention(
         fields,
         rope=take_rope(fields, interleaved=True),
-        qkv_bias=bias,
-        proj_bias=bias,
+        bias=bias,
         qk_norm=QkNorm.EACH_HEAD if fields.take("use_qk_norm", False) else QkNorm.NONE,
     )
     return dense.architecture(

@@ -18,6 +18,6 @@ def architecture(fields: Fields) -> Architecture:
     rope, bias = take_rope(fields, interleaved=True), fields.take("use_bias", False)
     return dense.architecture(
         fields,
-        dense.take_attention(fields, rope=rope, qkv_bias=bias, proj_bias=bias),
+        dense.take_attention(fields, rope=rope, bias=bias),
         dense.take_mlp(fields, mlp_bias=bias),
     )

@@ -28,9 +28,7 @@ def take_attention(fields: Fields, **traits: Any) -> Attention:
     """Gemma's attention, with further `traits`."""
     bias = fields.take("attention_bias", False)
     scale = fields.take("query_pre_attn_scalar") ** -0.5
-    return dense.take_attention(
-        fields, qkv_bias=bias, proj_bias=bias, attention_scale=scale, **traits
-    )
+    return dense.take_attention(fields, bias=bias, attention_scale=scale, **traits)
 
 
 def describe(fields: Fields, attention: list[Attention]) -> Architecture:

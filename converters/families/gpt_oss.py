@@ -60,7 +60,7 @@ def architecture(fields: Fields) -> Architecture:
     fields.expect("experts_per_token", (chosen,), "num_experts_per_tok under another name")
     bias = fields.take("attention_bias", True)
     fields.ignore("hidden_act", "experts always have a clamped SwiGLU")
-    attention = dense.take_attention(fields, qkv_bias=bias, proj_bias=bias, attention_sinks=True)
+    attention = dense.take_attention(fields, bias=bias, attention_sinks=True)
     mlp = dense.take_mlp(fields, activation=Activation.CLAMPED_SWIGLU, mlp_bias=True)
     moe = Moe(
         experts=experts.take_experts(fields, "num_local_experts", "num_experts"),

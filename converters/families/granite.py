@@ -14,7 +14,7 @@ def architecture(fields: Fields) -> Architecture:
     bias, scale = fields.take("attention_bias", False), fields.take("attention_multiplier")
     return dense.architecture(
         fields,
-        dense.take_attention(fields, qkv_bias=bias, proj_bias=bias, attention_scale=float(scale)),
+        dense.take_attention(fields, bias=bias, attention_scale=float(scale)),
         dense.take_mlp(fields, mlp_bias=fields.take("mlp_bias", False)),
         embedding_scale=float(fields.take("embedding_multiplier")),
         residual_scale=float(fields.take("residual_multiplier")),

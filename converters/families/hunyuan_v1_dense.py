@@ -50,9 +50,7 @@ def architecture(fields: Fields) -> Architecture:
     fields.expect("mlp_bias", (False,), "transformers has no biases in Hunyuan's MLPs")
     fields.expect("norm_type", ("rms",), "norms are RMS norms")
     bias = fields.take("attention_bias", False)
-    attention = dense.take_attention(
-        fields, qkv_bias=bias, proj_bias=bias, qk_norm=QkNorm.AFTER_ROTATION
-    )
+    attention = dense.take_attention(fields, bias=bias, qk_norm=QkNorm.AFTER_ROTATION)
     if (alpha := _take_alpha(fields)) is not None:
         # The base of the unscaled rotary embedding is wider by a power of `alpha`.
         size = attention.kv_channels

@@ -24,6 +24,4 @@ def architecture(fields: Fields) -> Architecture:
 def take_attention(fields: Fields, rope: Rope | None = None) -> Attention:
     """OLMo's attention."""
     bias = fields.take("attention_bias", False)
-    return dense.take_attention(
-        fields, rope=rope, qkv_bias=bias, proj_bias=bias, qk_norm=QkNorm.ALL_HEADS
-    )
+    return dense.take_attention(fields, rope=rope, bias=bias, qk_norm=QkNorm.ALL_HEADS)

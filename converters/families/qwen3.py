@@ -12,5 +12,5 @@ TABLE = (*dense.ENDS, *dense.BLOCK, *dense.ATTENTION_BIAS, *dense.QK_NORM)
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen3Config describes."""
     bias = fields.take("attention_bias", False)
-    attention = dense.take_attention(fields, qkv_bias=bias, proj_bias=bias, qk_norm=QkNorm.PER_HEAD)
+    attention = dense.take_attention(fields, bias=bias, qk_norm=QkNorm.PER_HEAD)
     return dense.architecture(fields, dense.take_windows(fields, attention))

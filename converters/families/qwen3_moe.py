@@ -24,8 +24,7 @@ def architecture(fields: Fields) -> Architecture:
     bias = fields.take("attention_bias", False)
     attention = dense.take_attention(
         fields,
-        qkv_bias=bias,
-        proj_bias=bias,
+        bias=bias,
         qk_norm=QkNorm.PER_HEAD,
         window=window if windowed else None,
     )

@@ -19,14 +19,10 @@ def architecture(fields: Fields) -> Architecture:
     rotated = fields.take("no_rope_layers")[: fields.take("num_hidden_layers")]
     if len(rotated) < fields.take("num_hidden_layers"):
         fields.refuse("no_rope_layers", rotated, "must name every layer")
-    bias = fields.take("attention_bias", False)
-    attention = dense.take_attention(fields, qkv_bias=bias, proj_bias=bias)
-    layers = dense.take_windows(fields, attention)
+    attention = dense.take_attention(fields, bias=fields.take("attention_bias", False))
+    layers = zip(dense.take_windows(fields, attention), rotated, strict=False)
     return dense.architecture(
         fields,
-        [
-            layer if turns else replace(layer, rope=None)
-            for layer, turns in zip(layers, rotated, strict=False)
-        ],
+        [layer if turns else replace(layer, rope=None) for layer, turns in layers],
         dense.take_mlp(fields, mlp_bias=fields.take("mlp_bias", False)),
     )

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture, Mlp, Norm
+from megatron_policy.converters.architecture import Architecture, Norm
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, norm_rows
-from megatron_policy.converters.families.shared.dense import H, M
-from megatron_policy.converters.rows import Columns, Role, Rows, Whole, rows_of
 
-_FC1, _FC2 = M + "mlp.linear_fc1.", M + "mlp.linear_fc2."
 TABLE = (
     *dense.ENDS,
     *dense.NORMS,
     *norm_rows.BIASES,
     *dense.ATTENTION,
     *dense.ATTENTION_BIAS,
-    *rows_of(
-        Mlp,
-        Columns(_FC1 + "weight", (H + "mlp.c_fc.weight",), ("ffn_hidden_size", "hidden_size")),
-        Columns(
-            _FC1 + "bias",
-            (H + "mlp.c_fc.bias",),
-            ("ffn_hidden_size",),
-            when="mlp_bias",
-            role=Role.BIAS,
-        ),
-        Rows(_FC2 + "weight", (H + "mlp.c_proj.weight",), ("hidden_size", "ffn_hidden_size")),
-        Whole(
-            _FC2 + "bias",
-            (H + "mlp.c_proj.bias",),
-            ("hidden_size",),
-            when="mlp_bias",
-            role=Role.BIAS,
-        ),
-    ),
+    *dense.ungated_mlp("c_fc", "c_proj"),
 )
 
 
@@ -46,8 +25,7 @@ def architecture(fields: Fields) -> Architecture:
         fields,
         dense.take_attention(
             fields,
-            qkv_bias=bias,
-            proj_bias=bias,
+            bias=bias,
             window=fields.take("sliding_window", None),
         ),
         dense.take_mlp(fields, gated=False, mlp_bias=bias),

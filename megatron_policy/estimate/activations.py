@@ -20,7 +20,7 @@ from megatron_policy.converters.architecture import (
     Norm,
     Norms,
 )
-from megatron_policy.converters.architecture.share import (
+from megatron_policy.converters.architecture.part import (
     FP32,
     INT64,
     CoreBytes,

@@ -17,7 +17,7 @@ from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.trained import PeftConfig
 from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.share import Linears, Place, Share
+from megatron_policy.converters.architecture.part import Linears, Place, Share
 from megatron_policy.converters.rows import Row
 from megatron_policy.converters.rows.adapter_rows import Concatenated
 from megatron_policy.converters.table import Entry, Table

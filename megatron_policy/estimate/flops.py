@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_policy.converters.architecture import Architecture, Layer
-from megatron_policy.converters.architecture.share import Linear, Linears
+from megatron_policy.converters.architecture.part import Linear, Linears
 from megatron_policy.estimate.adapters import LinearAdapters, ModelAdapters
 
 BACKWARD = 2

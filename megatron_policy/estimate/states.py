@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.share import FP32
+from megatron_policy.converters.architecture.part import FP32
 from megatron_policy.converters.rows.blocks import Row, of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.converters.table import EMBEDDING, LAYER, Entry, Table

@@ -62,11 +62,16 @@ def test_gemma_3_has_a_rope_of_windowed_layers_in_either_release(tmp_path: Path)
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
     }
     older = {"rope_theta": 5e5, "rope_local_base_freq": 5e3, "rope_scaling": linear}
-    removed = dict.fromkeys(("rope_parameters", "rope_theta", "rope_local_base_freq"))
+    removed: dict[str, Any] = dict.fromkeys(
+        ("rope_parameters", "rope_theta", "rope_local_base_freq")
+    )
+    kinds = ["full_attention", "sliding_attention"]
+    removed |= {"num_hidden_layers": 2, "layer_types": kinds}
     for name, fields in {"newer": {"rope_parameters": newer}, "older": older}.items():
         path = edited(tmp_path / name, "gemma3_text", head_dim=8, **removed | fields)
         read = architecture(path)
-        assert set(read.ropes) == {Rope(5e5, LinearScaling(8.0)), Rope(5e3)}
+        ropes = [layer.mixer.rope for layer in read.layers]
+        assert ropes == [Rope(5e5, LinearScaling(8.0)), Rope(5e3)]
 
 
 def test_phi_3_writes_the_length_before_scaling_outside_of_the_section(tmp_path: Path) -> None:

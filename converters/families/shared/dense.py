@@ -20,11 +20,13 @@ from megatron_policy.converters.architecture import (
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.rows import (
+    Columns,
     GateUp,
     Ignore,
     Qkv,
     Role,
     Row,
+    RowBase,
     Rows,
     Tied,
     Vocab,
@@ -105,6 +107,21 @@ MLP = rows_of(
         ("hidden_size", "ffn_hidden_size"),
     ),
 )
+
+
+def ungated_mlp(up: str, down: str) -> tuple[RowBase, ...]:
+    """Rows of an MLP without a gate, whose projections HF calls `up` and `down`."""
+    first, last = M + "mlp.linear_fc1.", M + "mlp.linear_fc2."
+    up, down = f"{H}mlp.{up}.", f"{H}mlp.{down}."
+    biases: dict[str, Any] = {"when": "mlp_bias", "role": Role.BIAS}
+    return rows_of(
+        Mlp,
+        Columns(first + "weight", (up + "weight",), ("ffn_hidden_size", "hidden_size")),
+        Columns(first + "bias", (up + "bias",), ("ffn_hidden_size",), **biases),
+        Rows(last + "weight", (down + "weight",), ("hidden_size", "ffn_hidden_size")),
+        Whole(last + "bias", (down + "bias",), ("hidden_size",), **biases),
+    )
+
 
 BLOCK = (*NORMS, *ATTENTION, *MLP)
 
@@ -204,8 +221,12 @@ def architecture(
     )
 
 
-def take_attention(fields: Fields, *, rope: Rope | None = None, **traits: Any) -> Attention:
-    """The attention of all layers, with its own `rope` and `traits` of `Attention`."""
+def take_attention(
+    fields: Fields, *, rope: Rope | None = None, bias: bool = False, **traits: Any
+) -> Attention:
+    """The attention of all layers, with its own `rope`, with `bias` on all four projections, and
+    with `traits` of `Attention`.
+    """
     hidden, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
     return Attention(
         num_attention_heads=heads,
@@ -213,7 +234,7 @@ def take_attention(fields: Fields, *, rope: Rope | None = None, **traits: Any) -
         kv_channels=fields.take("head_dim", hidden // heads),
         rope=rope or take_rope(fields),
         attention_dropout=fields.take("attention_dropout", 0.0),
-        **traits,
+        **{"qkv_bias": bias, "proj_bias": bias} | traits,
     )
 
 

@@ -1,11 +1,14 @@
-"""What parts of a layer are asked about a rank's share of a microbatch, and what they answer."""
+"""A part of a decoder layer: what it is asked, also about a rank's share of a microbatch, and its
+answers.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 FP32, INT64 = 4, 8
 
@@ -157,3 +160,38 @@ class PartBytes(NamedTuple):
 
     inner: int
     core: CoreBytes = CoreBytes()
+
+
+class LayerPart(ABC):
+    """What mixes the tokens of a layer, or what each of them then passes through: a frozen value,
+    which layers share.
+    """
+
+    norm_apart: ClassVar[bool] = False
+    """The norm of its input is a module of its own, also with Transformer Engine, which otherwise
+    has it inside the linear layer that reads it.
+    """
+    computed_again: ClassVar[bool] = False
+    """Megatron-Core can compute it again as a whole."""
+    keeps_input: ClassVar[bool] = False
+    """It keeps its input although its weights are frozen."""
+    needs_sequence_parallel: ClassVar[str] = ""
+    """What of it tensor-parallel ranks can only split with sequence parallelism."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[object, ...]:
+        """What decides which parameters it has and their shapes, the same in all layers."""
+
+    @property
+    @abstractmethod
+    def splits(self) -> tuple[Split, ...]:
+        """What limits the number of tensor-parallel ranks."""
+
+    @abstractmethod
+    def linears(self, hidden_size: int) -> Linears:
+        """Its linear layers."""
+
+    @abstractmethod
+    def kept(self, share: Share, needed: bool) -> PartBytes:
+        """Bytes kept for the backward pass; `needed` says whether the input needs gradients."""
