@@ -113,13 +113,13 @@ class Architecture:
                     )
         return {kind: found[kind] for kind in KINDS if kind in found}
 
-    def part(self, kind: type[_P]) -> _P | None:
+    def find_part(self, kind: type[_P]) -> _P | None:
         """One part of that kind, if the model has any."""
         return cast("_P | None", self.parts.get(kind))
 
     @property
     def moe(self) -> Moe | None:
-        return self.part(Moe)
+        return self.find_part(Moe)
 
     @property
     def mixer(self) -> Mixer:
@@ -129,9 +129,9 @@ class Architecture:
     @property
     def feed(self) -> Feed:
         """A dense MLP, if the model has any, or else experts; both have one activation function."""
-        return self.part(Mlp) or self.layers[0].feed
+        return self.find_part(Mlp) or self.layers[0].feed
 
-    def layer(self, number: int) -> Layer:
+    def find_layer(self, number: int) -> Layer:
         """A layer by its number; those for multi-token prediction, which come after all others, are
         like the last one with experts, or the last of all.
         """
@@ -191,7 +191,7 @@ class Architecture:
         about: object = self
         if kind is not None:
             assert layer is not None, f"{kind} is a part of layers"
-            about = self.layer(layer).part(kind)
+            about = self.find_layer(layer).find_part(kind)
         return about is not None and all(
             _is_true(about, word.removeprefix("!")) == (word[0] != "!")
             for word in condition.split()

@@ -88,20 +88,20 @@ class Attention(LayerPart):
         groups = Split(self.num_query_groups, what, multiples=not own)
         return Split(self.num_attention_heads, "attention heads"), groups
 
-    def linears(self, hidden_size: int) -> Linears:
+    def list_linears(self, hidden_size: int) -> Linears:
         qkv = Linear(QKV, hidden_size * (self.query_size + 2 * self.kv_size))
         proj = Linear(PROJ, self.context_size * hidden_size, Place.WHOLE, Place.STREAM)
         return (qkv,), (proj,)
 
-    def core_flops(self, lengths: Iterable[int]) -> int:
+    def count_core_flops(self, lengths: Iterable[int]) -> int:
         """Operations of the query-key products and of the weighted sums of values."""
-        return pair_flops(lengths, self.window, self.query_size + self.context_size)
+        return count_pair_flops(lengths, self.window, self.query_size + self.context_size)
 
-    def exchanged(self, tp: int) -> int:
+    def count_exchanged(self, tp: int) -> int:
         """Channels of a token's keys and values, which visit all context-parallel ranks."""
         return 2 * max(self.kv_size // tp, self.kv_channels)
 
-    def kept(self, share: Share, needed: bool) -> PartBytes:
+    def count_kept(self, share: Share, needed: bool) -> PartBytes:
         projected = share.training.keep(PROJ)
         heads, groups = self._heads(share.tp)
         if not (needed or share.training.adapted(QKV)):
@@ -109,7 +109,7 @@ class Attention(LayerPart):
             return PartBytes(0, CoreBytes(context, context, 0))
         inner = share.whole * self._query_norms(share, heads, groups)
         if self.rope is not None:
-            inner += rotated(self.rope, self.kv_channels, share)
+            inner += count_angle_bytes(self.rope, self.kv_channels, share)
         explicit = self.attention_sinks or self.attention_softcap is not None
         core = self._explicit_core if explicit else self._fused_core
         return PartBytes(inner, core(share, share.tiles(self.window, explicit), projected))
@@ -153,10 +153,13 @@ class Attention(LayerPart):
         if share.cp > 1:  # keys and values of all ranks, or of all rectangles
             keys = found.keys if share.kernels.one_call else share.cp * share.whole
             gathered = 2 * groups * self.kv_channels * share.width * keys
-        inside += gathered + masks(share, found)
+        inside += gathered + count_mask_bytes(share, found)
         total = inside + (query if gathered else inputs)
         return CoreBytes.of(
-            inputs, inside, query * context, total + copied(share, found, query) * context
+            inputs,
+            inside,
+            query * context,
+            total + count_copied_bytes(share, found, query) * context,
         )
 
     def _explicit_core(self, share: Share, found: Tiles, context: bool) -> CoreBytes:
@@ -174,7 +177,7 @@ class Attention(LayerPart):
         return CoreBytes.of(query + key + joint, inside, projected, query + inside + projected)
 
 
-def visible_pairs(length: int, window: int | None = None) -> int:
+def count_visible_pairs(length: int, window: int | None = None) -> int:
     """Pairs of query and key in causal attention over `length` tokens, of which each query sees
     the last `window` keys, itself included, or all of them.
     """
@@ -183,23 +186,23 @@ def visible_pairs(length: int, window: int | None = None) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
-def pair_flops(lengths: Iterable[int], window: int | None, channels: int) -> int:
+def count_pair_flops(lengths: Iterable[int], window: int | None, channels: int) -> int:
     """Operations on all visible pairs, each with so many pairs of factors."""
-    return 2 * channels * sum(visible_pairs(length, window) for length in lengths)
+    return 2 * channels * sum(count_visible_pairs(length, window) for length in lengths)
 
 
-def rotated(rope: Rope, channels: int, share: Share) -> int:
+def count_angle_bytes(rope: Rope, channels: int, share: Share) -> int:
     """Bytes of cosine and sine, of queries and of keys, anew in each layer."""
     if share.kernels.fused_rope:
         return 0
     return 4 * share.positions * rope.size(channels) * share.width
 
 
-def masks(share: Share, found: Tiles) -> int:
+def count_mask_bytes(share: Share, found: Tiles) -> int:
     """Bytes of the masks of tiles."""
     return 0 if share.kernels.one_call else found.masks * share.width
 
 
-def copied(share: Share, found: Tiles, context: int) -> int:
+def count_copied_bytes(share: Share, found: Tiles, context: int) -> int:
     """The output projection's input is a copy if several calls compute it."""
     return context if found.number > 1 and not share.kernels.one_call else 0

@@ -12,7 +12,7 @@ from .traits import Activation, Norm, QkNorm
 def beyond_transformer_engine(architecture: Architecture) -> list[str]:
     """The model's features that Transformer Engine's modules cannot express: torch modules do."""
     norms = {layer.norms for layer in set(architecture.layers)}
-    attention, mlp = architecture.part(Attention), architecture.part(Mlp)
+    attention, mlp = architecture.find_part(Attention), architecture.find_part(Mlp)
     qk_norm = QkNorm.NONE if attention is None else attention.qk_norm
     features = {
         "softcapped attention scores": attention and attention.attention_softcap is not None,

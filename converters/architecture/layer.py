@@ -56,7 +56,7 @@ class Layer:
     feed: Feed
     norms: Norms = Norms.BEFORE
 
-    def part(self, kind: type[LayerPart] | None) -> LayerPart | None:
+    def find_part(self, kind: type[LayerPart] | None) -> LayerPart | None:
         """This layer's part of that kind, if it has one."""
         return next((part for part in (self.mixer, self.feed) if type(part) is kind), None)
 

@@ -8,7 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .attention import PROJ, copied, masks, pair_flops, rotated
+from .attention import (
+    PROJ,
+    count_angle_bytes,
+    count_copied_bytes,
+    count_mask_bytes,
+    count_pair_flops,
+)
 from .checks import check_counts, check_factors, check_widths
 from .part import FP32, CoreBytes, LayerPart, Linear, Linears, PartBytes, Place, Share, Split
 from .rotary import Rope
@@ -95,7 +101,7 @@ class Mla(LayerPart):
         groups = Split(heads, "key-value groups", multiples=True)
         return Split(heads, "attention heads"), groups
 
-    def linears(self, hidden_size: int) -> Linears:
+    def list_linears(self, hidden_size: int) -> Linears:
         down = Linear(KV_DOWN, hidden_size * self.down_size, out=Place.STREAM)
         up = Linear(KV_UP, self.kv_lora_rank * self.expanded_size)
         output = Linear(PROJ, self.context_size * hidden_size, Place.WHOLE, Place.STREAM)
@@ -105,20 +111,20 @@ class Mla(LayerPart):
         q_up = Linear(Q_UP, self.q_lora_rank * self.query_size)
         return (q_down, down), (q_up, up), (output,)
 
-    def core_flops(self, lengths: Iterable[int]) -> int:
+    def count_core_flops(self, lengths: Iterable[int]) -> int:
         """Operations of the query-key products and of the weighted sums of values."""
-        return pair_flops(lengths, None, self.query_size + self.context_size)
+        return count_pair_flops(lengths, None, self.query_size + self.context_size)
 
-    def exchanged(self, tp: int) -> int:
+    def count_exchanged(self, tp: int) -> int:
         """Channels of a token's keys and values, which visit all context-parallel ranks."""
         return self.num_attention_heads // tp * (self.kv_channels + self.v_head_dim)
 
-    def kept(self, share: Share, needed: bool) -> PartBytes:
+    def count_kept(self, share: Share, needed: bool) -> PartBytes:
         training = share.training
         projected = training.keep(PROJ)
         inner = self._compressed(share, needed)
         if needed or training.adapted(Q_PROJ, Q_DOWN, Q_UP, KV_DOWN, KV_UP):
-            inner += rotated(self.rope, self.qk_rope_head_dim, share)
+            inner += count_angle_bytes(self.rope, self.qk_rope_head_dim, share)
             return PartBytes(inner, self._core(share, projected))
         heads = self.num_attention_heads // share.tp
         context = heads * self.v_head_dim * share.whole * share.width * projected
@@ -148,7 +154,7 @@ class Mla(LayerPart):
             own = sums + context
             return CoreBytes.of(inputs, own, context, 2 * (head + value) * token + sums)
         widest = max(head, value)
-        inside = widest * token + sums + masks(share, found)
+        inside = widest * token + sums + count_mask_bytes(share, found)
         if share.cp > 1:
             # One collective gathers keys and values; values are padded to the size of keys.
             inside += share.cp * (head + value) * token
@@ -160,5 +166,5 @@ class Mla(LayerPart):
             inside += widest * token
             total = 2 * widest * token + inside
         context = context * projected
-        again = context if head != value else copied(share, found, context)
+        again = context if head != value else count_copied_bytes(share, found, context)
         return CoreBytes.of(inputs, inside, context, total + again)

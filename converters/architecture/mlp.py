@@ -37,18 +37,18 @@ class Mlp(LayerPart):
     def splits(self) -> tuple[Split, ...]:
         return (Split(self.ffn_hidden_size, "feed-forward channels"),)
 
-    def linears(self, hidden_size: int) -> Linears:
+    def list_linears(self, hidden_size: int) -> Linears:
         outputs = hidden_size * self.ffn_hidden_size
         first = Linear(FC1, (1 + self.gated) * outputs)
         return (first,), (Linear(FC2, outputs, Place.WHOLE, Place.STREAM),)
 
-    def kept(self, share: Share, needed: bool) -> PartBytes:
+    def count_kept(self, share: Share, needed: bool) -> PartBytes:
         inner = self.ffn_hidden_size // share.tp
-        token = token_bytes(self.activation, self.gated, share, FC1, FC2, inner, needed)
+        token = count_token_bytes(self.activation, self.gated, share, FC1, FC2, inner, needed)
         return PartBytes(share.whole * token)
 
 
-def token_bytes(
+def count_token_bytes(
     activation: Activation,
     gated: bool,
     share: Share,

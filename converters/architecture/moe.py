@@ -8,7 +8,7 @@ from typing import ClassVar
 from megatron_policy.errors import ConversionError
 
 from .checks import check_counts, check_widths
-from .mlp import token_bytes
+from .mlp import count_token_bytes
 from .part import FP32, INT64, LayerPart, Linear, Linears, PartBytes, Place, Share, Split
 from .traits import Activation, Scoring
 
@@ -87,7 +87,7 @@ class Moe(LayerPart):
         shared = self.shared_ffn_hidden_size
         return (Split(shared, "feed-forward channels"),) if shared else ()
 
-    def linears(self, hidden_size: int) -> Linears:
+    def list_linears(self, hidden_size: int) -> Linears:
         own = hidden_size * self.chosen * self.ffn_hidden_size
         shared = hidden_size * self.shared_ffn_hidden_size
         routed = (Place.ROUTED, Place.ROUTED, self.experts, self.chosen)
@@ -96,15 +96,15 @@ class Moe(LayerPart):
         last = Linear(SHARED_FC2, shared, Place.WHOLE, Place.STREAM)
         return (router, *first), (Linear(EXPERT_FC2, own, *routed), last)
 
-    def kept(self, share: Share, needed: bool) -> PartBytes:
+    def count_kept(self, share: Share, needed: bool) -> PartBytes:
         # Scores, their transposed copy and the map of experts; choices, weights and places.
         router = self.experts * (2 * FP32 + 1) + self.chosen * (2 * INT64 + FP32)
         inner = self.ffn_hidden_size // share.expert_tp
         kind = (self.activation, self.gated, share)
-        experts = token_bytes(*kind, EXPERT_FC1, EXPERT_FC2, inner, needed, weighted=True)
+        experts = count_token_bytes(*kind, EXPERT_FC1, EXPERT_FC2, inner, needed, weighted=True)
         experts += share.width * share.hidden_size * share.training.keep(EXPERT_FC1)
         experts += FP32 * needed
         inner = self.shared_ffn_hidden_size // share.tp
-        shared = token_bytes(*kind, SHARED_FC1, SHARED_FC2, inner, needed)
+        shared = count_token_bytes(*kind, SHARED_FC1, SHARED_FC2, inner, needed)
         routed = share.tokens(Place.ROUTED, self.chosen) * experts
         return PartBytes(share.stream * router * needed + routed + share.whole * shared)

@@ -189,9 +189,9 @@ class LayerPart(ABC):
         """What limits the number of tensor-parallel ranks."""
 
     @abstractmethod
-    def linears(self, hidden_size: int) -> Linears:
+    def list_linears(self, hidden_size: int) -> Linears:
         """Its linear layers."""
 
     @abstractmethod
-    def kept(self, share: Share, needed: bool) -> PartBytes:
+    def count_kept(self, share: Share, needed: bool) -> PartBytes:
         """Bytes kept for the backward pass; `needed` says whether the input needs gradients."""

@@ -12,7 +12,7 @@ from megatron_policy.converters.architecture import (
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, experts
 from megatron_policy.converters.families.shared.dense import H, M
-from megatron_policy.converters.rows import Columns, Ignore, Role, Row, Whole, rows_of
+from megatron_policy.converters.rows import Columns, Ignore, Role, Row, Whole, assign_part
 from megatron_policy.converters.rows.expert_rows import StackedGateUp, StackedRows, StackedWhole
 
 _E = H + "mlp.experts."
@@ -28,7 +28,7 @@ TABLE: tuple[Row | Ignore, ...] = (
         part=Attention,
         role=Role.SINK,
     ),
-    *rows_of(
+    *assign_part(
         Moe,
         Whole(M + "mlp.router.weight", (H + "mlp.router.weight",), ("experts", "hidden_size")),
         Whole(M + "mlp.router.bias", (H + "mlp.router.bias",), ("experts",), role=Role.BIAS),

@@ -95,7 +95,7 @@ def _spellings(entry: Entry, arch: Architecture) -> tuple[str, ...]:
     fused = _fused(name)
     if entry.layer is None or fused == name:
         return (name,)
-    layer = arch.layer(entry.layer)
+    layer = arch.find_layer(entry.layer)
     latent = isinstance(layer.mixer, Mla)
     if name.startswith("self_attention."):  # norms of queries and keys, fused in MLA
         return (name, fused) if latent else (name,)

@@ -31,7 +31,7 @@ from .kinds import (
     Tied,
     Vocab,
     Whole,
-    rows_of,
+    assign_part,
 )
 
 __all__ = [
@@ -52,11 +52,11 @@ __all__ = [
     "Tied",
     "Vocab",
     "Whole",
+    "assign_part",
     "blocks_of",
     "fill_parts",
     "fill_shard",
     "pack",
-    "rows_of",
     "shard",
     "unpack",
     "unshard",

@@ -23,12 +23,12 @@ class StackedGateUp(RowBase):
     part: type[LayerPart] | None = field(default=Moe, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        experts, rows = self.sizes(arch, ("experts", "ffn_hidden_size"))
-        return ((experts, *self.sizes(arch, self.tail), 2 * rows),)
+        experts, rows = self.measure(arch, ("experts", "ffn_hidden_size"))
+        return ((experts, *self.measure(arch, self.tail), 2 * rows),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        (rows,) = self.sizes(arch, ("ffn_hidden_size",))
-        return (2 * even(rows, size, self), *self.sizes(arch, self.tail))
+        (rows,) = self.measure(arch, ("ffn_hidden_size",))
+        return (2 * even(rows, size, self), *self.measure(arch, self.tail))
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         (stack,), local = self.hf_shapes(arch), self.local_shape(arch, size)
@@ -55,11 +55,11 @@ class StackedRows(RowBase):
     part: type[LayerPart] | None = field(default=Moe, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        experts, out, inner = self.sizes(arch, ("experts", *self.dims))
+        experts, out, inner = self.measure(arch, ("experts", *self.dims))
         return ((experts, inner, out),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        out, inner = self.sizes(arch, self.dims)
+        out, inner = self.measure(arch, self.dims)
         return (out, even(inner, size, self))
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
@@ -77,13 +77,13 @@ class StackedWhole(RowBase):
     part: type[LayerPart] | None = field(default=Moe, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (self.sizes(arch, ("experts", *self.dims)),)
+        return (self.measure(arch, ("experts", *self.dims)),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        return self.sizes(arch, self.dims)
+        return self.measure(arch, self.dims)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        (stack,), local = self.hf_shapes(arch), self.sizes(arch, self.dims)
+        (stack,), local = self.hf_shapes(arch), self.measure(arch, self.dims)
         return (Block(0, stack, (nth(self.expert, 1),), (1, *local), ALL),)
 
 
@@ -101,11 +101,11 @@ class StackedAdapterA(RowBase):
     part: type[LayerPart] | None = field(default=Moe, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        experts, inputs = self.sizes(arch, ("experts", self.inputs))
+        experts, inputs = self.measure(arch, ("experts", self.inputs))
         return ((experts * self.rank, inputs),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        (inputs,) = self.sizes(arch, (self.inputs,))
+        (inputs,) = self.measure(arch, (self.inputs,))
         return (self.rank, even(inputs, size, self) if self.split else inputs)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
@@ -127,7 +127,7 @@ class StackedAdapterB(RowBase):
     part: type[LayerPart] | None = field(default=Moe, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        (experts,) = self.sizes(arch, ("experts",))
+        (experts,) = self.measure(arch, ("experts",))
         return ((self.of.local_shape(arch, 1)[0], self.rank * experts),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:

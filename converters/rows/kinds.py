@@ -48,7 +48,7 @@ class RowBase(ABC):
     def ranges(self) -> Ranges | None:
         return None
 
-    def sizes(self, arch: Architecture, dims: tuple[str | int, ...]) -> Shape:
+    def measure(self, arch: Architecture, dims: tuple[str | int, ...]) -> Shape:
         """The sizes of these dimensions."""
         return arch.shape(dims, self.part)
 
@@ -68,7 +68,7 @@ class RowBase(ABC):
         """See `Row`."""
 
 
-def rows_of(part: type[LayerPart], *rows: RowBase) -> tuple[RowBase, ...]:
+def assign_part(part: type[LayerPart], *rows: RowBase) -> tuple[RowBase, ...]:
     """The same rows, of parameters that parts of this kind have."""
     return tuple(replace(row, part=part) for row in rows)
 
@@ -80,7 +80,7 @@ class OneTensor(RowBase):
     dims: tuple[str | int, ...]
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (self.sizes(arch, self.dims),)
+        return (self.measure(arch, self.dims),)
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class Whole(OneTensor):
     """Replicated: every tensor-parallel rank holds the whole tensor."""
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        return self.sizes(arch, self.dims)
+        return self.measure(arch, self.dims)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        shape = self.sizes(arch, self.dims)
+        shape = self.measure(arch, self.dims)
         return (Block(0, shape, ALL, shape, ALL),)
 
 
@@ -102,7 +102,7 @@ class Reshaped(Whole):
     hf_dims: tuple[str | int, ...] = field(kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (self.sizes(arch, self.hf_dims),)
+        return (self.measure(arch, self.hf_dims),)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Halves(Whole):
     """Replicated; the HF tensor has the halves of its second dimension in the other order."""
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        out, inner = self.sizes(arch, self.dims)
+        out, inner = self.measure(arch, self.dims)
         view = (out, 2, inner // 2)
         return tuple(
             Block(0, view, (*ALL, nth(half, 1)), view, (*ALL, nth(1 - half, 1))) for half in (0, 1)
@@ -122,12 +122,12 @@ class Columns(OneTensor):
     """ColumnParallelLinear: the output dimension (first) is split over the ranks."""
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        rows, *tail = self.sizes(arch, self.dims)
+        rows, *tail = self.measure(arch, self.dims)
         return (even(rows, size, self), *tail)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         local = self.local_shape(arch, size)
-        return (Block(0, self.sizes(arch, self.dims), (nth(rank, local[0]),), local, ALL),)
+        return (Block(0, self.measure(arch, self.dims), (nth(rank, local[0]),), local, ALL),)
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ class Rows(OneTensor):
     """RowParallelLinear: the input dimension (second) is split over the ranks."""
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        out, inner = self.sizes(arch, self.dims)
+        out, inner = self.measure(arch, self.dims)
         return (out, even(inner, size, self))
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         local = self.local_shape(arch, size)
-        return (Block(0, self.sizes(arch, self.dims), (*ALL, nth(rank, local[1])), local, ALL),)
+        return (Block(0, self.measure(arch, self.dims), (*ALL, nth(rank, local[1])), local, ALL),)
 
 
 @dataclass(frozen=True)
@@ -152,16 +152,16 @@ class Qkv(RowBase):
     part: type[LayerPart] | None = field(default=Attention, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        rows = self.sizes(arch, ("query_size", "kv_size", "kv_size"))
-        return tuple((size, *self.sizes(arch, self.tail)) for size in rows)
+        rows = self.measure(arch, ("query_size", "kv_size", "kv_size"))
+        return tuple((size, *self.measure(arch, self.tail)) for size in rows)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         rows = sum(rows for rows, *_ in self.hf_shapes(arch))
-        return (even(rows, size, self), *self.sizes(arch, self.tail))
+        return (even(rows, size, self), *self.measure(arch, self.tail))
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         names = ("num_query_groups", "heads_per_group", "kv_channels")
-        groups, per, head, *tail = self.sizes(arch, (*names, *self.tail))
+        groups, per, head, *tail = self.measure(arch, (*names, *self.tail))
         if groups % size:
             return tuple(self.cuts(arch, rank, size))
         mine = groups // size
@@ -198,14 +198,14 @@ class GateUp(RowBase):
     dims: tuple[str | int, ...]
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (self.sizes(arch, self.dims),) * 2
+        return (self.measure(arch, self.dims),) * 2
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        rows, *tail = self.sizes(arch, self.dims)
+        rows, *tail = self.measure(arch, self.dims)
         return (2 * even(rows, size, self), *tail)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        shape, local = self.sizes(arch, self.dims), self.local_shape(arch, size)
+        shape, local = self.measure(arch, self.dims), self.local_shape(arch, size)
         mine = local[0] // 2
         return tuple(
             Block(part, shape, (nth(rank, mine),), local, (nth(part, mine),)) for part in (0, 1)
@@ -217,7 +217,7 @@ class Vocab(OneTensor):
     """Split over the vocabulary, padded with zero rows so that every rank holds the same number."""
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        _, *tail = self.sizes(arch, self.dims)
+        _, *tail = self.measure(arch, self.dims)
         return (self._shard(arch, 0, size).rows, *tail)
 
     def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
@@ -228,11 +228,11 @@ class Vocab(OneTensor):
         first, real, _ = self._shard(arch, rank, size)
         if not real:
             return ()
-        shape, local = self.sizes(arch, self.dims), self.local_shape(arch, size)
+        shape, local = self.measure(arch, self.dims), self.local_shape(arch, size)
         return (Block(0, shape, (slice(first, first + real),), local, (slice(0, real),)),)
 
     def _shard(self, arch: Architecture, rank: int, size: int) -> VocabShard:
-        return vocab_shard(self.sizes(arch, self.dims)[0], rank, size)
+        return vocab_shard(self.measure(arch, self.dims)[0], rank, size)
 
 
 class ForwardingRow:

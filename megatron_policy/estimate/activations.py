@@ -162,13 +162,13 @@ class LayerActivations:
         layers for multi-token prediction. `needed` says whether its input needs gradients, as
         it does unless everything before it is frozen.
         """
-        layer, share = self.arch.layer(number), self._share(number, batch)
+        layer, share = self.arch.find_layer(number), self._share(number, batch)
         parallel, training = layer.norms.parallel, share.training
-        read, also = (_names(part.linears(1)[:1]) for part in (layer.mixer, layer.feed))
+        read, also = (_names(part.list_linears(1)[:1]) for part in (layer.mixer, layer.feed))
         kept = training.keep(*read) or (parallel and training.keep(*also))
         mixer = self._save(layer.mixer, layer.norms, share, needed, kept)
         if not parallel:
-            needed = needed or training.adapted(*_names(layer.mixer.linears(1)))
+            needed = needed or training.adapted(*_names(layer.mixer.list_linears(1)))
         kept = training.keep(*also) or (layer.feed.keeps_input and needed)
         return LayerBytes(mixer, self._save(layer.feed, layer.norms, share, needed, kept, parallel))
 
@@ -186,8 +186,8 @@ class LayerActivations:
         """
         norm = share.stream * share.norm(share.hidden_size)
         entered = 0 if shares_input else share.width * share.hidden_size * share.stream
-        own, linears = part.kept(share, needed), part.linears(share.hidden_size)
-        adapters = share.training.kept(linears, self.arch, self.topology, share)
+        own, linears = part.count_kept(share, needed), part.list_linears(share.hidden_size)
+        adapters = share.training.count_adapters(linears, self.arch, self.topology, share)
         te, fp32 = share.kernels.transformer_engine, share.width == FP32
         plus_one = self.arch.norm is Norm.RMS_PLUS_ONE
         copies = not (te or fp32 or self.arch.norm is Norm.LAYER)
@@ -229,7 +229,7 @@ class LayerActivations:
 
     def kind(self, number: int) -> tuple[Layer, int]:
         """What decides how much a decoder layer keeps, besides its input."""
-        return self.arch.layer(number), -1 if self.adapters is None else number
+        return self.arch.find_layer(number), -1 if self.adapters is None else number
 
     def adapts(self, layer: int) -> bool:
         """Whether a layer has adapters."""
@@ -246,7 +246,7 @@ class LayerActivations:
 
     def angles(self, batch: MicrobatchShape) -> int:
         """Bytes of the rotary angles, which layers that are computed again keep between them."""
-        attention = self.arch.part(Attention)
+        attention = self.arch.find_part(Attention)
         if attention is None:
             return 0
         sizes = (rope.size(attention.kv_channels) for rope in self.arch.ropes)

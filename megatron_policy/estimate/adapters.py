@@ -139,7 +139,9 @@ class LayerTraining:
         """Whether one of these has an adapter."""
         return self.adapters is not None and any(name in self.adapters for name in names)
 
-    def kept(self, linears: Linears, arch: Architecture, topology: Topology, share: Share) -> int:
+    def count_adapters(
+        self, linears: Linears, arch: Architecture, topology: Topology, share: Share
+    ) -> int:
         """Bytes of the adapters beside these linear layers, without the inputs that they keep."""
         total, own, width = 0, self.adapters or {}, share.width
         mask = 1 if share.kernels.fused_dropout else width

@@ -95,7 +95,7 @@ def forward_flops(
     tokens = sum(lengths)
     counted = tokens if predicted is None else predicted
     further = architecture.mtp_layers if further is None else further
-    predicting = architecture.layer(architecture.num_layers)
+    predicting = architecture.find_layer(architecture.num_layers)
     kinds = {
         layer: layer_flops(architecture, layer, lengths)
         for layer in {*architecture.layers, predicting}
@@ -127,8 +127,8 @@ def layer_flops(
     whether anything before it is trained.
     """
     tokens, hidden = sum(lengths), architecture.hidden_size
-    core = layer.mixer.core_flops(lengths)
-    mixer, feed = layer.mixer.linears(hidden), layer.feed.linears(hidden)
+    core = layer.mixer.count_core_flops(lengths)
+    mixer, feed = layer.mixer.list_linears(hidden), layer.feed.list_linears(hidden)
     projections, inner = (
         _product(tokens, 1, sum(linear.elements for group in linears for linear in group))
         for linears in (mixer, feed)

@@ -97,7 +97,7 @@ def kernels_of(config: PolicyConfig, arch: Architecture, accelerated: bool) -> K
     return Kernels(
         transformer_engine=with_te,
         fused_activation=accelerated and megatron.bias_activation_fusion and swiglu,
-        fused_rope=with_te and megatron.apply_rope_fusion and arch.part(Mla) is None,
+        fused_rope=with_te and megatron.apply_rope_fusion and arch.find_part(Mla) is None,
         fused_norm=accelerated,
         fused_dropout=accelerated,
         one_call=accelerated,

@@ -162,7 +162,7 @@ def _traffic(
     if settings.sequence_parallel and not settings.peft.enabled:
         collectives += pairs
     # Keys and values visit all ranks; their gradients come back.
-    exchanged = sum(layer.mixer.exchanged(at.tp) for layer in held)
+    exchanged = sum(layer.mixer.count_exchanged(at.tp) for layer in held)
     # A pass sends each token to its experts and back; the ranks that split an expert gather what
     # each got.
     spread = _share(at.ep) + (at.expert_tp - 1)

@@ -98,7 +98,7 @@ def test_a_row_of_another_package_needs_no_more_than_its_blocks() -> None:
 
     class Interleaved(Columns):
         def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-            whole, local = self.sizes(arch, self.dims), self.local_shape(arch, size)
+            whole, local = self.measure(arch, self.dims), self.local_shape(arch, size)
             hf: Shape = (local[0], size, *whole[1:])
             index = (slice(None), slice(rank, rank + 1))
             return (Block(0, hf, index, (local[0], 1, *local[1:]), (slice(None),)),)
@@ -114,7 +114,7 @@ class TwoInputs(Rows):
     """The input is two tensors side by side, each split over the ranks: two runs of columns."""
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        whole, local = self.sizes(arch, self.dims), self.local_shape(arch, size)
+        whole, local = self.measure(arch, self.dims), self.local_shape(arch, size)
         half, mine = whole[1] // 2, local[1] // 2
         every = slice(None)
         return tuple(
@@ -148,7 +148,7 @@ class Crossed(Columns):
     """The right half of a shard's columns comes from other rows than the left half."""
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        whole, local = self.sizes(arch, self.dims), self.local_shape(arch, size)
+        whole, local = self.measure(arch, self.dims), self.local_shape(arch, size)
         half = whole[1] // 2
         return tuple(
             Block(
@@ -166,7 +166,7 @@ class Swapped(Columns):
     """One block, but the whole has its columns in another order below its first rows."""
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        whole, local = self.sizes(arch, self.dims), self.local_shape(arch, size)
+        whole, local = self.measure(arch, self.dims), self.local_shape(arch, size)
         rows = slice(rank * local[0], (rank + 1) * local[0])
         if size > 1:
             return (Block(0, whole, (rows,), local, (slice(None),)),)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.model_table import model_table
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.attention import visible_pairs
+from megatron_policy.converters.architecture.attention import count_visible_pairs
 from megatron_policy.converters.table import bind
 from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.flops import forward_flops, layer_flops, model_flops
@@ -83,7 +83,7 @@ def test_adapters_cost_what_torch_counts_on_pefts(checkpoint, monkeypatch, case:
     table = model_table(config)
     adapters = ModelAdapters.of_model(config, table)
     monkeypatch.setattr(
-        "megatron_policy.converters.architecture.attention.visible_pairs", lambda n, _: n * n
+        "megatron_policy.converters.architecture.attention.count_visible_pairs", lambda n, _: n * n
     )
     ours = forward_flops(table.architecture, [LENGTH] * 2, adapters=adapters)
     plain = forward_flops(table.architecture, [LENGTH] * 2)
@@ -101,7 +101,7 @@ def with_all_pairs(architecture: Architecture, rows: int) -> int:
     total = found.total
     for number, layer in enumerate(found.layers):
         window = architecture.layers[number].mixer.window
-        share, left = divmod(layer.attention, visible_pairs(LENGTH, window))
+        share, left = divmod(layer.attention, count_visible_pairs(LENGTH, window))
         assert left == 0
         total += share * LENGTH**2 - layer.attention
     return total
@@ -136,7 +136,7 @@ def test_visible_pairs_are_those_of_the_mask(window: int | None) -> None:
     for length in (0, 1, 2, 5, 17):
         queries, keys = torch.arange(length).view(-1, 1), torch.arange(length)
         mask = (keys <= queries) & (keys > queries - (length + 1 if window is None else window))
-        assert visible_pairs(length, window) == int(mask.sum())
+        assert count_visible_pairs(length, window) == int(mask.sum())
 
 
 def test_packed_sequences_do_not_look_at_each_other_and_the_head_is_for_predicted_tokens_only(

@@ -31,7 +31,7 @@ from megatron_policy.converters.rows import (
     Tied,
     Vocab,
     Whole,
-    rows_of,
+    assign_part,
 )
 
 M = "decoder.layers.{layer}."
@@ -74,7 +74,7 @@ NORMS = (
 )
 
 ATTENTION: tuple[Row | Ignore, ...] = (
-    *rows_of(
+    *assign_part(
         Attention,
         Qkv(
             M + "self_attention.linear_qkv.weight",
@@ -94,7 +94,7 @@ ATTENTION: tuple[Row | Ignore, ...] = (
     Ignore(H + "self_attn.rotary_emb.inv_freq", "computed from the config"),
 )
 
-MLP = rows_of(
+MLP = assign_part(
     Mlp,
     GateUp(
         M + "mlp.linear_fc1.weight",
@@ -114,7 +114,7 @@ def ungated_mlp(up: str, down: str) -> tuple[RowBase, ...]:
     first, last = M + "mlp.linear_fc1.", M + "mlp.linear_fc2."
     up, down = f"{H}mlp.{up}.", f"{H}mlp.{down}."
     biases: dict[str, Any] = {"when": "mlp_bias", "role": Role.BIAS}
-    return rows_of(
+    return assign_part(
         Mlp,
         Columns(first + "weight", (up + "weight",), ("ffn_hidden_size", "hidden_size")),
         Columns(first + "bias", (up + "bias",), ("ffn_hidden_size",), **biases),
@@ -149,7 +149,7 @@ ATTENTION_BIAS = (
 
 LINEAR_BIAS = (
     *ATTENTION_BIAS,
-    *rows_of(
+    *assign_part(
         Mlp,
         GateUp(
             M + "mlp.linear_fc1.bias",
@@ -176,7 +176,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
 
-QK_NORM = rows_of(
+QK_NORM = assign_part(
     Attention,
     *(
         Whole(

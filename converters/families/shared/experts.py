@@ -8,7 +8,7 @@ from math import inf
 
 from megatron_policy.converters.architecture import Feed, Mlp, Moe, Scoring
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.rows import GateUp, Role, Row, Rows, Whole, rows_of
+from megatron_policy.converters.rows import GateUp, Role, Row, Rows, Whole, assign_part
 
 from .dense import H, M, take_mlp
 
@@ -41,7 +41,7 @@ def routed(
     """
     gate, up, down = (f"{H}{block}.experts.{{expert}}.{name}.weight" for name in names)
     router = f"{H}{block}.gate.weight"
-    return rows_of(
+    return assign_part(
         Moe,
         Whole(M + "mlp.router.weight", (router,), ("experts", "hidden_size")),
         GateUp(EXPERT + "linear_fc1.weight", (gate, up), ("ffn_hidden_size", "hidden_size")),
@@ -51,7 +51,7 @@ def routed(
 
 def shared(name: str) -> tuple[Row, ...]:
     """Rows of the shared MLP that every token also passes through, which HF calls `name`."""
-    return rows_of(
+    return assign_part(
         Moe,
         GateUp(
             SHARED + "linear_fc1.weight",

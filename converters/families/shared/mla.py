@@ -10,7 +10,7 @@ from megatron_policy.converters.architecture import Mla
 from megatron_policy.converters.architecture.rotary import DynamicScaling, LongScaling
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
-from megatron_policy.converters.rows import Columns, Role, Rows, Whole, rows_of
+from megatron_policy.converters.rows import Columns, Role, Rows, Whole, assign_part
 
 from .dense import H, M
 
@@ -18,7 +18,7 @@ _M, _H = M + "self_attention.", H + "self_attn."
 
 _COMPRESSED, _DIRECT = "q_lora_rank", "!q_lora_rank"
 
-ATTENTION = rows_of(
+ATTENTION = assign_part(
     Mla,
     Columns(
         _M + "linear_q_proj.weight",

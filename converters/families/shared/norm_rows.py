@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_policy.converters.architecture import Attention
-from megatron_policy.converters.rows import Columns, Role, RowBase, Whole, rows_of
+from megatron_policy.converters.rows import Columns, Role, RowBase, Whole, assign_part
 
 from .dense import H, M
 
@@ -42,7 +42,7 @@ ONE = (_norm(M + "input_layernorm.weight", H + "input_layernorm.weight"),)
 
 
 def _of_heads(query: tuple[str, ...], key: tuple[str, ...]) -> tuple[RowBase, ...]:
-    return rows_of(
+    return assign_part(
         Attention,
         *(
             Columns(

@@ -86,7 +86,7 @@ def _build_chunk(
         position_embedding_type="rope",
         vp_stage=chunk if topology.vpp > 1 else None,
     )
-    if (attention := architecture.part(Attention)) is not None:
+    if (attention := architecture.find_part(Attention)) is not None:
         model.rotary_pos_emb = Rotary(architecture.ropes, attention.kv_channels)
     if architecture.head is not None and place.holds_head(chunk):
         model.output_layer = ScalarLayer(config, architecture.head.per_token)

@@ -92,7 +92,7 @@ def final_norm(implementation: str, architecture: Architecture) -> ModuleSpec | 
 
 
 def _te_layer(architecture: Architecture, layer: int) -> ModuleSpec:
-    found = architecture.layer(layer)
+    found = architecture.find_layer(layer)
     mixer, feed = found.mixer, found.feed
     experts = feed.experts if isinstance(feed, Moe) else None
     spec = get_gpt_layer_with_transformer_engine_spec(
@@ -107,7 +107,7 @@ def _te_layer(architecture: Architecture, layer: int) -> ModuleSpec:
 
 def _local_layer(architecture: Architecture, config: TransformerConfig, layer: int) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(num_experts=None, moe_grouped_gemm=False, qk_layernorm=False)
-    parts, found = spec.submodules, architecture.layer(layer)
+    parts, found = spec.submodules, architecture.find_layer(layer)
     norm = norm_of(architecture) if found.norms.before else IdentityOp
     parts.input_layernorm = norm
     parts.pre_mlp_layernorm = norm

@@ -53,7 +53,7 @@ def transformer_config(
     the shape of everything that a stage receives (`hidden_shapes.py`).
     """
     with_te = implementation == TRANSFORMER_ENGINE
-    mla = architecture.part(Mla)
+    mla = architecture.find_part(Mla)
     kind = TransformerConfig if mla is None else MLATransformerConfig
     return kind(
         **_sizes(architecture),
@@ -107,7 +107,7 @@ def _norms(architecture: Architecture) -> dict[str, Any]:
 
 def _attention(architecture: Architecture) -> dict[str, Any]:
     """Fields of the layers' attention; `LayerAttention` has those in which layers differ."""
-    mixer, attention = architecture.mixer, architecture.part(Attention)
+    mixer, attention = architecture.mixer, architecture.find_part(Attention)
     qk_norm = QkNorm.NONE if attention is None else attention.qk_norm
     return {
         "add_qkv_bias": attention is not None and attention.qkv_bias,
@@ -186,7 +186,7 @@ def _kernels(
     # Megatron-Core's fused GELU is always the tanh approximation, whatever function is requested.
     feed = architecture.feed
     swiglu = feed.gated and feed.activation is Activation.SILU
-    fused_rope = settings.apply_rope_fusion and with_te and architecture.part(Mla) is None
+    fused_rope = settings.apply_rope_fusion and with_te and architecture.find_part(Mla) is None
     compiled = is_accelerated() and can_compile()
     if is_accelerated() and not compiled:
         _log.warning(
