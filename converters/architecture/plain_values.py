@@ -24,7 +24,9 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
     windows = [layer.mixer.window for layer in layers]
     ropes = [layer.mixer.rope for layer in layers]
     whole = {rope: None for rope, at in zip(ropes, windows, strict=True) if rope and at is None}
-    windowed = {rope: None for rope, at in zip(ropes, windows, strict=True) if rope and at}
+    windowed = {
+        rope: None for rope, at in zip(ropes, windows, strict=True) if rope and at is not None
+    }
     rope = next(iter({**whole, **windowed}), None)
     values = {
         each.name: getattr(architecture, each.name)

@@ -25,5 +25,5 @@ def architecture(fields: Fields) -> Architecture:
     # The window's size decides which layers rotate, even where no layer has a window.
     if fields.take("sliding_window", None) is not None:
         unrotated = replace(attention, rope=None)
-        layers = [layer if layer.window else unrotated for layer in layers]
+        layers = [unrotated if layer.window is None else layer for layer in layers]
     return dense.architecture(fields, layers, norms=Norms.AFTER)

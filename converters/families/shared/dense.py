@@ -273,5 +273,7 @@ def take_windows(fields: Fields, attention: Attention, rope: Rope | None = None)
         fields.refuse(
             "layer_types", "sliding_attention", "needs use_sliding_window and a sliding_window"
         )
-    narrow = replace(attention, window=window, rope=rope or attention.rope)
-    return [narrow if kind == "sliding_attention" and window else attention for kind in layers]
+    narrow = attention
+    if window is not None:
+        narrow = replace(attention, window=window, rope=rope or attention.rope)
+    return [narrow if kind == "sliding_attention" else attention for kind in layers]
