@@ -21,13 +21,10 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
     """
     layers, mixer, feed = architecture.layers, architecture.mixer, architecture.feed
     latent = mixer if isinstance(mixer, Mla) else None
-    windows = [layer.mixer.window for layer in layers]
-    ropes = [layer.mixer.rope for layer in layers]
-    whole = {rope: None for rope, at in zip(ropes, windows, strict=True) if rope and at is None}
-    windowed = {
-        rope: None for rope, at in zip(ropes, windows, strict=True) if rope and at is not None
-    }
-    rope = next(iter({**whole, **windowed}), None)
+    pairs = [(layer.mixer.window, layer.mixer.rope) for layer in layers]
+    whole = [rope for window, rope in pairs if rope is not None and window is None]
+    windowed = [rope for window, rope in pairs if rope is not None and window is not None]
+    rope, ropes = next(iter(whole + windowed), None), [rope for _, rope in pairs]
     values = {
         each.name: getattr(architecture, each.name)
         for each in dataclasses.fields(architecture)
@@ -46,8 +43,8 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
         "gated": feed.gated,
         "ffn_hidden_size": architecture.unused_ffn_hidden_size or feed.ffn_hidden_size,
         "rope": rope,
-        "window": max(filter(None, windows), default=None),
-        "windowed": _of_some([window is not None for window in windows]),
+        "window": next((window for window, _ in pairs if window is not None), None),
+        "windowed": _of_some([window is not None for window, _ in pairs]),
         "window_rope": next((each for each in windowed if whole and each != rope), None),
         "without_rope": tuple(each is None for each in ropes) if None in ropes else (),
         "moe": architecture.moe,
