@@ -56,10 +56,7 @@ def transformer_config(
     mla = architecture.find_part(Mla)
     kind = TransformerConfig if mla is None else MLATransformerConfig
     return kind(
-        **_sizes(architecture),
-        **_norms(architecture),
-        **_attention(architecture),
-        **_mlp(architecture),
+        **_model(architecture),
         **expert_fields(architecture, settings, topology, with_te, variable_lengths),
         **mla_fields(mla),
         **_parallelism(settings, topology, dtype),
@@ -84,32 +81,25 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _sizes(architecture: Architecture) -> dict[str, Any]:
-    mixer = architecture.mixer
+def _model(architecture: Architecture) -> dict[str, Any]:
+    """Sizes, norms, and what layers have in common; `LayerAttention` has that in which the
+    attention of layers differs.
+    """
+    mixer, attention = architecture.mixer, architecture.find_part(Attention)
+    qk_norm = QkNorm.NONE if attention is None else attention.qk_norm
+    feed = architecture.feed
+    clamped = feed.activation is Activation.CLAMPED_SWIGLU
     return {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
         "num_attention_heads": mixer.num_attention_heads,
         "num_query_groups": mixer.num_query_groups,
         "kv_channels": mixer.kv_channels,
-        "ffn_hidden_size": architecture.unused_ffn_hidden_size or architecture.feed.ffn_hidden_size,
+        "ffn_hidden_size": architecture.unused_ffn_hidden_size or feed.ffn_hidden_size,
         "hidden_dropout": architecture.hidden_dropout,
-    }
-
-
-def _norms(architecture: Architecture) -> dict[str, Any]:
-    return {
         "normalization": "LayerNorm" if architecture.norm is Norm.LAYER else "RMSNorm",
         "layernorm_zero_centered_gamma": architecture.norm is Norm.RMS_PLUS_ONE,
         "layernorm_epsilon": architecture.layernorm_epsilon,
-    }
-
-
-def _attention(architecture: Architecture) -> dict[str, Any]:
-    """Fields of the layers' attention; `LayerAttention` has those in which layers differ."""
-    mixer, attention = architecture.mixer, architecture.find_part(Attention)
-    qk_norm = QkNorm.NONE if attention is None else attention.qk_norm
-    return {
         "add_qkv_bias": attention is not None and attention.qkv_bias,
         # This flag makes Megatron-Core sum the gradients of such norms over tensor-parallel ranks,
         # which is right for weights that all heads share.
@@ -117,14 +107,7 @@ def _attention(architecture: Architecture) -> dict[str, Any]:
         "attention_dropout": mixer.attention_dropout,
         "softmax_scale": mixer.attention_scale,
         "rotary_interleaved": any(rope.interleaved for rope in architecture.ropes),
-    }
-
-
-def _mlp(architecture: Architecture) -> dict[str, Any]:
-    """Fields of the dense layers, which experts partly share."""
-    feed = architecture.feed
-    clamped = feed.activation is Activation.CLAMPED_SWIGLU
-    return {
+        # Of the dense layers; experts partly share them.
         "activation_func_clamp_value": 7.0 if clamped else None,
         "glu_linear_offset": 1.0 if clamped else 0.0,
         "gated_linear_unit": feed.gated,
