@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from megatron_policy.errors import ConversionError
 
 from .checks import check_counts, check_factors, check_widths
-from .part import FP32, CoreBytes, LayerPart, Linear, Linears, PartBytes, Place, Share, Split, Tiles
+from .part import (
+    FP32,
+    CoreBytes,
+    LayerPart,
+    Linear,
+    Linears,
+    PartBytes,
+    Place,
+    RankShare,
+    SplitCount,
+    Tiles,
+)
 from .rotary import Rope
 from .traits import QkNorm, QueryGrowth
 
@@ -82,11 +93,11 @@ class Attention(LayerPart):
         return self.num_attention_heads, self.num_query_groups, self.kv_channels, *biases
 
     @property
-    def splits(self) -> tuple[Split, ...]:
+    def splits(self) -> tuple[SplitCount, ...]:
         own = self.qk_norm in (QkNorm.EACH_HEAD, QkNorm.ALL_HEADS)
         what = "key-value groups, whose norms differ" if own else "key-value groups"
-        groups = Split(self.num_query_groups, what, multiples=not own)
-        return Split(self.num_attention_heads, "attention heads"), groups
+        groups = SplitCount(self.num_query_groups, what, multiples=not own)
+        return SplitCount(self.num_attention_heads, "attention heads"), groups
 
     def list_linears(self, hidden_size: int) -> Linears:
         qkv = Linear(QKV, hidden_size * (self.query_size + 2 * self.kv_size))
@@ -101,7 +112,7 @@ class Attention(LayerPart):
         """Channels of a token's keys and values, which visit all context-parallel ranks."""
         return 2 * max(self.kv_size // tp, self.kv_channels)
 
-    def count_kept(self, share: Share, needed: bool) -> PartBytes:
+    def count_kept(self, share: RankShare, needed: bool) -> PartBytes:
         projected = share.training.keep(PROJ)
         heads, groups = self._heads(share.tp)
         if not (needed or share.training.adapted(QKV)):
@@ -118,7 +129,7 @@ class Attention(LayerPart):
         """Query and key heads of a rank."""
         return self.num_attention_heads // tp, max(1, self.num_query_groups // tp)
 
-    def _query_norms(self, share: Share, heads: int, groups: int) -> int:
+    def _query_norms(self, share: RankShare, heads: int, groups: int) -> int:
         """Bytes per token of the norms of queries and keys."""
         channels = (heads + groups) * self.kv_channels
         factors = (1 + int(share.training.trained)) * FP32 * channels
@@ -131,7 +142,7 @@ class Attention(LayerPart):
                 return factors + 2 * FP32 * (heads + groups)
         return (heads + groups) * share.norm(self.kv_channels)
 
-    def _inputs(self, share: Share) -> tuple[int, int, int]:
+    def _inputs(self, share: RankShare) -> tuple[int, int, int]:
         """Of queries, of keys, and of the joint projection's output, which is kept whole as values
         are a view of it; with fewer groups than ranks that of all ranks.
         """
@@ -142,7 +153,7 @@ class Attention(LayerPart):
             return query, key, (self.query_size + 2 * self.kv_size) * token
         return query, key, query + 2 * key
 
-    def _fused_core(self, share: Share, found: Tiles, context: bool) -> CoreBytes:
+    def _fused_core(self, share: RankShare, found: Tiles, context: bool) -> CoreBytes:
         """In kernels that hold no scores, but their outputs and a sum for each query."""
         heads, groups = self._heads(share.tp)
         query, key, joint = self._inputs(share)
@@ -162,7 +173,7 @@ class Attention(LayerPart):
             total + count_copied_bytes(share, found, query) * context,
         )
 
-    def _explicit_core(self, share: Share, found: Tiles, context: bool) -> CoreBytes:
+    def _explicit_core(self, share: RankShare, found: Tiles, context: bool) -> CoreBytes:
         """Where scores are computed: through the softcap, after softmax in fp32, and as factors of
         the values. Keys and values are repeated for each query head.
         """
@@ -191,18 +202,18 @@ def count_pair_flops(lengths: Iterable[int], window: int | None, channels: int) 
     return 2 * channels * sum(count_visible_pairs(length, window) for length in lengths)
 
 
-def count_angle_bytes(rope: Rope, channels: int, share: Share) -> int:
+def count_angle_bytes(rope: Rope, channels: int, share: RankShare) -> int:
     """Bytes of cosine and sine, of queries and of keys, anew in each layer."""
     if share.kernels.fused_rope:
         return 0
     return 4 * share.positions * rope.size(channels) * share.width
 
 
-def count_mask_bytes(share: Share, found: Tiles) -> int:
+def count_mask_bytes(share: RankShare, found: Tiles) -> int:
     """Bytes of the masks of tiles."""
     return 0 if share.kernels.one_call else found.masks * share.width
 
 
-def count_copied_bytes(share: Share, found: Tiles, context: int) -> int:
+def count_copied_bytes(share: RankShare, found: Tiles, context: int) -> int:
     """The output projection's input is a copy if several calls compute it."""
     return context if found.number > 1 and not share.kernels.one_call else 0

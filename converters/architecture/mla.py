@@ -16,7 +16,17 @@ from .attention import (
     count_pair_flops,
 )
 from .checks import check_counts, check_factors, check_widths
-from .part import FP32, CoreBytes, LayerPart, Linear, Linears, PartBytes, Place, Share, Split
+from .part import (
+    FP32,
+    CoreBytes,
+    LayerPart,
+    Linear,
+    Linears,
+    PartBytes,
+    Place,
+    RankShare,
+    SplitCount,
+)
 from .rotary import Rope
 
 Q_PROJ, Q_DOWN, Q_UP, KV_DOWN, KV_UP = (
@@ -96,10 +106,10 @@ class Mla(LayerPart):
         return *heads, self.v_head_dim, self.q_lora_rank, self.kv_lora_rank
 
     @property
-    def splits(self) -> tuple[Split, ...]:
+    def splits(self) -> tuple[SplitCount, ...]:
         heads = self.num_attention_heads
-        groups = Split(heads, "key-value groups", multiples=True)
-        return Split(heads, "attention heads"), groups
+        groups = SplitCount(heads, "key-value groups", multiples=True)
+        return SplitCount(heads, "attention heads"), groups
 
     def list_linears(self, hidden_size: int) -> Linears:
         down = Linear(KV_DOWN, hidden_size * self.down_size, out=Place.STREAM)
@@ -119,7 +129,7 @@ class Mla(LayerPart):
         """Channels of a token's keys and values, which visit all context-parallel ranks."""
         return self.num_attention_heads // tp * (self.kv_channels + self.v_head_dim)
 
-    def count_kept(self, share: Share, needed: bool) -> PartBytes:
+    def count_kept(self, share: RankShare, needed: bool) -> PartBytes:
         training = share.training
         projected = training.keep(PROJ)
         inner = self._compressed(share, needed)
@@ -130,7 +140,7 @@ class Mla(LayerPart):
         context = heads * self.v_head_dim * share.whole * share.width * projected
         return PartBytes(inner, CoreBytes(context, context, 0))
 
-    def _compressed(self, share: Share, needed: bool) -> int:
+    def _compressed(self, share: RankShare, needed: bool) -> int:
         """Compressed vectors go through a norm, whose output the expanding projection keeps."""
         kept = 0
         for down, up, size in (
@@ -142,7 +152,7 @@ class Mla(LayerPart):
                 kept += share.width * size * share.training.keep(up)
         return share.stream * kept
 
-    def _core(self, share: Share, projected: bool) -> CoreBytes:
+    def _core(self, share: RankShare, projected: bool) -> CoreBytes:
         """Keys and values have as many heads as queries."""
         heads, found = self.num_attention_heads // share.tp, share.tiles(None, False)
         token = heads * share.whole * share.width

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .checks import check_counts, check_widths
-from .part import LayerPart, Linear, Linears, PartBytes, Place, Share, Split
+from .part import LayerPart, Linear, Linears, PartBytes, Place, RankShare, SplitCount
 from .traits import Activation
 
 FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
@@ -34,15 +34,15 @@ class Mlp(LayerPart):
         return self.ffn_hidden_size, self.activation, self.gated, self.mlp_bias
 
     @property
-    def splits(self) -> tuple[Split, ...]:
-        return (Split(self.ffn_hidden_size, "feed-forward channels"),)
+    def splits(self) -> tuple[SplitCount, ...]:
+        return (SplitCount(self.ffn_hidden_size, "feed-forward channels"),)
 
     def list_linears(self, hidden_size: int) -> Linears:
         outputs = hidden_size * self.ffn_hidden_size
         first = Linear(FC1, (1 + self.gated) * outputs)
         return (first,), (Linear(FC2, outputs, Place.WHOLE, Place.STREAM),)
 
-    def count_kept(self, share: Share, needed: bool) -> PartBytes:
+    def count_kept(self, share: RankShare, needed: bool) -> PartBytes:
         inner = self.ffn_hidden_size // share.tp
         token = count_token_bytes(self.activation, self.gated, share, FC1, FC2, inner, needed)
         return PartBytes(share.whole * token)
@@ -51,7 +51,7 @@ class Mlp(LayerPart):
 def count_token_bytes(
     activation: Activation,
     gated: bool,
-    share: Share,
+    share: RankShare,
     first: str,
     last: str,
     inner: int,

@@ -9,7 +9,7 @@ from megatron_policy.errors import ConversionError
 
 from .checks import check_counts, check_widths
 from .mlp import count_token_bytes
-from .part import FP32, INT64, LayerPart, Linear, Linears, PartBytes, Place, Share, Split
+from .part import FP32, INT64, LayerPart, Linear, Linears, PartBytes, Place, RankShare, SplitCount
 from .traits import Activation, Scoring
 
 ROUTER = "mlp.router"
@@ -83,9 +83,9 @@ class Moe(LayerPart):
         return self.experts, self.ffn_hidden_size, self.shared_ffn_hidden_size, *biases
 
     @property
-    def splits(self) -> tuple[Split, ...]:
+    def splits(self) -> tuple[SplitCount, ...]:
         shared = self.shared_ffn_hidden_size
-        return (Split(shared, "feed-forward channels"),) if shared else ()
+        return (SplitCount(shared, "feed-forward channels"),) if shared else ()
 
     def list_linears(self, hidden_size: int) -> Linears:
         own = hidden_size * self.chosen * self.ffn_hidden_size
@@ -96,7 +96,7 @@ class Moe(LayerPart):
         last = Linear(SHARED_FC2, shared, Place.WHOLE, Place.STREAM)
         return (router, *first), (Linear(EXPERT_FC2, own, *routed), last)
 
-    def count_kept(self, share: Share, needed: bool) -> PartBytes:
+    def count_kept(self, share: RankShare, needed: bool) -> PartBytes:
         # Scores, their transposed copy and the map of experts; choices, weights and places.
         router = self.experts * (2 * FP32 + 1) + self.chosen * (2 * INT64 + FP32)
         inner = self.ffn_hidden_size // share.expert_tp

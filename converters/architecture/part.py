@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple, Protocol
 FP32, INT64 = 4, 8
 
 
-class Split(NamedTuple):
+class SplitCount(NamedTuple):
     """A number that tensor-parallel ranks must divide or, with `multiples`, also can be a multiple
     of; None where nothing is said of multiples.
     """
@@ -108,7 +108,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What a rank computes of a microbatch, and with what."""
 
     stream: int
@@ -185,7 +185,7 @@ class LayerPart(ABC):
 
     @property
     @abstractmethod
-    def splits(self) -> tuple[Split, ...]:
+    def splits(self) -> tuple[SplitCount, ...]:
         """What limits the number of tensor-parallel ranks."""
 
     @abstractmethod
@@ -193,5 +193,5 @@ class LayerPart(ABC):
         """Its linear layers."""
 
     @abstractmethod
-    def count_kept(self, share: Share, needed: bool) -> PartBytes:
+    def count_kept(self, share: RankShare, needed: bool) -> PartBytes:
         """Bytes kept for the backward pass; `needed` says whether the input needs gradients."""

@@ -26,7 +26,7 @@ from megatron_policy.converters.architecture.part import (
     CoreBytes,
     Kernels,
     Linears,
-    Share,
+    RankShare,
     Tiles,
 )
 from megatron_policy.estimate.adapters import LayerTraining, ModelAdapters
@@ -176,7 +176,7 @@ class LayerActivations:
         self,
         part: LayerPart,
         norms: Norms,
-        share: Share,
+        share: RankShare,
         needed: bool,
         kept: bool,
         shares_input: bool = False,
@@ -205,13 +205,13 @@ class LayerActivations:
             unkept=entered * (not kept),
         )
 
-    def _share(self, number: int, batch: MicrobatchShape) -> Share:
+    def _share(self, number: int, batch: MicrobatchShape) -> RankShare:
         at = self.topology
 
         def count(window: int | None, explicit: bool) -> Tiles:
             return _count_tiles(batch, window, explicit, at.cp, self.rank)
 
-        return Share(
+        return RankShare(
             stream=self.stream(batch),
             whole=batch.tokens,
             positions=batch.positions,

@@ -17,7 +17,7 @@ from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.trained import PeftConfig
 from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.part import Linears, Place, Share
+from megatron_policy.converters.architecture.part import Linears, Place, RankShare
 from megatron_policy.converters.rows import Row
 from megatron_policy.converters.rows.adapter_rows import Concatenated
 from megatron_policy.converters.table import Entry, Table
@@ -140,7 +140,7 @@ class LayerTraining:
         return self.adapters is not None and any(name in self.adapters for name in names)
 
     def count_adapters(
-        self, linears: Linears, arch: Architecture, topology: Topology, share: Share
+        self, linears: Linears, arch: Architecture, topology: Topology, share: RankShare
     ) -> int:
         """Bytes of the adapters beside these linear layers, without the inputs that they keep."""
         total, own, width = 0, self.adapters or {}, share.width
