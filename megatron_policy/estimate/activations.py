@@ -162,21 +162,24 @@ class LayerActivations:
         layers for multi-token prediction. `needed` says whether its input needs gradients, as
         it does unless everything before it is frozen.
         """
-        layer, share = self.arch.find_layer(number), self._share(number, batch)
-        parallel, training = layer.norms.parallel, share.training
+        layer, training = self.arch.find_layer(number), LayerTraining.of(self.adapters, number)
+        parallel, share = layer.norms.parallel, self._share(batch, training)
         read, also = (_names(part.list_linears(1)[:1]) for part in (layer.mixer, layer.feed))
         kept = training.keep(*read) or (parallel and training.keep(*also))
-        mixer = self._save(layer.mixer, layer.norms, share, needed, kept)
+        mixer = self._save(layer.mixer, layer.norms, share, training, needed, kept)
         if not parallel:
             needed = needed or training.adapted(*_names(layer.mixer.list_linears(1)))
         kept = training.keep(*also) or (layer.feed.keeps_input and needed)
-        return LayerBytes(mixer, self._save(layer.feed, layer.norms, share, needed, kept, parallel))
+        return LayerBytes(
+            mixer, self._save(layer.feed, layer.norms, share, training, needed, kept, parallel)
+        )
 
     def _save(
         self,
         part: LayerPart,
         norms: Norms,
         share: RankShare,
+        training: LayerTraining,
         needed: bool,
         kept: bool,
         shares_input: bool = False,
@@ -187,7 +190,7 @@ class LayerActivations:
         norm = share.stream * share.norm(share.hidden_size)
         entered = 0 if shares_input else share.width * share.hidden_size * share.stream
         own, linears = part.count_kept(share, needed), part.list_linears(share.hidden_size)
-        adapters = share.training.count_adapters(linears, self.arch, self.topology, share)
+        adapters = training.count_adapters(linears, self.arch, self.topology, share)
         te, fp32 = share.kernels.transformer_engine, share.width == FP32
         plus_one = self.arch.norm is Norm.RMS_PLUS_ONE
         copies = not (te or fp32 or self.arch.norm is Norm.LAYER)
@@ -197,7 +200,7 @@ class LayerActivations:
             norm_output=entered * kept,
             inner=own.inner + adapters,
             core=own.core,
-            after=norm * norms.after * (needed or share.training.adapted(*_names(linears))),
+            after=norm * norms.after * (needed or training.adapted(*_names(linears))),
             # Transformer Engine has it inside the linear layer that follows it.
             norm_apart=norms.before and not norms.parallel and (part.norm_apart or not te),
             whole=part.computed_again,
@@ -205,7 +208,7 @@ class LayerActivations:
             unkept=entered * (not kept),
         )
 
-    def _share(self, number: int, batch: MicrobatchShape) -> RankShare:
+    def _share(self, batch: MicrobatchShape, training: LayerTraining) -> RankShare:
         at = self.topology
 
         def count(window: int | None, explicit: bool) -> Tiles:
@@ -222,7 +225,7 @@ class LayerActivations:
             expert_tp=at.expert_tp,
             sequence_parallel=self.sequence_parallel,
             kernels=self.kernels,
-            training=LayerTraining.of(self.adapters, number),
+            training=training,
             tiles=count,
             norm=self._norm,
         )
