@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.packing import MODEL
 from benchmarks.results import Measurement
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.packing.plan import plan_rows
 
-RANKS, CAPACITY, HIDDEN, DRAWS = 32, 8192, 3584, 5
+RANKS, CAPACITY, DRAWS = 32, 8192, 5
 GROUP = 8
 """Ranks of a smaller expert group, neighbours of each other."""
 LENGTHS = {"600": (600, 1.0), "1500": (1500, 0.9), "3000": (3000, 0.8)}
@@ -25,7 +26,7 @@ LENGTHS = {"600": (600, 1.0), "1500": (1500, 0.9), "3000": (3000, 0.8)}
 ROWS = (512, 1024, 2048)
 MANY = 8192
 
-COST = sequence_cost(HIDDEN)
+COST = sequence_cost(MODEL)
 
 
 def lockstep_efficiency(folder: Path, repetitions: int) -> Measurement:

@@ -14,18 +14,31 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.results import Measurement
+from megatron_policy.converters.architecture import Architecture, Attention, Mlp, Rope, stack
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.bins import ALGORITHMS, Bins, modified_first_fit_decreasing
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.packing.plan import RankPlan, plan_rows
 from megatron_policy.packing.tokens import packed_layout
 
-RANKS, ROWS, CAPACITY, HIDDEN = 32, 512, 8192, 3584
+RANKS, ROWS, CAPACITY = 32, 512, 8192
 MEDIAN, SIGMA, DRAWS = 600, 1.0, 5
 ROUND = 64
 """The multiple to which the host rounds dynamic batches and packed sequences."""
 
-COST = sequence_cost(HIDDEN)
+MODEL = Architecture(
+    layers=stack(
+        28,
+        Attention(num_attention_heads=28, num_query_groups=4, kv_channels=128, rope=Rope(1e6)),
+        Mlp(ffn_hidden_size=18944),
+    ),
+    hidden_size=3584,
+    vocab_size=152064,
+    max_position_embeddings=32768,
+    layernorm_epsilon=1e-6,
+    tied=False,
+)
+COST = sequence_cost(MODEL)
 
 
 @dataclass(frozen=True)

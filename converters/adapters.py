@@ -321,16 +321,19 @@ def _rows(row: Row, parts: Parts, rank: int) -> tuple[Row, Row]:
     numbers = tuple(range(len(row.hf))) if parts is None else parts
     modules = [PREFIX + module_of(row.hf[number]) for number in numbers]
     hf_a, hf_b = (tuple(module + side for module in modules) for side in (A, B))
+    kind = of.part
     if isinstance(of, Rows):
         outputs, inputs = of.dims
-        return Rows(into, hf_a, (rank, inputs)), Whole(out, hf_b, (outputs, rank))
+        a: Row = Rows(into, hf_a, (rank, inputs), part=kind)
+        return a, Whole(out, hf_b, (outputs, rank), part=kind)
     if isinstance(of, Columns | Whole):
         outputs, inputs = of.dims
-        return Whole(into, hf_a, (rank, inputs)), type(of)(out, hf_b, (outputs, rank))
+        a = Whole(into, hf_a, (rank, inputs), part=kind)
+        return a, type(of)(out, hf_b, (outputs, rank), part=kind)
     (inputs,) = of.tail if isinstance(of, Qkv) else of.dims[1:]
-    a: Row = Whole(into, hf_a[:1], (rank, inputs))
+    a = Whole(into, hf_a[:1], (rank, inputs), part=kind)
     if parts is not None:
-        a = Concatenated(into, hf_a, (rank, inputs))
+        a = Concatenated(into, hf_a, (rank, inputs), part=kind)
     if parts is None or len(parts) == len(row.hf):
         b: Row = _with_inputs(of, out, hf_b, rank)
         return a, (
@@ -342,12 +345,12 @@ def _rows(row: Row, parts: Parts, rank: int) -> tuple[Row, Row]:
 def _with_inputs(of: Qkv | GateUp, name: str, hf: tuple[str, ...], rank: int) -> Qkv | GateUp:
     if isinstance(of, Qkv):
         return Qkv(name, hf, (rank,))
-    return GateUp(name, hf, (of.dims[0], rank))
+    return GateUp(name, hf, (of.dims[0], rank), part=of.part)
 
 
 def _some_outputs(
     of: Qkv | GateUp, name: str, hf: tuple[str, ...], parts: tuple[int, ...], rank: int
 ) -> Row:
     if isinstance(of, GateUp):
-        return Columns(name, hf, (of.dims[0], rank))
+        return Columns(name, hf, (of.dims[0], rank), part=of.part)
     return QkvParts(name, hf, parts, (rank,))

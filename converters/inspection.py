@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture.plain_values import flatten
 from megatron_policy.converters.config_fields import (
     IGNORED,
     IGNORED_FIELD,
@@ -263,11 +264,11 @@ def _meanings(fields: Fields, written: Mapping[str, Any], arch: Architecture) ->
 
     Includes fields of the file that its class renames or that have the default of every model.
     """
-    handled = set()
+    handled, flat = set(), flatten(arch)
     for use in fields.uses():
         handled.add(use.name.split(".")[0])
         if use.outcome == TRANSLATED and not use.why:
-            use = replace(use, why=_meaning(use, arch))
+            use = replace(use, why=_meaning(use, flat))
         yield use
     for name, value in written.items():
         if name not in handled:
@@ -275,15 +276,16 @@ def _meanings(fields: Fields, written: Mapping[str, Any], arch: Architecture) ->
             yield FieldUse(name, value, IGNORED_FIELD, why)
 
 
-def _meaning(use: FieldUse, arch: Architecture) -> str:
+def _meaning(use: FieldUse, flat: Mapping[str, Any]) -> str:
     """The attribute of the architecture that the field became, with its value if that differs.
 
     "" if name and value are the same, or if the field is not a single attribute.
     """
     last = use.name.rpartition(".")[2]
     for path in (_STANDS_FOR.get(use.name, ""), *(part + last for part in _PARTS)):
-        value: Any = arch
-        for step in path.split("."):
+        first, *steps = path.split(".")
+        value: Any = flat.get(first)
+        for step in steps:
             value = getattr(value, step, None)
         value = getattr(value, "value", value)  # for an enum, its value
         if value not in (None, ()):

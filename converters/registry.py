@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields
@@ -77,77 +78,49 @@ class Family:
         return (prefix + SEQUENCE, prefix + TOKEN)
 
 
+def _built_in(module: ModuleType, hf_architecture: str, name: str = "", **more: str) -> Family:
+    """The family of a module in `families/`, which has its name unless another is given."""
+    name = name or module.__name__.rpartition(".")[2]
+    return Family(name, module.TABLE, module.architecture, (hf_architecture,), **more)
+
+
 FAMILIES = {
     family.name: family
     for family in (
-        Family("apertus", apertus.TABLE, apertus.architecture, ("ApertusForCausalLM",)),
-        Family("cohere", cohere.TABLE, cohere.architecture, ("CohereForCausalLM",)),
-        Family(
-            "deepseek_v3", deepseek_v3.TABLE, deepseek_v3.architecture, ("DeepseekV3ForCausalLM",)
+        _built_in(apertus, "ApertusForCausalLM"),
+        _built_in(cohere, "CohereForCausalLM"),
+        _built_in(deepseek_v3, "DeepseekV3ForCausalLM"),
+        _built_in(ernie4_5, "Ernie4_5ForCausalLM"),
+        _built_in(ernie4_5_moe, "Ernie4_5_MoeForCausalLM"),
+        _built_in(exaone4, "Exaone4ForCausalLM"),
+        _built_in(gemma2, "Gemma2ForCausalLM"),
+        _built_in(gemma3_text, "Gemma3ForCausalLM", hf_prefix="Gemma3Text"),
+        _built_in(glm4, "Glm4ForCausalLM"),
+        _built_in(glm4_moe, "Glm4MoeForCausalLM"),
+        _built_in(glm4_moe_lite, "Glm4MoeLiteForCausalLM"),
+        _built_in(gpt_oss, "GptOssForCausalLM"),
+        _built_in(granite, "GraniteForCausalLM"),
+        _built_in(hunyuan_v1_dense, "HunYuanDenseV1ForCausalLM"),
+        _built_in(
+            deepseek_v3, "DeepseekV3ForCausalLM", hf_model_type="deepseek_v3", name="kimi_k2"
         ),
-        Family("ernie4_5", ernie4_5.TABLE, ernie4_5.architecture, ("Ernie4_5ForCausalLM",)),
-        Family(
-            "ernie4_5_moe",
-            ernie4_5_moe.TABLE,
-            ernie4_5_moe.architecture,
-            ("Ernie4_5_MoeForCausalLM",),
-        ),
-        Family("exaone4", exaone4.TABLE, exaone4.architecture, ("Exaone4ForCausalLM",)),
-        Family("gemma2", gemma2.TABLE, gemma2.architecture, ("Gemma2ForCausalLM",)),
-        Family(
-            "gemma3_text",
-            gemma3_text.TABLE,
-            gemma3_text.architecture,
-            ("Gemma3ForCausalLM",),
-            hf_prefix="Gemma3Text",
-        ),
-        Family("glm4", glm4.TABLE, glm4.architecture, ("Glm4ForCausalLM",)),
-        Family("glm4_moe", glm4_moe.TABLE, glm4_moe.architecture, ("Glm4MoeForCausalLM",)),
-        Family(
-            "glm4_moe_lite",
-            glm4_moe_lite.TABLE,
-            glm4_moe_lite.architecture,
-            ("Glm4MoeLiteForCausalLM",),
-        ),
-        Family("gpt_oss", gpt_oss.TABLE, gpt_oss.architecture, ("GptOssForCausalLM",)),
-        Family("granite", granite.TABLE, granite.architecture, ("GraniteForCausalLM",)),
-        Family(
-            "hunyuan_v1_dense",
-            hunyuan_v1_dense.TABLE,
-            hunyuan_v1_dense.architecture,
-            ("HunYuanDenseV1ForCausalLM",),
-        ),
-        Family(
-            "kimi_k2",
-            deepseek_v3.TABLE,
-            deepseek_v3.architecture,
-            ("DeepseekV3ForCausalLM",),
-            hf_model_type="deepseek_v3",
-        ),
-        Family("llama", llama.TABLE, llama.architecture, ("LlamaForCausalLM",)),
-        Family(
-            "mimo",
-            mimo.TABLE,
-            mimo.architecture,
-            ("MiMoForCausalLM",),
-            hf_model_type="qwen2",
-            hf_prefix="Qwen2",
-        ),
-        Family("minimax_m2", minimax_m2.TABLE, minimax_m2.architecture, ("MiniMaxM2ForCausalLM",)),
-        Family("ministral3", ministral3.TABLE, ministral3.architecture, ("Ministral3ForCausalLM",)),
-        Family("mistral", mistral.TABLE, mistral.architecture, ("MistralForCausalLM",)),
-        Family("mixtral", mixtral.TABLE, mixtral.architecture, ("MixtralForCausalLM",)),
-        Family("olmo2", olmo2.TABLE, olmo2.architecture, ("Olmo2ForCausalLM",)),
-        Family("olmo3", olmo3.TABLE, olmo3.architecture, ("Olmo3ForCausalLM",)),
-        Family("olmoe", olmoe.TABLE, olmoe.architecture, ("OlmoeForCausalLM",)),
-        Family("phi3", phi3.TABLE, phi3.architecture, ("Phi3ForCausalLM",)),
-        Family("qwen2", qwen2.TABLE, qwen2.architecture, ("Qwen2ForCausalLM",)),
-        Family("qwen2_moe", qwen2_moe.TABLE, qwen2_moe.architecture, ("Qwen2MoeForCausalLM",)),
-        Family("qwen3", qwen3.TABLE, qwen3.architecture, ("Qwen3ForCausalLM",)),
-        Family("qwen3_moe", qwen3_moe.TABLE, qwen3_moe.architecture, ("Qwen3MoeForCausalLM",)),
-        Family("seed_oss", seed_oss.TABLE, seed_oss.architecture, ("SeedOssForCausalLM",)),
-        Family("smollm3", smollm3.TABLE, smollm3.architecture, ("SmolLM3ForCausalLM",)),
-        Family("starcoder2", starcoder2.TABLE, starcoder2.architecture, ("Starcoder2ForCausalLM",)),
+        _built_in(llama, "LlamaForCausalLM"),
+        _built_in(mimo, "MiMoForCausalLM", hf_model_type="qwen2", hf_prefix="Qwen2"),
+        _built_in(minimax_m2, "MiniMaxM2ForCausalLM"),
+        _built_in(ministral3, "Ministral3ForCausalLM"),
+        _built_in(mistral, "MistralForCausalLM"),
+        _built_in(mixtral, "MixtralForCausalLM"),
+        _built_in(olmo2, "Olmo2ForCausalLM"),
+        _built_in(olmo3, "Olmo3ForCausalLM"),
+        _built_in(olmoe, "OlmoeForCausalLM"),
+        _built_in(phi3, "Phi3ForCausalLM"),
+        _built_in(qwen2, "Qwen2ForCausalLM"),
+        _built_in(qwen2_moe, "Qwen2MoeForCausalLM"),
+        _built_in(qwen3, "Qwen3ForCausalLM"),
+        _built_in(qwen3_moe, "Qwen3MoeForCausalLM"),
+        _built_in(seed_oss, "SeedOssForCausalLM"),
+        _built_in(smollm3, "SmolLM3ForCausalLM"),
+        _built_in(starcoder2, "Starcoder2ForCausalLM"),
     )
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_policy.converters.architecture import Architecture, ScalarHead
+from megatron_policy.converters.architecture import Architecture, Moe, ScalarHead
 from megatron_policy.converters.config_fields import IGNORED, Fields, shown
 from megatron_policy.converters.config_fields.quantisation import found_in
 from megatron_policy.converters.rows import Ignore, Role, Row, Shape
@@ -272,8 +272,7 @@ def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:
     layers = range(architecture.num_layers)
     names = [row.hf] if architecture.holds(row.when) else []
     if "{layer}" in row.hf:
-        ordinary = [layer for layer in layers if architecture.holds(row.when, layer)]
-        names = [row.hf.replace("{layer}", str(layer)) for layer in ordinary]
+        names = [name.replace("{layer}", str(layer)) for name in names for layer in layers]
     names = [each for name in names for each in _predicting(name, architecture)]
     if not of_expert(row.hf):
         return names
@@ -299,63 +298,44 @@ def _predicting(name: str, architecture: Architecture) -> list[str]:
 
 
 def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ...]:
-    repeated = [row for row in rows if "{layer}" in row.megatron]
-    predicting = [row for row in rows if "{mtp}" in row.megatron]
-    single = [
-        row
-        for row in rows
-        if row not in repeated and row not in predicting and architecture.holds(row.when)
-    ]
-    before = [row for row in single if row.megatron.startswith("embedding.")]
-    after = [row for row in single if not row.megatron.startswith("embedding.")]
-    return (
-        *(Entry(row.megatron, row.hf, row, None, EMBEDDING) for row in before),
-        *(
-            entry
-            for layer in range(architecture.num_layers)
-            for row in repeated
-            if architecture.holds(row.when, layer)
-            for entry in _layer_entries(row, {"{layer}": layer}, layer, LAYER, architecture)
-        ),
-        *(
-            entry
-            for number in range(architecture.mtp_layers)
-            for row in predicting
-            if architecture.holds(row.when, architecture.num_layers + number)
-            for entry in _mtp_entries(row, number, architecture)
-        ),
-        *(Entry(row.megatron, row.hf, row, None, HEAD) for row in after),
-    )
-
-
-def _mtp_entries(row: Row, number: int, architecture: Architecture) -> Iterator[Entry]:
-    layer = architecture.num_layers + number
-    numbers = {"{mtp}": number, "{predicting}": layer}
-    return _layer_entries(row, numbers, layer, HEAD, architecture)
+    """Entries of the embedding, of each layer, of each layer for multi-token prediction, and of the
+    head, in this order.
+    """
+    before, inside, after = [], [], []
+    for row in rows:
+        repeated = "{layer}" in row.megatron or "{mtp}" in row.megatron
+        if repeated or not architecture.holds(row.when):
+            continue
+        if row.megatron.startswith("embedding."):
+            before.append(Entry(row.megatron, row.hf, row, None, EMBEDDING))
+        else:
+            after.append(Entry(row.megatron, row.hf, row, None, HEAD))
+    for layer in range(architecture.num_layers + architecture.mtp_layers):
+        mark, where, numbers = "{layer}", LAYER, {"{layer}": layer}
+        if layer >= architecture.num_layers:
+            mark, where = "{mtp}", HEAD
+            numbers = {"{mtp}": layer - architecture.num_layers, "{predicting}": layer}
+        for row in rows:
+            if mark in row.megatron and architecture.holds(row.when, row.part, layer):
+                inside += _layer_entries(row, numbers, layer, where, architecture.moe)
+    return (*before, *inside, *after)
 
 
 def _layer_entries(
-    row: Row, numbers: Mapping[str, int], layer: int, where: str, architecture: Architecture
+    row: Row, numbers: Mapping[str, int], layer: int, where: str, moe: Moe | None
 ) -> Iterator[Entry]:
-    if not of_expert(row.megatron):
-        yield _entry(row, numbers, layer, where)
-        return
-    assert architecture.moe is not None, f"{row.megatron} is a row of a model with experts"
-    for expert in range(architecture.moe.experts):
-        own = replace(row, expert=expert) if isinstance(row, Stacked) else row
-        yield _entry(own, {**numbers, EXPERT: expert}, layer, where, expert)
-
-
-def _entry(
-    row: Row, numbers: Mapping[str, int], layer: int, where: str, expert: int | None = None
-) -> Entry:
-    def numbered(name: str) -> str:
-        for mark, number in numbers.items():
-            name = name.replace(mark, str(number))
-        return name
-
-    hf = tuple(numbered(name) for name in row.hf)
-    return Entry(numbered(row.megatron), hf, row, layer, where, expert)
+    experts: Iterable[int | None] = (None,)
+    if of_expert(row.megatron):
+        assert moe is not None, f"{row.megatron} is a row of a model with experts"
+        experts = range(moe.experts)
+    for expert in experts:
+        own = row
+        if expert is not None and isinstance(row, Stacked):
+            own = replace(row, expert=expert)
+        names = [row.megatron, *row.hf]
+        for mark, number in (*numbers.items(), (EXPERT, expert)):
+            names = [name.replace(mark, str(number)) for name in names]
+        yield Entry(names[0], tuple(names[1:]), own, layer, where, expert)
 
 
 def _refuse_duplicates(family: str, entries: Sequence[Entry]) -> None:

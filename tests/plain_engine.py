@@ -133,8 +133,9 @@ class Decoder(torch.nn.Module):
         self, x: torch.Tensor, name: str, mask_TT: torch.Tensor, positions_T: torch.Tensor
     ) -> torch.Tensor:
         shape = self.shape
-        groups, size = shape.num_query_groups, shape.kv_channels
-        each = shape.num_attention_heads // groups  # queries of a group, then its key, its value
+        mixer = shape.mixer
+        groups, size = mixer.num_query_groups, mixer.kv_channels
+        each = mixer.num_attention_heads // groups  # queries of a group, then its key, its value
         heads = self._linear(x, f"{name}.linear_qkv").unflatten(-1, (groups, each + 2, size))
         q, k, v = heads.split([each, 1, 1], dim=-2)
         if shape.qk_norm is QkNorm.PER_HEAD:
@@ -150,7 +151,7 @@ class Decoder(torch.nn.Module):
     def _turn(self, x: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Rotary embedding (Su et al. 2021) of `[R, T, groups, heads, size]`."""
         half = torch.arange(0, x.size(-1), 2).double() / x.size(-1)
-        angles = positions_T[:, None].double() / self.shape.rope.base**half
+        angles = positions_T[:, None].double() / self.shape.mixer.rope.base**half
         angles = torch.cat([angles, angles], -1)[:, None, None]
         first, second = x.chunk(2, -1)
         turned = torch.cat([-second, first], -1)

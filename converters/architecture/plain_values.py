@@ -1,4 +1,4 @@
-"""An architecture as JSON values, for digests of it."""
+"""An architecture as plain values, for digests of it and for showing what became of a config."""
 
 from __future__ import annotations
 
@@ -7,16 +7,94 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+from .architecture import Architecture
+from .attention import Attention
+from .layer import Norms
+from .mla import Mla
+from .mlp import Mlp
+from .moe import Moe
+
+
+def flatten(architecture: Architecture) -> dict[str, Any]:
+    """All values of a model by name, those of attention and of dense MLPs among them; `mla` and
+    `moe` are parts of their own. What differs from layer to layer is a tuple with a value for each.
+    """
+    layers, mixer, feed = architecture.layers, architecture.mixer, architecture.feed
+    latent = mixer if isinstance(mixer, Mla) else None
+    pairs = [(layer.mixer.window, layer.mixer.rope) for layer in layers]
+    whole = [rope for window, rope in pairs if rope is not None and window is None]
+    windowed = [rope for window, rope in pairs if rope is not None and window is not None]
+    rope, ropes = next(iter(whole + windowed), None), [rope for _, rope in pairs]
+    values = {
+        each.name: getattr(architecture, each.name)
+        for each in dataclasses.fields(architecture)
+        if each.name not in ("layers", "unused_ffn_hidden_size")
+    }
+    norms = layers[0].norms
+    return {
+        **values,
+        **{each.name: getattr(mixer, each.name, each.default) for each in _FLAT},
+        "num_layers": architecture.num_layers,
+        "pre_norm": norms.before,
+        "post_norm": norms.after,
+        "parallel": norms is Norms.ONE,
+        "activation": feed.activation,
+        "mlp_bias": feed.mlp_bias,
+        "gated": feed.gated,
+        "ffn_hidden_size": architecture.unused_ffn_hidden_size or feed.ffn_hidden_size,
+        "rope": rope,
+        "window": next((window for window, _ in pairs if window is not None), None),
+        "windowed": _of_some([window is not None for window, _ in pairs]),
+        "window_rope": next((each for each in windowed if whole and each != rope), None),
+        "without_rope": tuple(each is None for each in ropes) if None in ropes else (),
+        "moe": architecture.moe,
+        "moe_layers": _of_some([isinstance(layer.feed, Moe) for layer in layers]),
+        "mla": latent,
+    }
+
+
+_FLAT = [each for each in dataclasses.fields(Attention) if each.name not in ("rope", "window")]
+
+
+def _of_some(layers: list[bool]) -> tuple[bool, ...]:
+    return () if all(layers) or not any(layers) else tuple(layers)
+
+
+_LAYERS: dict[str, Any] = {
+    "pre_norm": True,
+    **dict.fromkeys(("post_norm", "parallel"), False),
+    **dict.fromkeys(("window", "window_rope", "moe", "mla")),
+    **dict.fromkeys(("windowed", "without_rope", "moe_layers"), ()),
+}
+_DEFAULTS = _LAYERS | {
+    each.name: each.default
+    for kind in (Architecture, Attention, Mlp)
+    for each in dataclasses.fields(kind)
+}
+_OF_MODEL = {
+    Moe: ("activation", "mlp_bias"),
+    Mla: ("num_attention_heads", "rope", "attention_dropout", "attention_scale"),
+}
+"""What `flatten` has beside a part, though it belongs to it."""
+
 
 def plain(value: Any) -> Any:
     """`value` as JSON values, the same in all processes and versions of Python: dataclasses without
     fields at their default and those that do not count when two of them are compared.
     """
+    if isinstance(value, Architecture):
+        return {
+            name: plain(each)
+            for name, each in flatten(value).items()
+            if each != _DEFAULTS.get(name, dataclasses.MISSING)
+        }
     if dataclasses.is_dataclass(value):
         return {
             part.name: plain(getattr(value, part.name))
             for part in dataclasses.fields(value)
-            if part.compare and getattr(value, part.name) != _default(part)
+            if part.compare
+            and getattr(value, part.name) != _default(part)
+            and part.name not in _OF_MODEL.get(type(value), ())
         }
     if isinstance(value, enum.Enum):
         return value.name

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import Activation, QkNorm
+from megatron_policy.converters.architecture import Activation, Architecture, QkNorm
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense
 from megatron_policy.converters.families.shared.dense import H, M
-from megatron_policy.converters.rows import Columns, Ignore, Reshaped, Role, Row, Rows, Whole
+from megatron_policy.converters.rows import Ignore, Reshaped, Role, Row, Whole
 
 _FUNCTION, _HF_FUNCTION = M + "mlp.activation_func.", H + "mlp.act_fn."
 TABLE: tuple[Row | Ignore, ...] = (
@@ -22,14 +21,7 @@ TABLE: tuple[Row | Ignore, ...] = (
     *dense.ATTENTION,
     *dense.ATTENTION_BIAS,
     *dense.QK_NORM,
-    Columns(
-        M + "mlp.linear_fc1.weight", (H + "mlp.up_proj.weight",), ("ffn_hidden_size", "hidden_size")
-    ),
-    Rows(
-        M + "mlp.linear_fc2.weight",
-        (H + "mlp.down_proj.weight",),
-        ("hidden_size", "ffn_hidden_size"),
-    ),
+    *dense.ungated_mlp("up_proj", "down_proj"),
     *(
         Whole(_FUNCTION + name, (_HF_FUNCTION + name,), (1,), role=Role.ACTIVATION)
         for name in ("alpha_p", "alpha_n")
@@ -57,9 +49,6 @@ def architecture(fields: Fields) -> Architecture:
     bias = fields.take("attention_bias", False)
     return dense.architecture(
         fields,
-        activation=Activation.XIELU,
-        gated=False,
-        qkv_bias=bias,
-        proj_bias=bias,
-        qk_norm=QkNorm.PER_HEAD,
+        dense.take_attention(fields, bias=bias, qk_norm=QkNorm.PER_HEAD),
+        dense.take_mlp(fields, activation=Activation.XIELU, gated=False),
     )

@@ -4,8 +4,6 @@ scores.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, experts, mla, mtp
@@ -28,12 +26,11 @@ def architecture(fields: Fields) -> Architecture:
     fields.ignore("ep_size", "how the makers' own code spread the experts")
     fields.ignore("auto_map", "the makers' own code, which transformers replaces")
     fields.ignore("seq_aux", "moe_router_load_balancing_type chooses the loss")
-    common = mla.with_mla(dense.architecture(fields), fields)
-    common = replace(common, further_layers=mtp.take_layers(fields))
-    return experts.with_experts(
+    moe = experts.take_sigmoid_moe(fields)
+    layers = experts.take_layers_after_dense(fields)
+    return dense.architecture(
         fields,
-        common,
-        experts.take_sigmoid_moe(fields),
-        experts.take_layers_after_dense(fields),
-        balancing="aux_loss_alpha",
+        mla.take_mla(fields),
+        experts.place(fields, moe, layers, balancing="aux_loss_alpha"),
+        further_layers=mtp.take_layers(fields),
     )

@@ -15,11 +15,9 @@ TABLE = (*dense.ENDS, *dense.BLOCK, *dense.LINEAR_BIAS)
 def architecture(fields: Fields) -> Architecture:
     """The architecture an Ernie4_5Config describes."""
     fields.expect("attention_dropout", (0.0,), "transformers has no dropout in ERNIE 4.5")
-    bias = fields.take("use_bias", False)
+    rope, bias = take_rope(fields, interleaved=True), fields.take("use_bias", False)
     return dense.architecture(
         fields,
-        rope=take_rope(fields, interleaved=True),
-        qkv_bias=bias,
-        proj_bias=bias,
-        mlp_bias=bias,
+        dense.take_attention(fields, rope=rope, bias=bias),
+        dense.take_mlp(fields, mlp_bias=bias),
     )

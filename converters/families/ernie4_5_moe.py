@@ -4,8 +4,7 @@ pairs of neighbours.
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.converters.architecture import Architecture, Moe, Scoring
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.families.shared import dense, experts
@@ -31,9 +30,9 @@ TABLE: tuple[Row | Ignore, ...] = (
     Reshaped(
         M + "mlp.router.expert_bias",
         (H + "mlp.moe_statics.e_score_correction_bias",),
-        ("moe.experts",),
-        hf_dims=(1, "moe.experts"),
-        when="experts",
+        ("experts",),
+        hf_dims=(1, "experts"),
+        part=Moe,
         role=Role.BIAS,
         keeps_dtype=True,
     ),
@@ -62,8 +61,9 @@ def architecture(fields: Fields) -> Architecture:
         correction_bias=True,
         shared_ffn_hidden_size=width * fields.take("moe_num_shared_experts", 0),
     )
-    common = dense.architecture(fields, rope=take_rope(fields, interleaved=True))
-    return experts.with_experts(fields, common, moe, _take_layers(fields))
+    attention = dense.take_attention(fields, rope=take_rope(fields, interleaved=True))
+    feeds = experts.place(fields, moe, _take_layers(fields))
+    return dense.architecture(fields, attention, feeds)
 
 
 def _take_layers(fields: Fields) -> tuple[bool, ...]:

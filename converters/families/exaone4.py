@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import QkNorm
+from dataclasses import replace
+
+from megatron_policy.converters.architecture import Architecture, Norms, QkNorm
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, norm_rows
 
@@ -19,16 +20,10 @@ TABLE = (
 def architecture(fields: Fields) -> Architecture:
     """The architecture an Exaone4Config describes."""
     fields.ignore("sliding_window_pattern", "layer_types states it for each layer")
-    window, windowed = dense.take_windows(fields)
+    attention = dense.take_attention(fields, qk_norm=QkNorm.PER_HEAD)
+    layers = dense.take_windows(fields, attention)
     # The window's size decides which layers rotate, even where no layer has a window.
-    has_size = fields.take("sliding_window", None) is not None
-    unrotated = tuple(kind != "sliding_attention" for kind in fields.take("layer_types"))
-    return dense.architecture(
-        fields,
-        window=window,
-        windowed=windowed,
-        without_rope=unrotated if has_size and any(unrotated) else (),
-        pre_norm=False,
-        post_norm=True,
-        qk_norm=QkNorm.PER_HEAD,
-    )
+    if fields.take("sliding_window", None) is not None:
+        unrotated = replace(attention, rope=None)
+        layers = [unrotated if layer.window is None else layer for layer in layers]
+    return dense.architecture(fields, layers, norms=Norms.AFTER)

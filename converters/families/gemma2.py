@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import Activation, Norm
+from megatron_policy.converters.architecture import Architecture, Attention, Norm, Norms
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, norm_rows
 
@@ -20,34 +19,29 @@ TABLE = (
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Gemma2Config describes."""
-    window, windowed = dense.take_windows(fields)
-    return dense.architecture(
-        fields,
-        activation=take_activation(fields),
-        window=window,
-        windowed=windowed,
-        attention_softcap=fields.take("attn_logit_softcapping", None),
-        **shared_traits(fields),
-    )
+    softcap = fields.take("attn_logit_softcapping", None)
+    attention = take_attention(fields, attention_softcap=softcap)
+    return describe(fields, dense.take_windows(fields, attention))
 
 
-def take_activation(fields: Fields) -> Activation:
-    """The MLP's activation function, which Gemma's configs name twice."""
-    fields.ignore("hidden_act", "hidden_activation takes precedence")
-    return dense.take_activation(fields, "hidden_activation")
+def take_attention(fields: Fields, **traits: Any) -> Attention:
+    """Gemma's attention, with further `traits`."""
+    bias = fields.take("attention_bias", False)
+    scale = fields.take("query_pre_attn_scalar") ** -0.5
+    return dense.take_attention(fields, bias=bias, attention_scale=scale, **traits)
 
 
-def shared_traits(fields: Fields) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common and no other family has."""
+def describe(fields: Fields, attention: list[Attention]) -> Architecture:
+    """The architecture with the attention of each layer."""
     fields.expect("use_bidirectional_attention", (False,), "attention is causal")
     fields.ignore("cache_implementation", "how Hugging Face generates")
-    bias = fields.take("attention_bias", False)
-    return {
-        "qkv_bias": bias,
-        "proj_bias": bias,
-        "norm": Norm.RMS_PLUS_ONE,
-        "post_norm": True,
-        "attention_scale": fields.take("query_pre_attn_scalar") ** -0.5,
-        "embedding_scale": fields.take("hidden_size") ** 0.5,
-        "logit_softcap": fields.take("final_logit_softcapping", None),
-    }
+    fields.ignore("hidden_act", "hidden_activation takes precedence")
+    return dense.architecture(
+        fields,
+        attention,
+        dense.take_mlp(fields, activation=dense.take_activation(fields, "hidden_activation")),
+        norms=Norms.AROUND,
+        norm=Norm.RMS_PLUS_ONE,
+        embedding_scale=fields.take("hidden_size") ** 0.5,
+        logit_softcap=fields.take("final_logit_softcapping", None),
+    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import QkNorm
+from megatron_policy.converters.architecture import Architecture, QkNorm
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_ropes_by_window
 from megatron_policy.converters.families.shared import dense, norm_rows
@@ -26,15 +25,6 @@ def architecture(fields: Fields) -> Architecture:
         fields.refuse("attn_logit_softcapping", cap, "transformers does not apply it in Gemma 3")
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
         fields.ignore(name, "layer_types states it for each layer")
-    window, windowed = dense.take_windows(fields)
     whole, of_windowed = take_ropes_by_window(fields)
-    return dense.architecture(
-        fields,
-        rope=whole,
-        window_rope=of_windowed if window else None,
-        activation=gemma2.take_activation(fields),
-        window=window,
-        windowed=windowed,
-        qk_norm=QkNorm.PER_HEAD,
-        **gemma2.shared_traits(fields),
-    )
+    attention = gemma2.take_attention(fields, rope=whole, qk_norm=QkNorm.PER_HEAD)
+    return gemma2.describe(fields, dense.take_windows(fields, attention, of_windowed))

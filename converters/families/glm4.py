@@ -4,7 +4,7 @@ up projections in one tensor.
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, Norms
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.families.shared import dense, norm_rows
@@ -26,9 +26,7 @@ TABLE = (
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Glm4Config describes."""
-    return dense.architecture(
-        fields,
-        rope=take_rope(fields, partial=True, interleaved=True),
-        qkv_bias=fields.take("attention_bias", True),
-        post_norm=True,
-    )
+    rope = take_rope(fields, partial=True, interleaved=True)
+    bias = fields.take("attention_bias", True)
+    attention = dense.take_attention(fields, rope=rope, qkv_bias=bias)
+    return dense.architecture(fields, attention, norms=Norms.AROUND)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import QkNorm
+from megatron_policy.converters.architecture import Architecture, QkNorm
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.families.shared import dense, experts, mtp
@@ -24,13 +21,16 @@ TABLE: tuple[Row | Ignore, ...] = (*dense.ENDS, *_LAYER, *mtp.layers(_LAYER))
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Glm4MoeConfig describes."""
-    common = dense.architecture(
+    attention = dense.take_attention(
         fields,
         rope=take_rope(fields, partial=True),
         qkv_bias=fields.take("attention_bias", False),
         qk_norm=QkNorm.PER_HEAD if fields.take("use_qk_norm", False) else QkNorm.NONE,
     )
-    common = replace(common, further_layers=mtp.take_layers(fields))
-    return experts.with_experts(
-        fields, common, experts.take_sigmoid_moe(fields), experts.take_layers_after_dense(fields)
+    moe, layers = experts.take_sigmoid_moe(fields), experts.take_layers_after_dense(fields)
+    return dense.architecture(
+        fields,
+        attention,
+        experts.place(fields, moe, layers),
+        further_layers=mtp.take_layers(fields),
     )

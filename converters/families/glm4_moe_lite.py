@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, experts, mla, mtp
@@ -18,10 +16,11 @@ def architecture(fields: Fields) -> Architecture:
     fields.ignore("pretraining_tp", "only the order of summation in pretraining")
     for name in ("first_k_dense_replace", "moe_layer_freq"):
         fields.ignore(name, "mlp_layer_types states it for each layer")
-    common = mla.with_mla(dense.architecture(fields), fields)
-    common = replace(common, further_layers=mtp.take_layers(fields))
-    return experts.with_experts(
-        fields, common, experts.take_sigmoid_moe(fields), _take_layers(fields)
+    return dense.architecture(
+        fields,
+        mla.take_mla(fields),
+        experts.place(fields, experts.take_sigmoid_moe(fields), _take_layers(fields)),
+        further_layers=mtp.take_layers(fields),
     )
 
 

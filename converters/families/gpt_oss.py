@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import Activation, Moe, Scoring
+from megatron_policy.converters.architecture import (
+    Activation,
+    Architecture,
+    Attention,
+    Moe,
+    Scoring,
+)
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, experts
 from megatron_policy.converters.families.shared.dense import H, M
-from megatron_policy.converters.rows import Columns, Ignore, Role, Row, Whole
+from megatron_policy.converters.rows import Columns, Ignore, Role, Row, Whole, assign_part
 from megatron_policy.converters.rows.expert_rows import StackedGateUp, StackedRows, StackedWhole
 
 _E = H + "mlp.experts."
@@ -20,10 +25,14 @@ TABLE: tuple[Row | Ignore, ...] = (
         M + "self_attention.core_attention.softmax_offset",
         (H + "self_attn.sinks",),
         ("num_attention_heads",),
+        part=Attention,
         role=Role.SINK,
     ),
-    Whole(M + "mlp.router.weight", (H + "mlp.router.weight",), ("moe.experts", "hidden_size")),
-    Whole(M + "mlp.router.bias", (H + "mlp.router.bias",), ("moe.experts",), role=Role.BIAS),
+    *assign_part(
+        Moe,
+        Whole(M + "mlp.router.weight", (H + "mlp.router.weight",), ("experts", "hidden_size")),
+        Whole(M + "mlp.router.bias", (H + "mlp.router.bias",), ("experts",), role=Role.BIAS),
+    ),
     StackedGateUp(experts.EXPERT + "linear_fc1.weight", (_E + "gate_up_proj",), ("hidden_size",)),
     StackedGateUp(
         experts.EXPERT + "linear_fc1.bias", (_E + "gate_up_proj_bias",), (), role=Role.BIAS
@@ -31,7 +40,7 @@ TABLE: tuple[Row | Ignore, ...] = (
     StackedRows(
         experts.EXPERT + "linear_fc2.weight",
         (_E + "down_proj",),
-        ("hidden_size", "moe.ffn_hidden_size"),
+        ("hidden_size", "ffn_hidden_size"),
     ),
     StackedWhole(
         experts.EXPERT + "linear_fc2.bias",
@@ -49,24 +58,16 @@ def architecture(fields: Fields) -> Architecture:
     fields.ignore("initial_context_length", "transformers uses that of the rotary embedding")
     chosen = fields.take("num_experts_per_tok")
     fields.expect("experts_per_token", (chosen,), "num_experts_per_tok under another name")
-    window, windowed = dense.take_windows(fields)
     bias = fields.take("attention_bias", True)
     fields.ignore("hidden_act", "experts always have a clamped SwiGLU")
-    common = dense.architecture(
-        fields,
-        activation=Activation.CLAMPED_SWIGLU,
-        qkv_bias=bias,
-        proj_bias=bias,
-        mlp_bias=True,
-        attention_sinks=True,
-        window=window,
-        windowed=windowed,
-    )
+    attention = dense.take_attention(fields, bias=bias, attention_sinks=True)
+    mlp = dense.take_mlp(fields, activation=Activation.CLAMPED_SWIGLU, mlp_bias=True)
     moe = Moe(
         experts=experts.take_experts(fields, "num_local_experts", "num_experts"),
         chosen=chosen,
-        ffn_hidden_size=fields.take("intermediate_size"),
+        ffn_hidden_size=mlp.ffn_hidden_size,
         scoring=Scoring.SOFTMAX_OF_CHOSEN,
         router_bias=True,
     )
-    return experts.with_experts(fields, common, moe, (True,) * common.num_layers)
+    layers = dense.take_windows(fields, attention)
+    return dense.architecture(fields, layers, experts.place(fields, moe, mlp=mlp))

@@ -11,13 +11,11 @@ TABLE = (*dense.ENDS, *dense.BLOCK, *dense.LINEAR_BIAS)
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a GraniteConfig describes."""
-    attention = fields.take("attention_bias", False)
+    bias, scale = fields.take("attention_bias", False), fields.take("attention_multiplier")
     return dense.architecture(
         fields,
-        qkv_bias=attention,
-        proj_bias=attention,
-        mlp_bias=fields.take("mlp_bias", False),
-        attention_scale=float(fields.take("attention_multiplier")),
+        dense.take_attention(fields, bias=bias, attention_scale=float(scale)),
+        dense.take_mlp(fields, mlp_bias=fields.take("mlp_bias", False)),
         embedding_scale=float(fields.take("embedding_multiplier")),
         residual_scale=float(fields.take("residual_multiplier")),
         logit_scale=1.0 / fields.take("logits_scaling"),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.rotary import Rope
-from megatron_policy.converters.architecture.traits import QkNorm
+from megatron_policy.converters.architecture import Architecture, Attention, QkNorm, Rope
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.families.shared import dense
@@ -23,6 +21,7 @@ TABLE: tuple[Row | Ignore, ...] = (
             f"{_CORE}{name[0]}_layernorm.weight",
             (f"{H}self_attn.{name}_layernorm.weight",),
             ("kv_channels",),
+            part=Attention,
             role=Role.NORM,
         )
         for name in ("query", "key")
@@ -51,11 +50,13 @@ def architecture(fields: Fields) -> Architecture:
     fields.expect("mlp_bias", (False,), "transformers has no biases in Hunyuan's MLPs")
     fields.expect("norm_type", ("rms",), "norms are RMS norms")
     bias = fields.take("attention_bias", False)
-    rope, alpha = take_rope(fields), _take_alpha(fields)
-    described = dense.architecture(
-        fields, rope=rope, qkv_bias=bias, proj_bias=bias, qk_norm=QkNorm.AFTER_ROTATION
-    )
-    return described if alpha is None else replace(described, rope=_widened(described, alpha))
+    attention = dense.take_attention(fields, bias=bias, qk_norm=QkNorm.AFTER_ROTATION)
+    if (alpha := _take_alpha(fields)) is not None:
+        # The base of the unscaled rotary embedding is wider by a power of `alpha`.
+        size = attention.kv_channels
+        base = take_rope(fields).base * alpha ** (size / (size - 2))
+        attention = replace(attention, rope=Rope(base))
+    return dense.architecture(fields, attention)
 
 
 def _take_alpha(fields: Fields) -> float | None:
@@ -69,9 +70,3 @@ def _take_alpha(fields: Fields) -> float | None:
     for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         section.ignore(name, "alpha takes precedence")
     return float(alpha)
-
-
-def _widened(described: Architecture, alpha: float) -> Rope:
-    """The unscaled rotary embedding whose base is wider by a power of `alpha`."""
-    size = described.kv_channels
-    return Rope(described.rope.base * alpha ** (size / (size - 2)))

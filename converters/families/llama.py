@@ -11,8 +11,11 @@ TABLE = (*dense.ENDS, *dense.BLOCK, *dense.LINEAR_BIAS)
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a LlamaConfig describes."""
-    attention, mlp = fields.take("attention_bias", False), fields.take("mlp_bias", False)
     fields.expect("rope_interleaved", (False,), "each head is rotated in halves")
     fields.ignore("is_llama_config", "a mark of the tool that converted the checkpoint")
     fields.ignore("pretraining_tp", "only the order of summation in pretraining")
-    return dense.architecture(fields, qkv_bias=attention, proj_bias=attention, mlp_bias=mlp)
+    return dense.architecture(
+        fields,
+        dense.take_attention(fields, bias=fields.take("attention_bias", False)),
+        dense.take_mlp(fields, mlp_bias=fields.take("mlp_bias", False)),
+    )

@@ -4,9 +4,8 @@ heads, part of each head rotated.
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, Moe, QkNorm, Scoring
 from megatron_policy.converters.architecture.rotary import Rope
-from megatron_policy.converters.architecture.traits import Moe, QkNorm, Scoring
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.families.shared import dense, experts, norm_rows
@@ -37,7 +36,6 @@ def architecture(fields: Fields) -> Architecture:
     kinds = fields.take("attn_type_list", None) or ()
     if any(kind != 1 for kind in kinds):
         fields.refuse("attn_type_list", kinds, "every layer has full attention, which is 1")
-    common = dense.architecture(fields, rope=_take_rope(fields), qk_norm=QkNorm.ALL_HEADS)
     moe = Moe(
         experts=experts.take_experts(fields, "num_local_experts", "num_experts"),
         chosen=fields.take("num_experts_per_tok"),
@@ -46,7 +44,8 @@ def architecture(fields: Fields) -> Architecture:
         renormalized=True,
         correction_bias=True,
     )
-    return experts.with_experts(fields, common, moe, (True,) * common.num_layers)
+    attention = dense.take_attention(fields, rope=_take_rope(fields), qk_norm=QkNorm.ALL_HEADS)
+    return dense.architecture(fields, attention, experts.place(fields, moe))
 
 
 def _take_rope(fields: Fields) -> Rope:

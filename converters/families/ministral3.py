@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.traits import QueryGrowth
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.families.shared import dense
 
 TABLE = (*dense.ENDS, *dense.BLOCK)
@@ -13,12 +12,12 @@ TABLE = (*dense.ENDS, *dense.BLOCK)
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Ministral3Config describes."""
-    return dense.architecture(
+    attention = dense.take_attention(
         fields,
-        rope=take_rope(fields),
         window=fields.take("sliding_window", None),
         query_growth=_take_growth(fields),
     )
+    return dense.architecture(fields, attention)
 
 
 def _take_growth(fields: Fields) -> QueryGrowth | None:

@@ -11,4 +11,5 @@ TABLE = (*dense.ENDS, *dense.BLOCK)
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a MistralConfig describes."""
-    return dense.architecture(fields, window=fields.take("sliding_window", None))
+    window = fields.take("sliding_window", None)
+    return dense.architecture(fields, dense.take_attention(fields, window=window))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import QkNorm
+from megatron_policy.converters.architecture import Architecture, Attention, Norms, QkNorm, Rope
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, norm_rows
 
@@ -19,12 +18,10 @@ TABLE = (
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture an Olmo2Config describes."""
+    return dense.architecture(fields, take_attention(fields), norms=Norms.AFTER)
+
+
+def take_attention(fields: Fields, rope: Rope | None = None) -> Attention:
+    """OLMo's attention."""
     bias = fields.take("attention_bias", False)
-    return dense.architecture(
-        fields,
-        qkv_bias=bias,
-        proj_bias=bias,
-        pre_norm=False,
-        post_norm=True,
-        qk_norm=QkNorm.ALL_HEADS,
-    )
+    return dense.take_attention(fields, rope=rope, bias=bias, qk_norm=QkNorm.ALL_HEADS)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import QkNorm
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, experts, norm_rows
 from megatron_policy.converters.rows import Ignore, Row
+
+from . import olmo2
 
 TABLE: tuple[Row | Ignore, ...] = (
     *dense.ENDS,
@@ -22,7 +23,5 @@ def architecture(fields: Fields) -> Architecture:
     """The architecture an OlmoeConfig describes."""
     if (limit := fields.take("clip_qkv", None)) is not None:
         fields.refuse("clip_qkv", limit, "queries, keys and values are not clipped")
-    bias = fields.take("attention_bias", False)
-    common = dense.architecture(fields, qkv_bias=bias, proj_bias=bias, qk_norm=QkNorm.ALL_HEADS)
     moe = experts.take_softmax_moe(fields, width="intermediate_size")
-    return experts.with_experts(fields, common, moe, (True,) * common.num_layers)
+    return dense.architecture(fields, olmo2.take_attention(fields), experts.place(fields, moe))

@@ -25,9 +25,9 @@ def architecture(fields: Fields) -> Architecture:
         fields.expect(name, (False,), "transformers has no biases in Phi-3")
     fields.ignore("auto_map", "the makers' own code, which transformers replaces")
     fields.ignore("embd_pdrop", "transformers has no dropout of embeddings in Phi-3")
+    rope, window = take_rope(fields, partial=True), fields.take("sliding_window", None)
     return dense.architecture(
         fields,
-        rope=take_rope(fields, partial=True),
-        window=fields.take("sliding_window", None),
+        dense.take_attention(fields, rope=rope, window=window),
         hidden_dropout=fields.take("resid_pdrop", 0.0),
     )

@@ -12,5 +12,5 @@ TABLE = (*dense.ENDS, *dense.BLOCK, *dense.QKV_BIAS)
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen2Config describes."""
     fields.expect("use_mrope", (False,), "positions are of text only")
-    window, windowed = dense.take_windows(fields)
-    return dense.architecture(fields, qkv_bias=True, window=window, windowed=windowed)
+    attention = dense.take_attention(fields, qkv_bias=True)
+    return dense.architecture(fields, dense.take_windows(fields, attention))

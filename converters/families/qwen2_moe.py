@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, Attention, Mixer
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, experts
 from megatron_policy.converters.rows import Ignore, Row
@@ -18,19 +18,17 @@ TABLE: tuple[Row | Ignore, ...] = (
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen2MoeConfig describes."""
-    window: int | None = None
-    windowed: tuple[bool, ...] = ()
+    attention = dense.take_attention(fields, qkv_bias=fields.take("qkv_bias", True))
+    layers: Mixer | list[Attention] = attention
     if fields.take("layer_types", None) is not None:
-        window, windowed = dense.take_windows(fields)
+        layers = dense.take_windows(fields, attention)
     else:
         why = "this release of transformers does not say which layers have the window"
         fields.expect("use_sliding_window", (False,), why)
         for name in ("sliding_window", "max_window_layers"):
             fields.ignore(name, "use_sliding_window is false")
-    common = dense.architecture(
-        fields, qkv_bias=fields.take("qkv_bias", True), window=window, windowed=windowed
-    )
     moe = experts.take_softmax_moe(
         fields, shared_ffn_hidden_size=fields.take("shared_expert_intermediate_size")
     )
-    return experts.with_experts(fields, common, moe, experts.take_sparse_layers(fields))
+    feeds = experts.place(fields, moe, experts.take_sparse_layers(fields))
+    return dense.architecture(fields, layers, feeds)

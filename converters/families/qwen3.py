@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import QkNorm
+from megatron_policy.converters.architecture import Architecture, QkNorm
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense
 
@@ -13,12 +12,5 @@ TABLE = (*dense.ENDS, *dense.BLOCK, *dense.ATTENTION_BIAS, *dense.QK_NORM)
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen3Config describes."""
     bias = fields.take("attention_bias", False)
-    window, windowed = dense.take_windows(fields)
-    return dense.architecture(
-        fields,
-        qkv_bias=bias,
-        proj_bias=bias,
-        qk_norm=QkNorm.PER_HEAD,
-        window=window,
-        windowed=windowed,
-    )
+    attention = dense.take_attention(fields, bias=bias, qk_norm=QkNorm.PER_HEAD)
+    return dense.architecture(fields, dense.take_windows(fields, attention))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import QkNorm
+from megatron_policy.converters.architecture import Architecture, QkNorm
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, experts
 from megatron_policy.converters.rows import Ignore, Row
@@ -23,13 +22,11 @@ def architecture(fields: Fields) -> Architecture:
     window = fields.take("sliding_window", None)
     fields.ignore("max_window_layers", "all layers have the window, or none")
     bias = fields.take("attention_bias", False)
-    common = dense.architecture(
+    attention = dense.take_attention(
         fields,
-        qkv_bias=bias,
-        proj_bias=bias,
+        bias=bias,
         qk_norm=QkNorm.PER_HEAD,
         window=window if windowed else None,
     )
-    return experts.with_experts(
-        fields, common, experts.take_softmax_moe(fields), experts.take_sparse_layers(fields)
-    )
+    moe, layers = experts.take_softmax_moe(fields), experts.take_sparse_layers(fields)
+    return dense.architecture(fields, attention, experts.place(fields, moe, layers))

@@ -20,8 +20,7 @@ def architecture(fields: Fields) -> Architecture:
         fields.refuse("attention_out_bias", True, "Megatron-Core has it only with attention_bias")
     return dense.architecture(
         fields,
-        qkv_bias=qkv_bias,
-        proj_bias=proj_bias,
-        mlp_bias=fields.take("mlp_bias", False),
+        dense.take_attention(fields, qkv_bias=qkv_bias, proj_bias=proj_bias),
+        dense.take_mlp(fields, mlp_bias=fields.take("mlp_bias", False)),
         hidden_dropout=fields.take("residual_dropout", 0.0),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense
@@ -17,14 +19,10 @@ def architecture(fields: Fields) -> Architecture:
     rotated = fields.take("no_rope_layers")[: fields.take("num_hidden_layers")]
     if len(rotated) < fields.take("num_hidden_layers"):
         fields.refuse("no_rope_layers", rotated, "must name every layer")
-    attention = fields.take("attention_bias", False)
-    window, windowed = dense.take_windows(fields)
+    attention = dense.take_attention(fields, bias=fields.take("attention_bias", False))
+    layers = zip(dense.take_windows(fields, attention), rotated, strict=False)
     return dense.architecture(
         fields,
-        qkv_bias=attention,
-        proj_bias=attention,
-        mlp_bias=fields.take("mlp_bias", False),
-        window=window,
-        windowed=windowed,
-        without_rope=() if all(rotated) else tuple(not layer for layer in rotated),
+        [layer if turns else replace(layer, rope=None) for layer, turns in layers],
+        dense.take_mlp(fields, mlp_bias=fields.take("mlp_bias", False)),
     )

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import Norm
+from megatron_policy.converters.architecture import Architecture, Norm
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, norm_rows
-from megatron_policy.converters.families.shared.dense import H, M
-from megatron_policy.converters.rows import Columns, Role, Rows, Whole
 
-_FC1, _FC2 = M + "mlp.linear_fc1.", M + "mlp.linear_fc2."
 TABLE = (
     *dense.ENDS,
     *dense.NORMS,
     *norm_rows.BIASES,
     *dense.ATTENTION,
     *dense.ATTENTION_BIAS,
-    Columns(_FC1 + "weight", (H + "mlp.c_fc.weight",), ("ffn_hidden_size", "hidden_size")),
-    Columns(
-        _FC1 + "bias",
-        (H + "mlp.c_fc.bias",),
-        ("ffn_hidden_size",),
-        when="mlp_bias",
-        role=Role.BIAS,
-    ),
-    Rows(_FC2 + "weight", (H + "mlp.c_proj.weight",), ("hidden_size", "ffn_hidden_size")),
-    Whole(
-        _FC2 + "bias",
-        (H + "mlp.c_proj.bias",),
-        ("hidden_size",),
-        when="mlp_bias",
-        role=Role.BIAS,
-    ),
+    *dense.ungated_mlp("c_fc", "c_proj"),
 )
 
 
@@ -42,14 +23,15 @@ def architecture(fields: Fields) -> Architecture:
     bias = fields.take("use_bias", True)
     return dense.architecture(
         fields,
+        dense.take_attention(
+            fields,
+            bias=bias,
+            window=fields.take("sliding_window", None),
+        ),
+        dense.take_mlp(fields, gated=False, mlp_bias=bias),
         epsilon="norm_epsilon",
         norm=Norm.LAYER,
         norm_bias=True,
-        gated=False,
-        qkv_bias=bias,
-        proj_bias=bias,
-        mlp_bias=bias,
-        window=fields.take("sliding_window", None),
         hidden_dropout=fields.take("residual_dropout", 0.0),
         embedding_dropout=fields.take("embedding_dropout", 0.0),
     )

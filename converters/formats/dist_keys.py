@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, Mla, Moe
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.table import Entry, Table
 
@@ -95,10 +95,12 @@ def _spellings(entry: Entry, arch: Architecture) -> tuple[str, ...]:
     fused = _fused(name)
     if entry.layer is None or fused == name:
         return (name,)
+    layer = arch.find_layer(entry.layer)
+    latent = isinstance(layer.mixer, Mla)
     if name.startswith("self_attention."):  # norms of queries and keys, fused in MLA
-        return (name, fused) if arch.mla else (name,)
-    experts = name.startswith("pre_mlp") and arch.has_experts(entry.layer)
-    return (fused, name) if arch.mla or experts else (fused,)
+        return (name, fused) if latent else (name,)
+    experts = name.startswith("pre_mlp") and isinstance(layer.feed, Moe)
+    return (fused, name) if latent or experts else (fused,)
 
 
 def _fused(name: str) -> str:

@@ -31,6 +31,7 @@ from .kinds import (
     Tied,
     Vocab,
     Whole,
+    assign_part,
 )
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "Tied",
     "Vocab",
     "Whole",
+    "assign_part",
     "blocks_of",
     "fill_parts",
     "fill_shard",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, Attention, LayerPart
 
 from .blocks import Block, Shape, even, nth
 from .kinds import ALL, RowBase
@@ -17,14 +17,14 @@ class Concatenated(RowBase):
     dims: tuple[str | int, ...]
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (arch.shape(self.dims),) * len(self.hf)
+        return (self.measure(arch, self.dims),) * len(self.hf)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        rows, *tail = arch.shape(self.dims)
+        rows, *tail = self.measure(arch, self.dims)
         return (rows * len(self.hf), *tail)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        shape, local = arch.shape(self.dims), self.local_shape(arch, size)
+        shape, local = self.measure(arch, self.dims), self.local_shape(arch, size)
         return tuple(
             Block(part, shape, ALL, local, (nth(part, shape[0]),)) for part in range(len(self.hf))
         )
@@ -36,17 +36,18 @@ class QkvParts(RowBase):
 
     parts: tuple[int, ...]
     tail: tuple[str | int, ...]
+    part: type[LayerPart] | None = field(default=Attention, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        sizes = (arch.query_size, arch.kv_size, arch.kv_size)
-        return tuple((sizes[part], *arch.shape(self.tail)) for part in self.parts)
+        sizes = self.measure(arch, ("query_size", "kv_size", "kv_size"))
+        return tuple((sizes[part], *self.measure(arch, self.tail)) for part in self.parts)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        groups = even(arch.num_query_groups, size, self)
-        return (groups * sum(self._heads(arch)) * arch.kv_channels, *arch.shape(self.tail))
+        groups, head, *tail = self.measure(arch, ("num_query_groups", "kv_channels", *self.tail))
+        return (even(groups, size, self) * sum(self._heads(arch)) * head, *tail)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        groups, head, tail = arch.num_query_groups, arch.kv_channels, arch.shape(self.tail)
+        groups, head, *tail = self.measure(arch, ("num_query_groups", "kv_channels", *self.tail))
         mine, heads = even(groups, size, self), self._heads(arch)
         fused = (mine, sum(heads), head, *tail)
         ends = [sum(heads[: n + 1]) for n in range(len(heads))]
@@ -62,5 +63,5 @@ class QkvParts(RowBase):
         )
 
     def _heads(self, arch: Architecture) -> tuple[int, ...]:
-        all_parts = (arch.heads_per_group, 1, 1)
+        all_parts = self.measure(arch, ("heads_per_group", 1, 1))
         return tuple(all_parts[part] for part in self.parts)

@@ -9,7 +9,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, LayerPart
 from megatron_policy.errors import ConversionError
 
 if TYPE_CHECKING:
@@ -99,8 +99,12 @@ class Row(Hashable, Protocol):
         """Name templates of the HF tensors, in the order of `parts`."""
 
     @property
+    def part(self) -> type[LayerPart] | None:
+        """The kind of part that has the parameter; None: every layer, or the model."""
+
+    @property
     def when(self) -> str:
-        """Condition on the architecture and the layer, see `Architecture.holds`."""
+        """Condition on that part or on the model, see `Architecture.holds`."""
 
     @property
     def role(self) -> Role:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, LayerPart, Moe
 
 from .blocks import Block, Shape, even, nth
 from .kinds import ALL, RowBase
@@ -20,14 +20,15 @@ class StackedGateUp(RowBase):
     tail: tuple[str, ...]
     """Dimensions after the rows: ("hidden_size",) of a weight, () of a bias."""
     expert: int = 0
+    part: type[LayerPart] | None = field(default=Moe, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        experts, rows = arch.shape(("moe.experts", "moe.ffn_hidden_size"))
-        return ((experts, *arch.shape(self.tail), 2 * rows),)
+        experts, rows = self.measure(arch, ("experts", "ffn_hidden_size"))
+        return ((experts, *self.measure(arch, self.tail), 2 * rows),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        (rows,) = arch.shape(("moe.ffn_hidden_size",))
-        return (2 * even(rows, size, self), *arch.shape(self.tail))
+        (rows,) = self.measure(arch, ("ffn_hidden_size",))
+        return (2 * even(rows, size, self), *self.measure(arch, self.tail))
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         (stack,), local = self.hf_shapes(arch), self.local_shape(arch, size)
@@ -51,13 +52,14 @@ class StackedRows(RowBase):
     dims: tuple[str, str]
     """Output and input dimensions."""
     expert: int = 0
+    part: type[LayerPart] | None = field(default=Moe, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        experts, out, inner = arch.shape(("moe.experts", *self.dims))
+        experts, out, inner = self.measure(arch, ("experts", *self.dims))
         return ((experts, inner, out),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        out, inner = arch.shape(self.dims)
+        out, inner = self.measure(arch, self.dims)
         return (out, even(inner, size, self))
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
@@ -72,15 +74,16 @@ class StackedWhole(RowBase):
 
     dims: tuple[str, ...]
     expert: int = 0
+    part: type[LayerPart] | None = field(default=Moe, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (arch.shape(("moe.experts", *self.dims)),)
+        return (self.measure(arch, ("experts", *self.dims)),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        return arch.shape(self.dims)
+        return self.measure(arch, self.dims)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        (stack,), local = self.hf_shapes(arch), arch.shape(self.dims)
+        (stack,), local = self.hf_shapes(arch), self.measure(arch, self.dims)
         return (Block(0, stack, (nth(self.expert, 1),), (1, *local), ALL),)
 
 
@@ -95,13 +98,14 @@ class StackedAdapterA(RowBase):
     split: bool
     """Whether ranks share the inputs."""
     expert: int = 0
+    part: type[LayerPart] | None = field(default=Moe, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        experts, inputs = arch.shape(("moe.experts", self.inputs))
+        experts, inputs = self.measure(arch, ("experts", self.inputs))
         return ((experts * self.rank, inputs),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        (inputs,) = arch.shape((self.inputs,))
+        (inputs,) = self.measure(arch, (self.inputs,))
         return (self.rank, even(inputs, size, self) if self.split else inputs)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
@@ -120,9 +124,10 @@ class StackedAdapterB(RowBase):
     """The row of the weight that is adapted, whose outputs these are."""
     rank: int
     expert: int = 0
+    part: type[LayerPart] | None = field(default=Moe, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        (experts,) = arch.shape(("moe.experts",))
+        (experts,) = self.measure(arch, ("experts",))
         return ((self.of.local_shape(arch, 1)[0], self.rank * experts),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from megatron_policy.converters.architecture import Architecture, VocabShard, vocab_shard
+from megatron_policy.converters.architecture import (
+    Architecture,
+    Attention,
+    LayerPart,
+    VocabShard,
+    vocab_shard,
+)
 
 from .blocks import Block, Ranges, Role, Row, Shape, Within, even, nth
 
@@ -22,6 +28,10 @@ class RowBase(ABC):
 
     megatron: str
     hf: tuple[str, ...]
+    part: type[LayerPart] | None = field(default=None, kw_only=True)
+    """The kind of part that has the parameter, of which conditions and dimensions are attributes;
+    None: every layer, or the model.
+    """
     when: str = field(default="", kw_only=True)
     role: Role = field(default=Role.MATRIX, kw_only=True)
     keeps_dtype: bool = field(default=False, kw_only=True)
@@ -37,6 +47,10 @@ class RowBase(ABC):
     @property
     def ranges(self) -> Ranges | None:
         return None
+
+    def measure(self, arch: Architecture, dims: tuple[str | int, ...]) -> Shape:
+        """The sizes of these dimensions."""
+        return arch.shape(dims, self.part)
 
     def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
         return 0
@@ -54,6 +68,11 @@ class RowBase(ABC):
         """See `Row`."""
 
 
+def assign_part(part: type[LayerPart], *rows: RowBase) -> tuple[RowBase, ...]:
+    """The same rows, of parameters that parts of this kind have."""
+    return tuple(replace(row, part=part) for row in rows)
+
+
 @dataclass(frozen=True)
 class OneTensor(RowBase):
     """A row with one HF tensor of the dimensions `dims`: names or numbers."""
@@ -61,7 +80,7 @@ class OneTensor(RowBase):
     dims: tuple[str | int, ...]
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (arch.shape(self.dims),)
+        return (self.measure(arch, self.dims),)
 
 
 @dataclass(frozen=True)
@@ -69,10 +88,10 @@ class Whole(OneTensor):
     """Replicated: every tensor-parallel rank holds the whole tensor."""
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        return arch.shape(self.dims)
+        return self.measure(arch, self.dims)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        shape = arch.shape(self.dims)
+        shape = self.measure(arch, self.dims)
         return (Block(0, shape, ALL, shape, ALL),)
 
 
@@ -83,7 +102,7 @@ class Reshaped(Whole):
     hf_dims: tuple[str | int, ...] = field(kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (arch.shape(self.hf_dims),)
+        return (self.measure(arch, self.hf_dims),)
 
 
 @dataclass(frozen=True)
@@ -91,7 +110,7 @@ class Halves(Whole):
     """Replicated; the HF tensor has the halves of its second dimension in the other order."""
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        out, inner = arch.shape(self.dims)
+        out, inner = self.measure(arch, self.dims)
         view = (out, 2, inner // 2)
         return tuple(
             Block(0, view, (*ALL, nth(half, 1)), view, (*ALL, nth(1 - half, 1))) for half in (0, 1)
@@ -103,12 +122,12 @@ class Columns(OneTensor):
     """ColumnParallelLinear: the output dimension (first) is split over the ranks."""
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        rows, *tail = arch.shape(self.dims)
+        rows, *tail = self.measure(arch, self.dims)
         return (even(rows, size, self), *tail)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         local = self.local_shape(arch, size)
-        return (Block(0, arch.shape(self.dims), (nth(rank, local[0]),), local, ALL),)
+        return (Block(0, self.measure(arch, self.dims), (nth(rank, local[0]),), local, ALL),)
 
 
 @dataclass(frozen=True)
@@ -116,12 +135,12 @@ class Rows(OneTensor):
     """RowParallelLinear: the input dimension (second) is split over the ranks."""
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        out, inner = arch.shape(self.dims)
+        out, inner = self.measure(arch, self.dims)
         return (out, even(inner, size, self))
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         local = self.local_shape(arch, size)
-        return (Block(0, arch.shape(self.dims), (*ALL, nth(rank, local[1])), local, ALL),)
+        return (Block(0, self.measure(arch, self.dims), (*ALL, nth(rank, local[1])), local, ALL),)
 
 
 @dataclass(frozen=True)
@@ -130,19 +149,22 @@ class Qkv(RowBase):
 
     tail: tuple[str | int, ...]
     """Dimensions after the rows: ("hidden_size",) of a weight, () of a bias."""
+    part: type[LayerPart] | None = field(default=Attention, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        tail = arch.shape(self.tail)
-        return ((arch.query_size, *tail), (arch.kv_size, *tail), (arch.kv_size, *tail))
+        rows = self.measure(arch, ("query_size", "kv_size", "kv_size"))
+        return tuple((size, *self.measure(arch, self.tail)) for size in rows)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        return (even(arch.query_size + 2 * arch.kv_size, size, self), *arch.shape(self.tail))
+        rows = sum(rows for rows, *_ in self.hf_shapes(arch))
+        return (even(rows, size, self), *self.measure(arch, self.tail))
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        if arch.num_query_groups % size:
+        names = ("num_query_groups", "heads_per_group", "kv_channels")
+        groups, per, head, *tail = self.measure(arch, (*names, *self.tail))
+        if groups % size:
             return tuple(self.cuts(arch, rank, size))
-        groups, head, tail = arch.num_query_groups, arch.kv_channels, arch.shape(self.tail)
-        mine, per = groups // size, arch.heads_per_group
+        mine = groups // size
         fused = (mine, per + 2, head, *tail)
         return tuple(
             Block(part, (groups, heads, head, *tail), (nth(rank, mine),), fused, (*ALL, at))
@@ -158,7 +180,7 @@ class Qkv(RowBase):
         local, shapes = self.local_shape(arch, size), self.hf_shapes(arch)
         low, high = rank * local[0], (rank + 1) * local[0]
         whole = self.blocks(arch, 0, 1)
-        for group in range(arch.num_query_groups):
+        for group in range(whole[0].hf_view[0]):
             for block in whole:
                 (_, heads, head, *_), (_, fused, *_) = block.hf_view, block.shard_view
                 start = (group * fused + block.shard_index[1].start) * head
@@ -176,14 +198,14 @@ class GateUp(RowBase):
     dims: tuple[str | int, ...]
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (arch.shape(self.dims),) * 2
+        return (self.measure(arch, self.dims),) * 2
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        rows, *tail = arch.shape(self.dims)
+        rows, *tail = self.measure(arch, self.dims)
         return (2 * even(rows, size, self), *tail)
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        shape, local = arch.shape(self.dims), self.local_shape(arch, size)
+        shape, local = self.measure(arch, self.dims), self.local_shape(arch, size)
         mine = local[0] // 2
         return tuple(
             Block(part, shape, (nth(rank, mine),), local, (nth(part, mine),)) for part in (0, 1)
@@ -195,7 +217,7 @@ class Vocab(OneTensor):
     """Split over the vocabulary, padded with zero rows so that every rank holds the same number."""
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
-        _, *tail = arch.shape(self.dims)
+        _, *tail = self.measure(arch, self.dims)
         return (self._shard(arch, 0, size).rows, *tail)
 
     def pad_rows(self, arch: Architecture, rank: int, size: int) -> int:
@@ -206,17 +228,21 @@ class Vocab(OneTensor):
         first, real, _ = self._shard(arch, rank, size)
         if not real:
             return ()
-        shape, local = arch.shape(self.dims), self.local_shape(arch, size)
+        shape, local = self.measure(arch, self.dims), self.local_shape(arch, size)
         return (Block(0, shape, (slice(first, first + real),), local, (slice(0, real),)),)
 
     def _shard(self, arch: Architecture, rank: int, size: int) -> VocabShard:
-        return vocab_shard(arch.shape(self.dims)[0], rank, size)
+        return vocab_shard(self.measure(arch, self.dims)[0], rank, size)
 
 
 class ForwardingRow:
     """Forwards to the row `of`: the same parameter from other HF tensors, or a copy of it."""
 
     of: Row
+
+    @property
+    def part(self) -> type[LayerPart] | None:
+        return self.of.part
 
     @property
     def role(self) -> Role:

@@ -20,7 +20,6 @@ from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.composed import compose
 from megatron_policy.config.layout import (
-    Shape,
     checked_topology,
     equal_share,
     layer_split,
@@ -31,6 +30,7 @@ from megatron_policy.config.layout import (
 from megatron_policy.config.notes import notes_of
 from megatron_policy.config.parallel_sizes import engine_of, model_copies, parallel_sizes
 from megatron_policy.config.param_groups import ParamGroups
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Table as ModelTable
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.memory import (
@@ -193,8 +193,8 @@ def _as_data(checked: CheckedConfig) -> dict[str, Any]:
         "engine": engine_of(config).name.lower(),
         "precision": config.precision,
         "num_layers": shape.num_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_query_groups": shape.num_query_groups,
+        "num_attention_heads": shape.mixer.num_attention_heads,
+        "num_query_groups": shape.mixer.num_query_groups,
         "hidden_size": shape.hidden_size,
         "num_experts": None if shape.moe is None else shape.moe.experts,
         "ranks": topology.world_size,
@@ -244,8 +244,8 @@ def _summary(checked: CheckedConfig) -> Table:
         table.add_row("reference", printable(config.reference_model_name))
     table.add_row(
         "shape",
-        f"{architecture.num_layers} layers, {architecture.num_attention_heads} heads in "
-        f"{architecture.num_query_groups} groups, width {architecture.hidden_size}",
+        f"{architecture.num_layers} layers, {architecture.mixer.num_attention_heads} heads in "
+        f"{architecture.mixer.num_query_groups} groups, width {architecture.hidden_size}",
     )
     table.add_row("precision", config.precision)
     if not config.megatron_cfg.enabled:
@@ -281,7 +281,7 @@ def legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
         yield topology.world_size
 
 
-def _nearest_world_sizes(config: PolicyConfig, architecture: Shape, wanted: int) -> str:
+def _nearest_world_sizes(config: PolicyConfig, architecture: Architecture, wanted: int) -> str:
     """A line of a refusal: the numbers of ranks next to `wanted` that fit; "" if neither does."""
 
     legal = list(legal_world_sizes(config))

@@ -4,44 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.parallel_sizes import Engine, engine_of, parallel_sizes
-from megatron_policy.converters.architecture.traits import QkNorm
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
 if TYPE_CHECKING:
     from megatron_policy.config import MegatronConfig, PolicyConfig
-    from megatron_policy.converters.architecture.traits import Mla, Moe
+    from megatron_policy.converters.architecture import Architecture, Moe
 
 
 SMALLEST_BUCKET_BYTES = 4096
 """Of a rank's share of a refit's bucket."""
 
 _LOAD_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
-
-
-class Shape(Protocol):
-    """What a layout has to fit: the counts of a model that are split over parallel ranks."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_query_groups(self) -> int: ...
-    @property
-    def mlp_widths(self) -> tuple[int, ...]: ...
-    @property
-    def mlp_bias(self) -> bool: ...
-    @property
-    def qk_norm(self) -> QkNorm: ...
-    @property
-    def moe(self) -> Moe | None: ...
-    @property
-    def mla(self) -> Mla | None: ...
 
 
 def topology_of(config: PolicyConfig, world_size: int) -> Topology:
@@ -101,7 +79,7 @@ def mtp_layers(megatron: MegatronConfig) -> int:
 
 
 def checked_topology(
-    config: PolicyConfig, architecture: Shape, world_size: int, *, planned: bool = False
+    config: PolicyConfig, architecture: Architecture, world_size: int, *, planned: bool = False
 ) -> Topology:
     """The grid of `world_size` ranks, after `check_layout`."""
     topology = topology_of(config, world_size)
@@ -110,7 +88,7 @@ def checked_topology(
 
 
 def check_layout(
-    config: PolicyConfig, architecture: Shape, topology: Topology, *, planned: bool = False
+    config: PolicyConfig, architecture: Architecture, topology: Topology, *, planned: bool = False
 ) -> None:
     """Raise ConfigError listing, with legal values, where configuration, model and ranks do not
     fit. `planned` says that a driver may share out batches, unequally if it has to.
@@ -213,7 +191,7 @@ def microbatch_round(topology: Topology) -> int:
     return topology.pp if topology.vpp > 1 else 1
 
 
-def layer_split(config: PolicyConfig, architecture: Shape, topology: Topology) -> LayerSplit:
+def layer_split(config: PolicyConfig, architecture: Architecture, topology: Topology) -> LayerSplit:
     """Which layers each stage and chunk holds; ConfigError if there is no such split."""
     sizes = parallel_sizes(config)
     layers = architecture.num_layers
@@ -242,26 +220,25 @@ def _check_recomputation(config: PolicyConfig, split: LayerSplit) -> Iterator[st
 
 
 def _check_tensor_parallel(
-    config: PolicyConfig, architecture: Shape, topology: Topology
+    config: PolicyConfig, architecture: Architecture, topology: Topology
 ) -> Iterator[str]:
-    tp = topology.tp
-    heads, groups = architecture.num_attention_heads, architecture.num_query_groups
-    widths = architecture.mlp_widths
-    own = architecture.qk_norm in (QkNorm.EACH_HEAD, QkNorm.ALL_HEADS)
-    legal = [
-        size
-        for size in range(1, heads + 1)
-        if heads % size == 0
-        and not any(width % size for width in widths)
-        and (groups % size == 0 or (size % groups == 0 and not own))
-    ]
+    tp, parts = topology.tp, architecture.parts.values()
+    splits = dict.fromkeys(split for part in parts for split in part.splits)
+    most = max(split.count for split in splits)
+    legal = [size for size in range(1, most + 1) if all(split.allows(size) for split in splits)]
     if tp not in legal:
-        channels = f" and {' and '.join(map(str, widths))} feed-forward channels" if widths else ""
+        plain: dict[str, list[str]] = {}
+        others = []
+        for count, what, multiples in splits:
+            if multiples is None:
+                plain.setdefault(what, []).append(str(count))
+            else:
+                rule = "neither divides nor is a multiple of" if multiples else "does not divide"
+                others.append(f", or {rule} {count} {what}")
+        divided = " and ".join(f"{' and '.join(each)} {what}" for what, each in plain.items())
         yield (
-            f"policy.megatron_cfg.tensor_model_parallel_size={tp} does not divide {heads} "
-            f"attention heads{channels}, or "
-            f"{'does not divide' if own else 'neither divides nor is a multiple of'} {groups} "
-            f"key-value groups{', whose norms differ' if own else ''}: use one of {legal}"
+            f"policy.megatron_cfg.tensor_model_parallel_size={tp} does not divide {divided}"
+            f"{''.join(others)}: use one of {legal}"
         )
     if config.megatron_cfg.sequence_parallel and tp == 1:
         yield (
@@ -270,11 +247,13 @@ def _check_tensor_parallel(
         )
 
 
-def _check_experts(config: PolicyConfig, architecture: Shape, topology: Topology) -> Iterator[str]:
+def _check_experts(
+    config: PolicyConfig, architecture: Architecture, topology: Topology
+) -> Iterator[str]:
     """Report sizes that do not divide the experts, and what Megatron-Core splits over
     tensor-parallel ranks only conditionally, or not at all.
     """
-    moe, mla = architecture.moe, architecture.mla
+    moe = architecture.moe
     if moe is None:
         if topology.ep > 1:
             yield (
@@ -282,18 +261,17 @@ def _check_experts(config: PolicyConfig, architecture: Shape, topology: Topology
                 "experts, and this one has none: use 1"
             )
     else:
-        yield from _check_expert_shards(moe, architecture.mlp_bias, topology)
-    if topology.tp > 1 and (moe or mla) and not config.megatron_cfg.sequence_parallel:
-        present = " and ".join(
-            name for name, kind in (("experts", moe), ("latent attention", mla)) if kind is not None
-        )
+        yield from _check_expert_shards(moe, topology)
+    parts = reversed([*architecture.parts.values()])
+    present = " and ".join(filter(None, (part.needs_sequence_parallel for part in parts)))
+    if topology.tp > 1 and present and not config.megatron_cfg.sequence_parallel:
         yield (
             f"policy.megatron_cfg.tensor_model_parallel_size={topology.tp} with {present} needs "
             "policy.megatron_cfg.sequence_parallel=true: set it"
         )
 
 
-def _check_expert_shards(moe: Moe, biased: bool, topology: Topology) -> Iterator[str]:
+def _check_expert_shards(moe: Moe, topology: Topology) -> Iterator[str]:
     ep, etp = topology.ep, topology.expert_tp
     if moe.experts % ep:
         legal = [size for size in range(1, moe.experts + 1) if moe.experts % size == 0]
@@ -303,7 +281,7 @@ def _check_expert_shards(moe: Moe, biased: bool, topology: Topology) -> Iterator
         )
     key = "policy.megatron_cfg.expert_tensor_parallel_size"
     default = "" if topology.etp else " (not set, so it is tensor_model_parallel_size)"
-    if etp > 1 and biased:
+    if etp > 1 and moe.mlp_bias:
         yield (
             f"{key}={etp}{default} does not fit experts with biases, which Megatron-Core cannot "
             "split: set it to 1"
@@ -317,7 +295,7 @@ def _check_expert_shards(moe: Moe, biased: bool, topology: Topology) -> Iterator
         )
 
 
-def _check_routers(config: PolicyConfig, architecture: Shape) -> Iterator[str]:
+def _check_routers(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
     """Report settings of an expert router that are not supported."""
     megatron, moe = config.megatron_cfg, architecture.moe
     if moe is None:

@@ -11,8 +11,14 @@ from typing import Any
 from megatron_policy.config.layout import mtp_layers
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.config.policy_config import PolicyConfig
-from megatron_policy.converters.architecture import Architecture, ScalarHead
-from megatron_policy.converters.architecture.rotary import Rope
+from megatron_policy.converters.architecture import (
+    Architecture,
+    Attention,
+    Mlp,
+    Rope,
+    ScalarHead,
+    stack,
+)
 from megatron_policy.converters.formats.hf_config import (
     has_family,
     in_kind,
@@ -89,17 +95,19 @@ def _unlisted_table(config: Any, overrides: dict[str, Any]) -> Table:
         )
     heads = _first_count(config, _HEADS) or 1
     groups = _first_count(config, _GROUPS) or heads
-    architecture = Architecture(
-        num_layers=layers,
-        hidden_size=hidden,
-        vocab_size=vocab,
+    attention = Attention(
         num_attention_heads=heads,
         num_query_groups=groups if heads % groups == 0 else heads,
         kv_channels=2 * max(1, (_first_count(config, ("head_dim",)) or hidden // heads) // 2),
-        ffn_hidden_size=_first_count(config, _INNER) or 4 * hidden,
+        rope=Rope(10000.0),
+    )
+    mlp = Mlp(ffn_hidden_size=_first_count(config, _INNER) or 4 * hidden)
+    architecture = Architecture(
+        layers=stack(layers, attention, mlp),
+        hidden_size=hidden,
+        vocab_size=vocab,
         max_position_embeddings=_first_count(config, _POSITIONS) or _UNLIMITED,
         layernorm_epsilon=1e-6,
-        rope=Rope(10000.0),
         in_full=False,
         tied=bool(getattr(config, "tie_word_embeddings", False)),
     )

@@ -37,7 +37,7 @@ def notes_of(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
 
 def _note_lengths(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
     configured = config.max_total_sequence_length
-    positions = architecture.rope.positions(architecture.max_position_embeddings)
+    positions = architecture.positions
     if configured > positions:
         yield (
             f"rows of more than {positions} tokens are refused: the model has no more positions, "

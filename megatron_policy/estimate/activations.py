@@ -9,36 +9,67 @@ Recomputation in Large Transformer Models".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from megatron_policy.converters.architecture import Architecture, Mla, Norm
-from megatron_policy.converters.architecture.traits import QkNorm
-from megatron_policy.estimate.adapters import (
-    ATTENTION,
-    KV_DOWN,
-    KV_UP,
-    MLP,
-    MLP_READ_HIDDEN,
-    PROJ,
-    Q_DOWN,
-    Q_UP,
-    READ_HIDDEN,
-    Linears,
-    ModelAdapters,
-    RankTokens,
+from megatron_policy.converters.architecture import (
+    Architecture,
+    Attention,
+    Layer,
+    LayerPart,
+    Norm,
+    Norms,
 )
-from megatron_policy.estimate.attention import INT64, Core, CoreAttention, Kernels, MicrobatchShape
-from megatron_policy.estimate.mlp import Mlps
-from megatron_policy.estimate.states import FP32
+from megatron_policy.converters.architecture.part import (
+    FP32,
+    INT64,
+    CoreBytes,
+    Kernels,
+    Linears,
+    RankShare,
+    Tiles,
+)
+from megatron_policy.estimate.adapters import LayerTraining, ModelAdapters
+from megatron_policy.packing.multiples import round_up
+from megatron_policy.packing.tiles import tiles
+from megatron_policy.packing.tokens import PackedSequence, causal_pieces
 from megatron_policy.parallel.topology import Topology
-
-NO_CORE = Core(0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Half:
-    """Bytes that attention or the MLP of a layer keeps, with the norms around it."""
+class MicrobatchShape:
+    """`tokens` of a microbatch on one context-parallel rank, padding included, in sequences of
+    `length` before context parallelism; `positions` of them have cosines and sines of their own.
+    """
+
+    tokens: int
+    length: int
+    positions: int
+    packed: bool = False
+    """Sequences follow one another in one row."""
+
+
+@lru_cache(maxsize=4096)
+def _count_tiles(
+    batch: MicrobatchShape, window: int | None, explicit: bool, cp: int, rank: int
+) -> Tiles:
+    """The tiles of causal attention on context-parallel rank `rank`."""
+    whole = PackedSequence(0, round_up(batch.length, 2 * cp if cp > 1 else 1))
+    reach = None if window is None else window - 1
+    found = tiles(causal_pieces([whole], cp, rank), reach, explicit)
+    masked = {t.shape for t in found if t.reach is not None or t.queries not in (1, t.keys)}
+    sequences = max(1, batch.tokens * cp // batch.length)
+    return Tiles(
+        number=len(found) * (sequences if batch.packed else 1),
+        keys=sequences * sum(tile.keys for tile in found),
+        scores=sequences * sum(tile.queries * tile.keys for tile in found),
+        masks=sum(queries * keys for queries, keys, _ in masked),
+    )
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes that mixer or feed of a layer keeps, with the norms around it."""
 
     stream: int
     """The residual stream where it enters."""
@@ -47,17 +78,17 @@ class Half:
     norm_output: int
     """The input of the first linear layers, if they keep it."""
     inner: int
-    """Of the half itself, without core attention."""
-    core: Core = NO_CORE
-    after: int = 0
+    """Of the part itself, without core attention."""
+    core: CoreBytes
+    after: int
     """Of the norm after it."""
-    norm_apart: bool = False
+    norm_apart: bool
     """The norm before it is a module of its own, which can be computed again by itself."""
-    whole: bool = False
+    whole: bool
     """It is computed again as a whole where `mlp` is."""
-    norm_copies: bool = False
+    norm_copies: bool
     """The norm keeps a copy of its input."""
-    unkept: int = 0
+    unkept: int
     """The input of the first linear layers, if they do not keep it."""
 
     @property
@@ -90,25 +121,25 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Saved:
+class LayerBytes:
     """What one layer keeps."""
 
-    attention: Half
-    mlp: Half
+    mixer: SavedBytes
+    feed: SavedBytes
 
     @property
     def total(self) -> int:
         """Without recomputation."""
-        return self.attention.total + self.mlp.total
+        return self.mixer.total + self.feed.total
 
     def kept(self, modules: tuple[str, ...]) -> int:
         """Between the passes, if these modules are computed again."""
-        return self.attention.kept(modules) + self.mlp.kept(modules)
+        return self.mixer.kept(modules) + self.feed.kept(modules)
 
     def again(self, modules: tuple[str, ...]) -> int:
-        """The most during its backward pass, in which the MLP comes first."""
-        last = self.attention.again(modules)
-        return max(self.attention.kept(modules) + self.mlp.again(modules), last)
+        """The most during its backward pass, in which the feed comes first."""
+        last = self.mixer.again(modules)
+        return max(self.mixer.kept(modules) + self.feed.again(modules), last)
 
 
 @dataclass(frozen=True)
@@ -126,75 +157,86 @@ class LayerActivations:
     adapters: ModelAdapters | None = None
     """All that is trained, if there are any."""
 
-    def saved(self, layer: int, batch: MicrobatchShape, needed: bool = True) -> Saved:
-        """What decoder layer number `layer` keeps of a microbatch; numbers from `num_layers` on are
-        the layers for multi-token prediction. `needed` says whether its input needs gradients, as
+    def saved(self, number: int, batch: MicrobatchShape, needed: bool = True) -> LayerBytes:
+        """What decoder layer `number` keeps of a microbatch; numbers from `num_layers` on are the
+        layers for multi-token prediction. `needed` says whether its input needs gradients, as
         it does unless everything before it is frozen.
         """
-        linears = Linears.of(self.adapters, layer)
-        attention = self._attention(layer, batch, linears, needed)
-        if not self.arch.parallel:
-            needed = needed or linears.adapted(*ATTENTION)
-        return Saved(attention, self._mlp(layer, batch, linears, needed))
-
-    def _attention(
-        self, layer: int, batch: MicrobatchShape, linears: Linears, needed: bool
-    ) -> Half:
-        arch, core, hidden = self.arch, self._core(), self.hidden(batch)
-        norm = self.stream(batch) * self._norm(arch.hidden_size)
-        kept = linears.keep(*READ_HIDDEN) or (arch.parallel and linears.keep(*MLP_READ_HIDDEN))
-        projected = linears.keep(PROJ)
-        inside = needed or linears.adapted(*READ_HIDDEN, Q_UP, KV_UP)
-        context = core.context(batch) * projected
-        return Half(
-            stream=hidden,
-            norm=norm * arch.pre_norm * needed,
-            norm_output=hidden * kept,
-            inner=self._projections(layer, batch, linears, needed, inside)
-            + self._adapted(linears, ATTENTION, batch),
-            core=core.of_layer(layer, batch, projected) if inside else Core(context, context, 0),
-            after=norm * arch.post_norm * (needed or linears.adapted(*ATTENTION)),
-            norm_apart=self._norm_apart(arch.mla is not None),
-            norm_copies=self._copies_input(),
+        layer, training = self.arch.find_layer(number), LayerTraining.of(self.adapters, number)
+        parallel, share = layer.norms.parallel, self._share(batch, training)
+        read, also = (_names(part.list_linears(1)[:1]) for part in (layer.mixer, layer.feed))
+        kept = training.keep(*read) or (parallel and training.keep(*also))
+        mixer = self._save(layer.mixer, layer.norms, share, training, needed, kept)
+        if not parallel:
+            needed = needed or training.adapted(*_names(layer.mixer.list_linears(1)))
+        kept = training.keep(*also) or (layer.feed.keeps_input and needed)
+        return LayerBytes(
+            mixer, self._save(layer.feed, layer.norms, share, training, needed, kept, parallel)
         )
 
-    def _mlp(self, layer: int, batch: MicrobatchShape, linears: Linears, needed: bool) -> Half:
-        arch = self.arch
-        moe = arch.moe if arch.has_experts(layer) else None
-        entered = 0 if arch.parallel else self.hidden(batch)
-        norm = self.stream(batch) * self._norm(arch.hidden_size)
-        # Megatron-Core's router keeps its input, frozen or not.
-        kept = linears.keep(*MLP_READ_HIDDEN) or (moe is not None and needed)
-        return Half(
+    def _save(
+        self,
+        part: LayerPart,
+        norms: Norms,
+        share: RankShare,
+        training: LayerTraining,
+        needed: bool,
+        kept: bool,
+        shares_input: bool = False,
+    ) -> SavedBytes:
+        """What a part keeps; `kept` says whether its first linear layers keep their input, unless
+        it `shares_input` with another part.
+        """
+        norm = share.stream * share.norm(share.hidden_size)
+        entered = 0 if shares_input else share.width * share.hidden_size * share.stream
+        own, linears = part.count_kept(share, needed), part.list_linears(share.hidden_size)
+        adapters = training.count_adapters(linears, self.arch, self.topology, share)
+        te, fp32 = share.kernels.transformer_engine, share.width == FP32
+        plus_one = self.arch.norm is Norm.RMS_PLUS_ONE
+        copies = not (te or fp32 or self.arch.norm is Norm.LAYER)
+        return SavedBytes(
             stream=entered,
-            norm=0 if arch.parallel else norm * arch.pre_norm * needed,
+            norm=norm * norms.before * needed * (not shares_input),
             norm_output=entered * kept,
-            inner=self._mlps().of_layer(layer, self._tokens(batch), linears, needed)
-            + self._adapted(linears, MLP, batch),
-            after=norm * arch.post_norm * (needed or linears.adapted(*MLP)),
-            norm_apart=self._norm_apart(moe is not None),
-            whole=moe is None,  # Megatron-Core computes no mixture of experts again
-            norm_copies=self._copies_input(),
+            inner=own.inner + adapters,
+            core=own.core,
+            after=norm * norms.after * (needed or training.adapted(*_names(linears))),
+            # Transformer Engine has it inside the linear layer that follows it.
+            norm_apart=norms.before and not norms.parallel and (part.norm_apart or not te),
+            whole=part.computed_again,
+            norm_copies=copies and (plus_one or not share.kernels.fused_norm),
             unkept=entered * (not kept),
         )
 
-    def kind(self, layer: int) -> tuple[bool | int, ...]:
-        """What decides how much decoder layer number `layer` keeps, besides its input."""
-        arch = self.arch
-        rotated = arch.rope_of(layer) is not None
-        own = -1 if self.adapters is None else layer
-        return arch.has_window(layer), arch.has_experts(layer), rotated, own
+    def _share(self, batch: MicrobatchShape, training: LayerTraining) -> RankShare:
+        at = self.topology
+
+        def count(window: int | None, explicit: bool) -> Tiles:
+            return _count_tiles(batch, window, explicit, at.cp, self.rank)
+
+        return RankShare(
+            stream=self.stream(batch),
+            whole=batch.tokens,
+            positions=batch.positions,
+            hidden_size=self.arch.hidden_size,
+            width=self.width,
+            tp=at.tp,
+            cp=at.cp,
+            expert_tp=at.expert_tp,
+            sequence_parallel=self.sequence_parallel,
+            kernels=self.kernels,
+            training=training,
+            tiles=count,
+            norm=self._norm,
+        )
+
+    def kind(self, number: int) -> tuple[Layer, int]:
+        """What decides how much a decoder layer keeps, besides its input."""
+        return self.arch.find_layer(number), -1 if self.adapters is None else number
 
     def adapts(self, layer: int) -> bool:
         """Whether a layer has adapters."""
         return self.adapters is not None and bool(self.adapters.layers[layer])
-
-    def _norm_apart(self, always: bool) -> bool:
-        """Whether the norm before a half is a module of its own: `always`, or unless Transformer
-        Engine has it inside the linear layer that follows it.
-        """
-        apart = self.arch.pre_norm and not self.arch.parallel
-        return apart and (always or not self.kernels.transformer_engine)
 
     def stream(self, batch: MicrobatchShape) -> int:
         """Tokens of the residual stream on a rank."""
@@ -207,11 +249,11 @@ class LayerActivations:
 
     def angles(self, batch: MicrobatchShape) -> int:
         """Bytes of the rotary angles, which layers that are computed again keep between them."""
-        arch = self.arch
-        if arch.mla is not None:
+        attention = self.arch.find_part(Attention)
+        if attention is None:
             return 0
-        ropes = {rope for rope in (arch.rope, arch.window_rope) if rope is not None}
-        return batch.positions * sum(rope.size(arch.kv_channels) for rope in ropes) * FP32
+        sizes = (rope.size(attention.kv_channels) for rope in self.arch.ropes)
+        return batch.positions * sum(sizes) * FP32
 
     def embedding(self, batch: MicrobatchShape) -> int:
         """Bytes that the embedding keeps, unless it is frozen."""
@@ -235,23 +277,6 @@ class LayerActivations:
             return own, own
         return 2 * self.hidden(batch), 2 * self.hidden(batch) + own
 
-    def _tokens(self, batch: MicrobatchShape) -> RankTokens:
-        """The tensor-parallel ranks of an expert gather their tokens."""
-        own, moe = self.stream(batch), self.arch.moe
-        gathered = self.topology.expert_tp if self.sequence_parallel else 1
-        return RankTokens(own, batch.tokens, 0 if moe is None else own * moe.chosen * gathered)
-
-    def _adapted(self, linears: Linears, names: Sequence[str], batch: MicrobatchShape) -> int:
-        """Bytes of the adapters beside these linear layers, without the inputs that they keep."""
-        mask = 1 if self.kernels.fused_dropout else self.width
-        return linears.kept(names, self.arch, self.topology, self._tokens(batch), self.width, mask)
-
-    def _mlps(self) -> Mlps:
-        return Mlps(self.arch, self.topology, self.width, self.kernels.fused_activation)
-
-    def _core(self) -> CoreAttention:
-        return CoreAttention(self.arch, self.topology, self.width, self.kernels, self.rank)
-
     def _norm(self, size: int) -> int:
         """Bytes per vector of a norm, without its output. A weight that is not trained needs none
         of what it is multiplied with.
@@ -267,50 +292,6 @@ class LayerActivations:
         own = self.width if self.kernels.fused_norm else FP32
         return own * size + FP32 + self.width * size * weighted
 
-    def _copies_input(self) -> bool:
-        """Whether norms keep their inputs in fp32."""
-        if self.kernels.transformer_engine or self.arch.norm is Norm.LAYER or self.width == FP32:
-            return False
-        return self.arch.norm is Norm.RMS_PLUS_ONE or not self.kernels.fused_norm
 
-    def _projections(
-        self, layer: int, batch: MicrobatchShape, linears: Linears, needed: bool, inside: bool
-    ) -> int:
-        """Between the norm and core attention, whose inputs need gradients if it is `inside`."""
-        arch = self.arch
-        channels = arch.mla.qk_rope_head_dim if arch.mla else arch.kv_channels
-        rope = arch.rope_of(layer) if layer < arch.num_layers else arch.rope
-        rotated = 0
-        if rope is not None and inside and not self.kernels.fused_rope:
-            # Cosine and sine, of queries and of keys, anew in each layer.
-            rotated = 4 * batch.positions * rope.size(channels) * self.width
-        if arch.mla is not None:
-            return rotated + self._compressed(arch.mla, batch, linears, needed)
-        return rotated + batch.tokens * self._query_norms() * inside
-
-    def _query_norms(self) -> int:
-        """Bytes per token of the norms of queries and keys."""
-        arch = self.arch
-        heads, groups = self._core().heads()
-        channels = (heads + groups) * arch.kv_channels
-        factors = (1 + int(self.adapters is None)) * FP32 * channels
-        match arch.qk_norm:
-            case QkNorm.NONE:
-                return 0
-            case QkNorm.ALL_HEADS:  # the input and what the weight multiplies, and the square's sum
-                return factors + 2 * FP32 * 2
-            case QkNorm.EACH_HEAD:
-                return factors + 2 * FP32 * (heads + groups)
-        return (heads + groups) * self._norm(arch.kv_channels)
-
-    def _compressed(self, mla: Mla, batch: MicrobatchShape, linears: Linears, needed: bool) -> int:
-        """Compressed vectors go through a norm, whose output the expanding projection keeps."""
-        kept = 0
-        for down, up, size in (
-            (KV_DOWN, KV_UP, mla.kv_lora_rank),
-            (Q_DOWN, Q_UP, mla.q_lora_rank or 0),
-        ):
-            if size:
-                kept += self._norm(size) * (needed or linears.adapted(down))
-                kept += self.width * size * linears.keep(up)
-        return self.stream(batch) * kept
+def _names(linears: Linears) -> list[str]:
+    return [linear.name for group in linears for linear in group]

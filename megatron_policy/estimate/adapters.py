@@ -11,38 +11,18 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.trained import PeftConfig
 from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture.part import Linears, Place, RankShare
 from megatron_policy.converters.rows import Row
 from megatron_policy.converters.rows.adapter_rows import Concatenated
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.estimate.states import ModelRows
 from megatron_policy.parallel.topology import Topology
-
-QKV, PROJ, FC1, FC2 = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-EXPERT_FC1, EXPERT_FC2 = "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"
-SHARED_FC1, SHARED_FC2 = "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"
-Q_PROJ, Q_DOWN, Q_UP, KV_DOWN, KV_UP = (
-    f"self_attention.linear_{name}"
-    for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
-)
-"""Linear layers by Megatron-Core's names, within a decoder layer; experts share theirs."""
-
-READ_HIDDEN = (QKV, Q_PROJ, Q_DOWN, KV_DOWN)
-"""Those of attention that read what enters it; MLA has other ones than the rest."""
-ATTENTION = (*READ_HIDDEN, Q_UP, KV_UP, PROJ)
-MLP_READ_HIDDEN = (FC1, EXPERT_FC1, SHARED_FC1)
-MLP = (*MLP_READ_HIDDEN, FC2, EXPERT_FC2, SHARED_FC2)
 
 _NAME = re.compile(r"decoder\.layers\.\d+\.(.+)\.weight")
 _EXPERT = re.compile(r"local_experts\.\d+\.")
@@ -129,28 +109,17 @@ def linear_of(weight: str) -> str:
     return _EXPERT.sub("", found[1])
 
 
-class RankTokens(NamedTuple):
-    """How many tokens of a microbatch a rank has."""
-
-    stream: int
-    """In the residual stream."""
-    whole: int
-    """Where tensor-parallel ranks have split channels."""
-    routed: int
-    """Of its experts."""
-
-
 @dataclass(frozen=True)
-class Linears:
-    """The linear layers of a decoder layer: frozen beside `adapters`, or trained without any."""
+class LayerTraining:
+    """What of a decoder layer has gradients: all of it, or `adapters` beside frozen weights."""
 
     adapters: LinearAdapters | None
     drops: bool = False
     before: bool = False
 
     @classmethod
-    def of(cls, adapters: ModelAdapters | None, layer: int) -> Linears:
-        """Those of decoder layer number `layer`."""
+    def of(cls, adapters: ModelAdapters | None, layer: int) -> LayerTraining:
+        """That of decoder layer number `layer`."""
         if adapters is None:
             return cls(None)
         return cls(adapters.layers[layer], adapters.dropout, adapters.before)
@@ -170,28 +139,18 @@ class Linears:
         """Whether one of these has an adapter."""
         return self.adapters is not None and any(name in self.adapters for name in names)
 
-    def kept(
-        self,
-        names: Iterable[str],
-        arch: Architecture,
-        topology: Topology,
-        tokens: RankTokens,
-        width: int,
-        mask: int,
+    def count_adapters(
+        self, linears: Linears, arch: Architecture, topology: Topology, share: RankShare
     ) -> int:
-        """Bytes of the adapters beside these linear layers, without the inputs that they keep.
-        `width` is that of an activation, `mask` of an element that may be dropped.
-        """
-        total, own = 0, self.adapters or {}
-        for name in names:
-            if name not in own:
-                continue
+        """Bytes of the adapters beside these linear layers, without the inputs that they keep."""
+        total, own, width = 0, self.adapters or {}, share.width
+        mask = 1 if share.kernels.fused_dropout else width
+        for linear in (each for group in linears for each in group if each.name in own):
             shards, copies = topology.tp, 1
-            if name in (EXPERT_FC1, EXPERT_FC2):
-                assert arch.moe is not None
-                shards, copies = topology.expert_tp, arch.moe.experts // topology.ep
-            into, out = _places(name, tokens)
-            adapter = own[name]
+            if linear.into is Place.ROUTED:
+                shards, copies = topology.expert_tp, linear.experts // topology.ep
+            into, out = (share.tokens(at, linear.chosen) for at in (linear.into, linear.out))
+            adapter = own[linear.name]
             spread = copies * adapter.spread(arch, shards)
             total += width * (out * adapter.vector(arch) + spread)
             inputs, outputs = adapter.sizes(arch, shards)
@@ -200,14 +159,3 @@ class Linears:
             elif self.drops:
                 total += out * outputs * mask
         return total
-
-
-def _places(name: str, tokens: RankTokens) -> tuple[int, int]:
-    """How many tokens are at a linear layer's inputs, and at its outputs."""
-    if name in (EXPERT_FC1, EXPERT_FC2):
-        return tokens.routed, tokens.routed
-    if name in (Q_DOWN, KV_DOWN):  # on all ranks whole
-        return tokens.stream, tokens.stream
-    if name in (PROJ, FC2, SHARED_FC2):
-        return tokens.whole, tokens.stream
-    return tokens.stream, tokens.whole

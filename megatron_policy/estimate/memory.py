@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.layout import layer_split, microbatch_round
-from megatron_policy.converters.architecture import Activation, Architecture, padded_vocab
+from megatron_policy.converters.architecture import Activation, Architecture, Mla, padded_vocab
 from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
-from megatron_policy.estimate.activations import LayerActivations
+from megatron_policy.converters.architecture.part import Kernels
+from megatron_policy.estimate.activations import LayerActivations, MicrobatchShape
 from megatron_policy.estimate.adapters import ModelAdapters
-from megatron_policy.estimate.attention import Kernels, MicrobatchShape
 from megatron_policy.estimate.recomputation import chunk_activations
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import (
@@ -36,8 +36,7 @@ _SEARCHED_STRIPS = 4
 
 def longest_row(config: PolicyConfig, architecture: Architecture) -> int:
     """The most tokens that a row can have: of the configuration and of the model's positions."""
-    positions = architecture.rope.positions(architecture.max_position_embeddings)
-    return min(config.max_total_sequence_length, positions)
+    return min(config.max_total_sequence_length, architecture.positions)
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,11 @@ def kernels_of(config: PolicyConfig, arch: Architecture, accelerated: bool) -> K
     megatron = config.megatron_cfg
     with_te = accelerated and megatron.transformer_impl != "local"
     with_te = with_te and not megatron.peft.enabled and not beyond_transformer_engine(arch)
-    swiglu = arch.gated and arch.activation is Activation.SILU
+    swiglu = arch.feed.gated and arch.feed.activation is Activation.SILU
     return Kernels(
         transformer_engine=with_te,
         fused_activation=accelerated and megatron.bias_activation_fusion and swiglu,
-        fused_rope=with_te and megatron.apply_rope_fusion and arch.mla is None,
+        fused_rope=with_te and megatron.apply_rope_fusion and arch.find_part(Mla) is None,
         fused_norm=accelerated,
         fused_dropout=accelerated,
         one_call=accelerated,

@@ -167,7 +167,7 @@ def plan_of(
 
 def _check_positions(arch: Architecture, length: int) -> None:
     """ConfigError if rows of `length` tokens need more positions than the model has."""
-    positions = arch.rope.positions(arch.max_position_embeddings)
+    positions = arch.positions
     if length > positions:
         raise ConfigError(
             f"rows of {length} tokens are longer than the model's {positions} positions: use "
@@ -216,7 +216,8 @@ def search(
     plans = []
     written = base.get("megatron_cfg") or {}
     kept = {key: value for key, value in written.items() if key not in SEARCHED}
-    for keys in _layouts(rows.architecture, world_size, length or _length(base)):
+    longest = length or int(base.get("max_total_sequence_length", LEAST_TOKENS))
+    for keys in _layouts(rows.architecture, world_size, longest):
         megatron = {**kept, **keys}
         try:
             config = PolicyConfig.parse({**base, "megatron_cfg": megatron})
@@ -239,10 +240,6 @@ def search(
     )
 
 
-def _length(base: Mapping[str, Any]) -> int:
-    return int(base.get("max_total_sequence_length", LEAST_TOKENS))
-
-
 def _layouts(arch: Architecture, ranks: int, length: int) -> Iterator[dict[str, Any]]:
     """Keys of `megatron_cfg` for each layout to try; most are legal."""
     for tp in _powers(NODE):
@@ -251,8 +248,10 @@ def _layouts(arch: Architecture, ranks: int, length: int) -> Iterator[dict[str, 
                 if pp > arch.num_layers:
                     continue
                 per_stage = ranks // pp
+                experts = [1] if arch.moe is None else _divisors(arch.moe.experts)
+                experts = [ep for ep in experts if per_stage % ep == 0]
                 for split in _splits(arch.num_layers, pp):
-                    for ep in _expert_ranks(arch, per_stage):
+                    for ep in experts:
                         for recompute in _RECOMPUTATIONS:
                             sizes = {"tp": tp, "sequence_parallel": tp > 1, "cp": cp, "pp": pp}
                             experts = {"ep": ep, "etp": 1} if arch.moe else {}
@@ -273,12 +272,6 @@ def _splits(layers: int, pp: int) -> Iterator[dict[str, int]]:
     for chunks in (1, 2, 4) if pp > 1 else (1,):
         if each % chunks == 0:
             yield {"vpp": chunks}
-
-
-def _expert_ranks(arch: Architecture, per_stage: int) -> list[int]:
-    if arch.moe is None:
-        return [1]
-    return [n for n in _divisors(arch.moe.experts) if per_stage % n == 0]
 
 
 def _powers(most: int) -> list[int]:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_policy.config import MegatronConfig
-from megatron_policy.estimate.activations import LayerActivations
-from megatron_policy.estimate.attention import MicrobatchShape
+from megatron_policy.estimate.activations import LayerActivations, MicrobatchShape
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Source of the sizes of buffers: Megatron-Core's `param_and_grad_buffer`, `distri
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
@@ -14,12 +15,12 @@ from typing import NamedTuple
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture.part import FP32
 from megatron_policy.converters.rows.blocks import Row, of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.converters.table import EMBEDDING, LAYER, Entry, Table
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
-FP32 = 4
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by the name of its dtype."""
 
@@ -129,16 +130,7 @@ class _Held(NamedTuple):
     def plus(self, other: _Held) -> _Held:
         dense, expert = self.dense.plus(other.dense), self.expert.plus(other.expert)
         shared = self.shared.plus(other.shared)
-        return _Held(
-            dense,
-            expert,
-            shared,
-            self.fixed + other.fixed,
-            self.frozen + other.frozen,
-            self.frozen_expert + other.frozen_expert,
-            self.copied + other.copied,
-            self.copied_expert + other.copied_expert,
-        )
+        return _Held(dense, expert, shared, *map(operator.add, self[3:], other[3:]))
 
 
 _Rows = tuple[tuple[Row, bool], ...]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, Moe
 from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.devices import DeviceFigures
 from megatron_policy.estimate.flops import BACKWARD, forward_flops, model_flops
@@ -128,8 +128,8 @@ def pass_seconds(
                 if settings.recompute_granularity == "selective":
                     modules = settings.recompute_modules or ()
                     backward += of.attention * ("core_attn" in modules)
-                    # Megatron-Core computes no mixture of experts again.
-                    backward += of.mlp * ("mlp" in modules and not arch.has_experts(layer))
+                    again = arch.layers[layer].feed.computed_again
+                    backward += of.mlp * ("mlp" in modules and again)
             passes[-1].append((forward, backward))
     forward, backward = passes[-1][-1]
     forward += flops.head + flops.mtp
@@ -146,77 +146,42 @@ def _traffic(
     states: States,
 ) -> dict[str, int]:
     """Bytes that the busiest rank sends in a step, by axis."""
-    width = WIDTHS[config.precision]
-    batch = batch_shape.microbatch(topology)
-    microbatches = batch_shape.microbatches(topology)
-    layers = max(
-        (layer for stage in layer_split(config, arch, topology).stages for layer in [stage]),
-        key=lambda chunks: sum(map(len, chunks)),
-    )
-    held = [layer for chunk in layers for layer in chunk]
-    experts = sum(arch.has_experts(layer) for layer in held)
-    hidden = batch.tokens * arch.hidden_size * width
-    passes = 2 + int(config.megatron_cfg.recompute_granularity == "full")
-    sequence = config.megatron_cfg.sequence_parallel
-    # Frozen weights have no gradients, for which inputs would be gathered again.
-    again = sequence and not config.megatron_cfg.peft.enabled
+    at, settings, precisions = topology, config.megatron_cfg, Precisions.of(config)
+    batch, microbatches = batch_shape.microbatch(at), batch_shape.microbatches(at)
+    stages = layer_split(config, arch, at).stages
+    held = max(([arch.layers[n] for chunk in chunks for n in chunk] for chunks in stages), key=len)
+    experts = [layer.feed for layer in held if isinstance(layer.feed, Moe)]
+    token = batch.tokens * WIDTHS[config.precision]
+    hidden, split = token * arch.hidden_size, at.tp if settings.sequence_parallel else 1
+    passes = 2 + int(settings.recompute_granularity == "full")
+    # Each linear pair gathers and reduces in each pass; experts' ranks have traffic of their own.
+    # With sequence parallelism the backward pass gathers the input again, unless weights are
+    # frozen, which have no gradients.
+    pairs = 2 * len(held) - len(experts)
+    collectives = 2 * pairs * passes
+    if settings.sequence_parallel and not settings.peft.enabled:
+        collectives += pairs
+    # Keys and values visit all ranks; their gradients come back.
+    exchanged = sum(layer.mixer.count_exchanged(at.tp) for layer in held)
+    # A pass sends each token to its experts and back; the ranks that split an expert gather what
+    # each got.
+    spread = _share(at.ep) + (at.expert_tp - 1)
+    routed = sum(int(2 * (hidden / split * moe.chosen) * spread) for moe in experts)
+    # Gradients are reduced, and parameters or gradients gathered: those of experts over the ranks
+    # that hold copies of them, all others over all replicas.
+    gathered = precisions.parameter if precisions.distributed else precisions.gradient
+    dense = (states.gradients - states.expert_gradients) * _share(at.dp * at.cp)
+    reduced = dense + states.expert_gradients * _share(at.edp)
     return {
-        "tp": microbatches * _tensor(len(held), experts, hidden, topology, passes, again),
-        "cp": microbatches * len(held) * _context(arch, topology, batch.tokens, width, passes),
-        "ep": microbatches * experts * passes * _experts(arch, topology, hidden, sequence),
-        "pp": microbatches * _pipeline(topology, hidden, sequence),
-        "dp": _data(topology, states, Precisions.of(config)),
+        "tp": microbatches * int(collectives * hidden * _share(at.tp)),
+        "cp": microbatches * (passes + 1) * (at.cp - 1) * token * exchanged,
+        "ep": microbatches * passes * routed,
+        # Each chunk sends its output on, and a gradient back.
+        "pp": microbatches * (2 * at.vpp * hidden // split) * (at.pp > 1),
+        "dp": int((1 + gathered / precisions.gradient) * reduced),
     }
 
 
 def _share(size: int) -> float:
     """What a rank sends of what a collective of `size` ranks gathers or reduces."""
     return (size - 1) / size
-
-
-def _tensor(
-    layers: int, experts: int, hidden: int, topology: Topology, passes: int, again: bool
-) -> int:
-    """Each linear pair gathers and reduces in each pass; with sequence parallelism the backward
-    pass gathers its input `again`. Experts' ranks have traffic of their own.
-    """
-    pairs = 2 * layers - experts
-    inputs = pairs if again else 0
-    return int((2 * pairs * passes + inputs) * hidden * _share(topology.tp))
-
-
-def _context(arch: Architecture, topology: Topology, tokens: int, width: int, passes: int) -> int:
-    """Keys and values visit all ranks; their gradients come back."""
-    keys = 2 * max(arch.kv_size // topology.tp, arch.kv_channels)
-    if arch.mla is not None:
-        heads = arch.num_attention_heads // topology.tp
-        keys = heads * (arch.kv_channels + arch.mla.v_head_dim)
-    return int((passes + 1) * (topology.cp - 1) * tokens * keys * width)
-
-
-def _experts(arch: Architecture, topology: Topology, hidden: int, sequence: bool) -> int:
-    """A pass sends each token to its experts and back; the ranks that split an expert gather what
-    each got.
-    """
-    if arch.moe is None:
-        return 0
-    own = hidden / (topology.tp if sequence else 1) * arch.moe.chosen
-    return int(2 * own * (_share(topology.ep) + (topology.expert_tp - 1)))
-
-
-def _pipeline(topology: Topology, hidden: int, sequence: bool) -> int:
-    """Each chunk sends its output on, and a gradient back."""
-    if topology.pp == 1:
-        return 0
-    return 2 * topology.vpp * hidden // (topology.tp if sequence else 1)
-
-
-def _data(topology: Topology, states: States, precisions: Precisions) -> int:
-    """Gradients are reduced, and parameters or gradients gathered: those of experts over the ranks
-    that hold copies of them, all others over all replicas.
-    """
-    gathered = precisions.parameter if precisions.distributed else precisions.gradient
-    both = 1 + gathered / precisions.gradient
-    dense = states.gradients - states.expert_gradients
-    shared = dense * _share(topology.dp * topology.cp)
-    return int(both * (shared + states.expert_gradients * _share(topology.edp)))

@@ -102,7 +102,7 @@ def _model(config: PolicyConfig, engine: TrainingEngine) -> Iterator[str]:
     head = "" if arch.head is None else ", with a scalar head"
     yield (
         f"{engine.table.family}: {arch.num_layers} layers of width {arch.hidden_size}, "
-        f"{arch.num_attention_heads} heads{experts}, vocabulary of {arch.vocab_size}{head}"
+        f"{arch.mixer.num_attention_heads} heads{experts}, vocabulary of {arch.vocab_size}{head}"
     )
     yield f"from {config.model_name}"
     if config.reference_model_name is not None:

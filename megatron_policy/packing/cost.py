@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_policy.converters.architecture import Architecture
+
 Cost = Callable[[int], float]
 """The cost of a sequence of this many tokens; increases with it, 0 for 0 tokens."""
 
 
-def sequence_cost(hidden_size: int) -> Cost:
+def sequence_cost(architecture: Architecture) -> Cost:
     """The cost L + L^2 / 6h of a sequence of L tokens, in tokens of a very short one.
 
     A layer of width h multiplies each token with 12 h^2 weights (4 h^2 of attention, 8 h^2 of an
@@ -19,7 +21,9 @@ def sequence_cost(hidden_size: int) -> Cost:
     "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", appendix.
     """
 
+    width = architecture.hidden_size
+
     def cost(length: int) -> float:
-        return length * (1 + length / (6 * hidden_size))
+        return length * (1 + length / (6 * width))
 
     return cost

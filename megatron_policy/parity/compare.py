@@ -104,7 +104,7 @@ def _bind_table(model: str) -> Table:
 
 
 def _check(arch: Architecture, tokens: int, world: int) -> None:
-    most = arch.rope.positions(arch.max_position_embeddings)
+    most = arch.positions
     if not 2 <= tokens <= most:
         raise ConfigError(f"{tokens} tokens: the model takes up to {most}, and a logprob needs 2")
     if 0 < accelerators() < world:

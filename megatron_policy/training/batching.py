@@ -78,7 +78,7 @@ class Batcher:
         """The batcher that the configuration asks for, for this model."""
         architecture = table.architecture
         multiples, training = multiples_of(config), batching_of(config, training=True)
-        cost = sequence_cost(architecture.hidden_size)
+        cost = sequence_cost(architecture)
         estimator = Estimator(
             architecture,
             topology,

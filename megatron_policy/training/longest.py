@@ -30,7 +30,7 @@ class Longest:
     @classmethod
     def of(cls, config: PolicyConfig, architecture: Architecture) -> Longest:
         """The limits of `config` and of this model."""
-        positions = architecture.rope.positions(architecture.max_position_embeddings)
+        positions = architecture.positions
         multiple = config.make_sequence_length_divisible_by
         return cls(config.max_total_sequence_length, positions, multiple)
 

@@ -85,7 +85,7 @@ class BatchDispatcher:
             architecture.vocab_size,
             training,
             scoring,
-            sequence_cost(architecture.hidden_size),
+            sequence_cost(architecture),
             Longest.of(config, architecture),
             RouterReplay.of(config, architecture),
             architecture.head,

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_policy.cli import app
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, Attention, Mlp
 from megatron_policy.converters.config_fields import rope_fields
 from megatron_policy.converters.families.shared import dense, experts, mla, mtp, norm_rows
 from megatron_policy.converters.registry import family_of
@@ -150,11 +150,13 @@ def test_a_row_that_is_left_out_is_named_as_the_document_says(models, tmp_path) 
     assert said.startswith(blocks("text")[1].strip()), said
 
 
-def test_the_document_lists_every_attribute_of_an_architecture_with_its_default() -> None:
+def test_the_document_lists_every_attribute_of_a_model_and_its_parts_with_its_default() -> None:
     text = (ROOT / DOCUMENT).read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| .+ \|$", text, re.MULTILINE)
     listed = {name: default.strip("`") for name, default in rows}
-    for field in dataclasses.fields(Architecture):
+    for field in (
+        each for kind in (Attention, Mlp, Architecture) for each in dataclasses.fields(kind)
+    ):
         default = field.default
         required = default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         said = str(default) if isinstance(default, enum.Enum) else repr(default)

@@ -176,7 +176,7 @@ def test_rotary_settings_can_be_in_the_words_of_any_release(
     whole = {"rope_type": "default"} | own | {"rope_theta": base} | scaling
     whole = given.get("rope_parameters", whole)
     assert table.overrides == ({"rope_parameters": whole} if newer else in_older)
-    rope = table.architecture.rope
+    rope = table.architecture.mixer.rope
     assert rope.base == base and (rope.scaling is not None) == bool(scaling)
 
 

@@ -19,10 +19,10 @@ from megatron_policy.checkpoint.contents import Contents
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.adapters import trained_table
 from megatron_policy.config.layout import layer_split, topology_of
+from megatron_policy.converters.architecture.part import Kernels
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.engines.megatron.optimizer_shards import optimizer_shards
-from megatron_policy.estimate.attention import Kernels
 from megatron_policy.estimate.memory import BatchShape, activation_bytes
 from megatron_policy.estimate.states import (
     FP32,

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.model_table import model_table
+from megatron_policy.converters.architecture import attention
 from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.flops import model_flops
 from tests.dist.cases import open_policy
@@ -155,7 +156,7 @@ def test_a_plan_counts_the_operations_that_torch_counts(
     lengths, predicted = [of.length] * of.rows, of.rows * (of.length - 1)
     adapters = ModelAdapters.of_model(config, table)
     assert told == model_flops(table.architecture, lengths, predicted, adapters)
-    monkeypatch.setattr("megatron_policy.estimate.flops.visible_pairs", lambda *_: 0)
+    monkeypatch.setattr(attention, "count_visible_pairs", lambda *_: 0)
     without_attention = model_flops(table.architecture, lengths, predicted, adapters)
     assert without_attention == pytest.approx(counted, rel=0.02)
     whole = model_flops(table.architecture, lengths, predicted)

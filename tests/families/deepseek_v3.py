@@ -1,7 +1,7 @@
 import math
 from random import Random
 
-from megatron_policy.converters.architecture.traits import Mla, Scoring
+from megatron_policy.converters.architecture import Mla, Rope, Scoring
 from tests.samples import YARN, Fields, Samples, make_moe, parse_published
 
 SIGMOID_FIELDS = {
@@ -41,7 +41,15 @@ SIGMOID = make_moe(
     correction_bias=True,
     shared_ffn_hidden_size=16,
 )
-LATENT = Mla(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10)
+LATENT = Mla(
+    num_attention_heads=4,
+    rope=Rope(1e4),
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=10,
+)
 
 
 def draw_sigmoid(random: Random, sizes: Fields) -> Fields:

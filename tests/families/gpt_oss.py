@@ -43,7 +43,11 @@ SAMPLES = Samples(
             {"rope_theta": 1e4, "rope_scaling": {"rope_type": "default"}},
             {
                 "moe": make_moe(
-                    ffn_hidden_size=24, scoring=Scoring.SOFTMAX_OF_CHOSEN, router_bias=True
+                    ffn_hidden_size=24,
+                    scoring=Scoring.SOFTMAX_OF_CHOSEN,
+                    router_bias=True,
+                    activation=Activation.CLAMPED_SWIGLU,
+                    mlp_bias=True,
                 ),
                 "activation": Activation.CLAMPED_SWIGLU,
                 "attention_sinks": True,

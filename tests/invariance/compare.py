@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture.traits import Moe
+from megatron_policy.converters.architecture import Moe
 from megatron_policy.converters.formats.hf_files import read_config
 from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import bind

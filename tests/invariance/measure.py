@@ -16,7 +16,6 @@ from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.training.sharding import shard_by_plan
 from tests.dist.cases import learned_weights, open_policy
-from tests.dist.layouts import SIZES
 from tests.invariance import cases, losses
 
 LOSSES = {
@@ -76,6 +75,6 @@ def own_rows(
         data["input_lengths"].tolist(),
         batching_of(policy.config, training),
         policy.topology,
-        sequence_cost(SIZES["hidden"]),
+        sequence_cost(policy._engine.table.architecture),
         size,
     ).shards[rank]

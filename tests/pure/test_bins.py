@@ -19,6 +19,7 @@ from megatron_policy.packing.bins import (
 )
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.packing.dynamic import dynamic_bins
+from tests.pure.test_rows import model
 
 CAPACITY = 60
 ALGORITHMS = [
@@ -29,7 +30,7 @@ ALGORITHMS = [
     "first_fit_shuffle",
     "modified_first_fit_decreasing",
 ]
-COST = sequence_cost(hidden_size=8)
+COST = sequence_cost(model(hidden_size=8))
 LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=40)
 
 
@@ -163,6 +164,6 @@ def test_exchanges_never_raise_the_largest_cost_or_overflow_a_bin(
 
 
 def test_a_long_sequence_costs_more_than_its_parts_as_attention_is_quadratic() -> None:
-    cost = sequence_cost(hidden_size=100)
+    cost = sequence_cost(model(hidden_size=100))
     assert cost(600) == pytest.approx(600 * 2)
     assert cost(0) == 0

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_policy.checkpoint.slices import in_pieces, shares, slices
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.converters.architecture import Architecture, Moe, Scoring
 from megatron_policy.converters.rows import Row, Whole, shard
 from megatron_policy.converters.rows.expert_rows import StackedGateUp, StackedRows, StackedWhole
 from megatron_policy.converters.rows.shards import unpadded_shape
@@ -22,7 +21,7 @@ from tests.pure.test_rows import KINDS, SIZES, model
 EXPERTS = [
     StackedGateUp("fc1", ("gate_up",), ("hidden_size",), expert=1),
     StackedGateUp("fc1.bias", ("gate_up.bias",), (), expert=2),
-    StackedRows("fc2", ("down",), ("hidden_size", "moe.ffn_hidden_size"), expert=1),
+    StackedRows("fc2", ("down",), ("hidden_size", "ffn_hidden_size"), expert=1),
     StackedWhole("fc2.bias", ("down.bias",), ("hidden_size",), expert=0),
 ]
 

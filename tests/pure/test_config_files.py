@@ -11,7 +11,7 @@ import yaml
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.composed import compose
 from megatron_policy.config.layout import check_layout, topology_of
-from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.converters.architecture import Moe, Scoring
 from megatron_policy.errors import ConfigError
 from tests.pure.test_layout import shape
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,19 +17,24 @@ from megatron_policy.config.layout import (
     pads,
     topology_of,
 )
-from megatron_policy.converters.architecture.traits import Mla, Moe, QkNorm, Scoring
+from megatron_policy.converters.architecture import (
+    Architecture,
+    Mla,
+    Moe,
+    QkNorm,
+    Rope,
+    Scoring,
+)
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import LayerSplit, Topology
 from tests.pure.test_config import minimal
+from tests.pure.test_rows import model
 
 
-def shape(**changes: Any) -> Any:
+def shape(**changes: Any) -> Architecture:
     """A model of 8 layers, 8 attention heads, 4 key-value heads and 96 feed-forward channels."""
     counts = {"num_layers": 8, "num_attention_heads": 8, "num_query_groups": 4}
-    counts |= {"ffn_hidden_size": 96}
-    kinds = {"mlp_bias": False, "qk_norm": QkNorm.NONE, "moe": None, "mla": None}
-    traits = counts | kinds | changes
-    return SimpleNamespace(**traits, mlp_widths=(traits["ffn_hidden_size"],))
+    return model(**counts | {"ffn_hidden_size": 96} | changes)
 
 
 def config(gbs: int = 16, mbs: int = 2, **megatron: Any) -> PolicyConfig:
@@ -241,13 +245,21 @@ def test_every_misfit_is_said_at_once() -> None:
 
 
 MOE = Moe(experts=4, chosen=2, ffn_hidden_size=12, scoring=Scoring.SIGMOID, correction_bias=True)
-MLA = Mla(q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
+MLA = Mla(
+    num_attention_heads=8,
+    rope=Rope(1e4),
+    q_lora_rank=None,
+    kv_lora_rank=8,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=4,
+)
 
 
 def test_experts_need_sequence_parallelism_to_be_split_and_biases_never_are() -> None:
     split = config(tensor_model_parallel_size=2)
     assert "sequence_parallel=true: set it" in refusal(split, shape(moe=MOE), 2)
-    biased = shape(moe=MOE, mlp_bias=True)
+    biased = shape(moe=replace(MOE, mlp_bias=True))
     message = refusal(split, biased, 2)
     assert f"{ETP}=2 (not set, so it is tensor_model_parallel_size) does not fit experts" in message
     assert "cannot split: set it to 1" in message
@@ -260,9 +272,9 @@ def test_experts_need_sequence_parallelism_to_be_split_and_biases_never_are() ->
 
 def test_latent_attention_needs_sequence_parallelism_to_be_split() -> None:
     split = config(tensor_model_parallel_size=2)
-    assert "with latent attention needs" in refusal(split, shape(mla=MLA), 2)
+    assert "with latent attention needs" in refusal(split, shape(mixers=MLA), 2)
     with_it = config(tensor_model_parallel_size=2, sequence_parallel=True)
-    check_layout(with_it, shape(mla=MLA), topology_of(with_it, 2))
+    check_layout(with_it, shape(mixers=MLA), topology_of(with_it, 2))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from megatron_policy.training.speed import Estimator
 from tests.pure.test_rows import model
 
 CAPACITY = 60
-COST = sequence_cost(hidden_size=8)
+COST = sequence_cost(model(hidden_size=8))
 LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=40)
 RANKS, MULTIPLE = st.integers(2, 5), st.integers(1, 3)
 
@@ -119,7 +119,7 @@ def test_32_ranks_keep_pace_with_long_tailed_lengths(
     """A few long sequences can cost more than any full microbatch of others, so that no plan has
     0.95; the plan then has 0.95 of what is possible.
     """
-    cost = sequence_cost(3584)
+    cost = sequence_cost(model(hidden_size=3584))
     for seed in seeds:
         lengths = drawn(rows, median, sigma, 8192, seed)
         costs = [*map(cost, lengths)]

@@ -90,7 +90,13 @@ def test_scaling_extends_the_positions_where_the_config_does_not_count_that_in(
 def test_the_driver_refuses_rows_that_are_too_long_whatever_is_done_with_them() -> None:
     limits = Longest(8, 100)
     dispatcher = BatchDispatcher(
-        Topology(), 9, PADDED, PADDED, sequence_cost(8), limits, RouterReplay(False, 0, 0, (), 1)
+        Topology(),
+        9,
+        PADDED,
+        PADDED,
+        sequence_cost(model(hidden_size=8)),
+        limits,
+        RouterReplay(False, 0, 0, (), 1),
     )
     fitting, long = rows(16, [8, 3]), rows(16, [3, 9])
     assert dispatcher.to_train(fitting, TokenNLL(), 2, 1) and dispatcher.to_score(fitting)

@@ -21,8 +21,9 @@ from megatron_policy.packing.multiples import NARROWEST, Multiples
 from megatron_policy.packing.plan import MicrobatchSpan, Plan, RankPlan, consecutive, plan_rows
 from megatron_policy.packing.tokens import packed_layout, padded_layout
 from tests.pure.test_config import minimal
+from tests.pure.test_rows import model
 
-COST = sequence_cost(hidden_size=8)
+COST = sequence_cost(model(hidden_size=8))
 PACKED = Batching("packed", 64)
 DYNAMIC = Batching("dynamic", 64, 8)
 SETTINGS = [

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_policy.checkpoint.slices import slices
+from megatron_policy.converters.architecture import Mlp
 from megatron_policy.converters.rows import GateUp, Qkv, Row
 from megatron_policy.converters.rows.blocks import Within, fill_parts, fill_shard, pack
 from megatron_policy.converters.rows.shards import is_split, unpadded_shape
@@ -19,7 +20,7 @@ from tests.pure.test_checkpoint_slices import architecture
 
 ARCH = architecture(2)
 QKV = Qkv("qkv", ("q", "k", "v"), ("hidden_size",))
-GATE_UP = GateUp("gate_up", ("g", "u"), ("ffn_hidden_size", "hidden_size"))
+GATE_UP = GateUp("gate_up", ("g", "u"), ("ffn_hidden_size", "hidden_size"), part=Mlp)
 CASES = {
     "alone": (((5, 3),), None),
     "three dimensions": (((4, 3, 2),), None),

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.converters.architecture import Architecture, Rope, padded_vocab, vocab_shard
+from megatron_policy.converters.architecture import (
+    Architecture,
+    Attention,
+    Mlp,
+    Moe,
+    Norms,
+    Rope,
+    Scoring,
+    padded_vocab,
+    stack,
+    vocab_shard,
+)
 from megatron_policy.converters.registry import FAMILIES
 from megatron_policy.converters.rows import (
     Columns,
@@ -46,15 +59,23 @@ TABLES = [
     [row for row in family.table if not isinstance(row, Ignore)] for family in FAMILIES.values()
 ]
 DENSE = [rows for rows in TABLES if not any("{expert}" in row.megatron for row in rows)]
-UP = Columns("up", ("up",), ("ffn_hidden_size", "hidden_size"))
+UP = Columns("up", ("up",), ("ffn_hidden_size", "hidden_size"), part=Mlp)
+DOWN = Rows("fc2.weight", ("f",), ("hidden_size", "ffn_hidden_size"), part=Mlp)
 ROWS = [*{algebra(row): row for rows in [[UP], *DENSE] for row in rows}.values()]
 """One for each algebra in the families whose layers are all dense."""
 KINDS = {type(row).__name__: [r for r in ROWS if type(r) is type(row)] for row in ROWS}
 SIZES = [1, 2, 3, 4, 6, 8]
+NARROW = Attention(
+    num_attention_heads=4, num_query_groups=2, kv_channels=2, rope=Rope(1e4), window=4
+)
+WIDE = dataclasses.replace(NARROW, kv_channels=4)
 
 
-def model(**changes: object) -> Architecture:
-    sizes = {
+def model(**changes: Any) -> Architecture:
+    """A small model; `changes` are of its attention, of its MLPs or of itself. With `moe` all
+    layers but the first have experts; `mixers` are those of all layers in place of attention.
+    """
+    values: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 8,
         "num_attention_heads": 4,
@@ -67,7 +88,16 @@ def model(**changes: object) -> Architecture:
         "rope": Rope(1e4),
         "tied": False,
     }
-    return Architecture(**sizes | changes)
+    values |= changes
+    own = [
+        {each.name: values.pop(each.name) for each in fields(kind) if each.name in values}
+        for kind in (Attention, Mlp)
+    ]
+    number, mlp, moe = values.pop("num_layers"), Mlp(**own[1]), values.pop("moe", None)
+    feeds = mlp if moe is None else [mlp, *[moe] * (number - 1)]
+    mixers = values.pop("mixers", None) or Attention(**own[0])
+    layers = stack(number, mixers, feeds, values.pop("norms", Norms.BEFORE))
+    return Architecture(layers=layers, **values)
 
 
 @st.composite
@@ -133,9 +163,9 @@ def megatron_shard(
             padding = parts[0].new_zeros(rows, parts[0].shape[1])
             return torch.cat([parts[0], padding]).chunk(size, 0)[rank]
         case Qkv():
-            query, key, value = (part.split(arch.kv_channels) for part in parts)
-            per, heads = arch.heads_per_group, []
-            for group in range(arch.num_query_groups):
+            query, key, value = (part.split(arch.mixer.kv_channels) for part in parts)
+            per, heads = arch.mixer.heads_per_group, []
+            for group in range(arch.mixer.num_query_groups):
                 heads += [*query[group * per : (group + 1) * per], key[group], value[group]]
             return torch.cat(heads).chunk(size, 0)[rank]
     raise AssertionError(f"no oracle for {row}")
@@ -251,7 +281,7 @@ def test_filling_a_shard_casts_writes_into_the_parameter_and_clears_its_padding(
 
 
 def test_filling_the_hf_tensors_casts_back_to_the_same_bits_and_leaves_the_rest_alone() -> None:
-    row, arch = Rows("o", ("o",), ("hidden_size", "query_size")), model()
+    row, arch = Rows("o", ("o",), ("hidden_size", "query_size"), part=Attention), model()
     source = torch.randn(8, 8, dtype=torch.bfloat16)
     target = torch.full((8, 8), torch.nan, dtype=torch.bfloat16)
     fill_parts(row, arch, [target], shard(row, arch, source.float(), 1, 2), 1, 2)
@@ -268,8 +298,8 @@ def test_a_rank_whose_vocabulary_is_all_padding_holds_zeros() -> None:
 @pytest.mark.parametrize(
     ("row", "size", "said"),
     [
-        (Rows("fc2.weight", ("f",), ("hidden_size", "ffn_hidden_size")), 5, "fc2.weight: 12 "),
-        (GateUp("fc1.weight", ("g", "u"), ("ffn_hidden_size",)), 8, "fc1.weight: 12 "),
+        (DOWN, 5, "fc2.weight: 12 "),
+        (GateUp("fc1.weight", ("g", "u"), ("ffn_hidden_size",), part=Mlp), 8, "fc1.weight: 12 "),
         (Qkv("qkv.weight", ("q", "k", "v"), ()), 5, "qkv.weight: 16 "),
     ],
 )
@@ -288,8 +318,9 @@ def test_a_size_that_does_not_divide_is_refused_with_the_sizes_that_do(
         ({"hidden_size": 0}, "hidden_size"),
         ({"vocab_size": 10.0}, "vocab_size"),
         ({"kv_channels": 3}, "even head size"),
-        ({"windowed": (True,), "window": 4}, "windowed names 1 layers"),
-        ({"windowed": (True, False)}, "does not have"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"mixers": [NARROW]}, "2 layers, but names the kind of 1, not of every layer"),
+        ({"mixers": [NARROW, WIDE]}, "Attention parts of different sizes"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(changes: dict, said: str) -> None:
@@ -298,13 +329,24 @@ def test_numbers_that_contradict_each_other_are_refused(changes: dict, said: str
 
 
 def test_models_with_their_windows_on_other_layers_differ() -> None:
-    some = model(window=4, windowed=(False, True))
-    assert some != dataclasses.replace(some, windowed=(True, False))
+    sees_all = dataclasses.replace(NARROW, window=None)
+    assert model(mixers=[sees_all, NARROW]) != model(mixers=[NARROW, sees_all])
 
 
 @pytest.mark.parametrize(
     ("condition", "holds"),
-    [("", True), ("tied", False), ("!tied", True), ("qkv_bias", True), ("!qkv_bias", False)],
+    [("", True), ("qkv_bias", True), ("!qkv_bias", False), ("qkv_bias !proj_bias", True)],
 )
 def test_a_condition_is_an_attribute_or_its_negation(condition: str, holds: bool) -> None:
-    assert model(qkv_bias=True).holds(condition) is holds
+    assert model(qkv_bias=True).holds(condition, Attention, 1) is holds
+
+
+@pytest.mark.parametrize(("condition", "holds"), [("", True), ("tied", False), ("!tied", True)])
+def test_a_condition_without_a_part_is_about_the_model(condition: str, holds: bool) -> None:
+    assert model().holds(condition) is holds
+
+
+def test_rows_of_a_part_are_those_of_the_layers_that_have_it() -> None:
+    moe = Moe(experts=4, chosen=2, ffn_hidden_size=6, scoring=Scoring.SOFTMAX)
+    held = [model(moe=moe).holds("", kind, layer) for kind in (Mlp, Moe) for layer in (0, 1)]
+    assert held == [True, False, False, True]

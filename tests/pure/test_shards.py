@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_policy.checkpoint.slices import slices
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, Attention, Mlp, Moe
 from megatron_policy.converters.rows import (
     Block,
     Columns,
@@ -59,13 +59,13 @@ def test_spans_are_where_the_indices_of_a_shard_are_in_the_whole(row: Row) -> No
     ("row", "dimension"),
     [
         (Whole("norm", ("n",), ("hidden_size",)), None),
-        (Columns("up", ("u",), MLP), 0),
-        (Rows("down", ("d",), ("hidden_size", "ffn_hidden_size")), 1),
-        (GateUp("gate_up", ("g", "u"), MLP), 0),
+        (Columns("up", ("u",), MLP, part=Mlp), 0),
+        (Rows("down", ("d",), ("hidden_size", "ffn_hidden_size"), part=Mlp), 1),
+        (GateUp("gate_up", ("g", "u"), MLP, part=Mlp), 0),
         (Qkv("qkv", ("q", "k", "v"), ("hidden_size",)), 0),
         (Vocab("embedding", ("e",), ("vocab_size", "hidden_size")), 0),
         (StackedGateUp("fc1", ("g",), ("hidden_size",), expert=2), 0),
-        (StackedRows("fc2", ("d",), ("hidden_size", "moe.ffn_hidden_size"), expert=1), 1),
+        (StackedRows("fc2", ("d",), ("hidden_size", "ffn_hidden_size"), expert=1), 1),
         (StackedWhole("bias", ("b",), ("hidden_size",), expert=1), None),
     ],
 )
@@ -82,15 +82,15 @@ def test_a_vocabulary_that_fits_on_the_first_of_several_ranks_is_split_all_the_s
 
 
 def test_a_parameter_that_no_number_of_ranks_can_split_is_held_whole() -> None:
-    row = Columns("one", ("o",), ("moe.chosen",))
+    row = Columns("one", ("o",), ("chosen",), part=Moe)
     assert split_dimension(row, architecture(1)) == 0
-    single = Columns("one", ("o",), ("num_query_groups",))
+    single = Columns("one", ("o",), ("num_query_groups",), part=Attention)
     assert split_dimension(single, architecture(1)) is None
 
 
 def test_a_size_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ConversionError, match="12 cannot be split over 5"):
-        spans(Columns("up", ("u",), MLP), model(), 0, 5)
+        spans(Columns("up", ("u",), MLP, part=Mlp), model(), 0, 5)
 
 
 def test_a_row_of_another_package_needs_no_more_than_its_blocks() -> None:
@@ -98,12 +98,12 @@ def test_a_row_of_another_package_needs_no_more_than_its_blocks() -> None:
 
     class Interleaved(Columns):
         def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-            whole, local = arch.shape(self.dims), self.local_shape(arch, size)
+            whole, local = self.measure(arch, self.dims), self.local_shape(arch, size)
             hf: Shape = (local[0], size, *whole[1:])
             index = (slice(None), slice(rank, rank + 1))
             return (Block(0, hf, index, (local[0], 1, *local[1:]), (slice(None),)),)
 
-    row, arch = Interleaved("up", ("u",), MLP), model()
+    row, arch = Interleaved("up", ("u",), MLP, part=Mlp), model()
     rows, columns = spans(row, arch, 1, 2)
     assert [span.whole for span in rows] == [1, 3, 5, 7, 9, 11]
     assert all(span.length == 1 for span in rows) and columns == ((0, 0, 8),)
@@ -114,7 +114,7 @@ class TwoInputs(Rows):
     """The input is two tensors side by side, each split over the ranks: two runs of columns."""
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        whole, local = arch.shape(self.dims), self.local_shape(arch, size)
+        whole, local = self.measure(arch, self.dims), self.local_shape(arch, size)
         half, mine = whole[1] // 2, local[1] // 2
         every = slice(None)
         return tuple(
@@ -131,7 +131,7 @@ class TwoInputs(Rows):
 
 @pytest.mark.parametrize("ends", [(0, 48), (0, 5), (5, 20), (4, 4), (1, 47)])
 def test_a_shard_with_two_runs_of_columns_is_cut_row_by_row(ends: tuple[int, int]) -> None:
-    row, arch = TwoInputs("down", ("d",), ("hidden_size", "ffn_hidden_size")), model()
+    row, arch = TwoInputs("down", ("d",), ("hidden_size", "ffn_hidden_size"), part=Mlp), model()
     assert spans(row, arch, 1, 2) == (((0, 0, 8),), ((0, 3, 3), (3, 9, 3)))
     whole = torch.arange(96).view(8, 12)
     held = shard(row, arch, whole, 1, 2).flatten()
@@ -148,7 +148,7 @@ class Crossed(Columns):
     """The right half of a shard's columns comes from other rows than the left half."""
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        whole, local = arch.shape(self.dims), self.local_shape(arch, size)
+        whole, local = self.measure(arch, self.dims), self.local_shape(arch, size)
         half = whole[1] // 2
         return tuple(
             Block(
@@ -166,7 +166,7 @@ class Swapped(Columns):
     """One block, but the whole has its columns in another order below its first rows."""
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        whole, local = arch.shape(self.dims), self.local_shape(arch, size)
+        whole, local = self.measure(arch, self.dims), self.local_shape(arch, size)
         rows = slice(rank * local[0], (rank + 1) * local[0])
         if size > 1:
             return (Block(0, whole, (rows,), local, (slice(None),)),)
@@ -182,7 +182,7 @@ class Swapped(Columns):
 @pytest.mark.parametrize("kind", [Crossed, Swapped])
 def test_a_row_whose_shards_are_not_products_of_indices_is_refused(kind: type[Columns]) -> None:
     with pytest.raises(ConversionError, match=rf"up: shard 0 of 2 of this {kind.__name__} row"):
-        spans(kind("up", ("u",), MLP), model(), 0, 2)
+        spans(kind("up", ("u",), MLP, part=Mlp), model(), 0, 2)
 
 
 def test_many_groups_in_a_joined_tensor_take_no_time_that_grows_with_their_square() -> None:

@@ -311,6 +311,8 @@ def test_a_layout_is_worked_out_once_for_all_layers() -> None:
 def test_a_later_layer_may_have_a_window_and_the_blocks_are_still_shared() -> None:
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
     table = small(use_sliding_window=True, sliding_window=8, layer_types=kinds)
-    assert table.architecture.window == 8
-    assert table.architecture.windowed == (False, True, True)
-    assert hash(table.architecture) == hash(replace(table.architecture, windowed=(True,) * 3))
+    architecture = table.architecture
+    first, *others = architecture.layers
+    assert [layer.mixer.window for layer in architecture.layers] == [None, 8, 8]
+    assert others[0] is others[1]
+    assert hash(architecture) == hash(replace(architecture, layers=(first, first, first)))

@@ -10,7 +10,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import MegatronConfig
-from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.converters.architecture import Moe, Scoring
 from megatron_policy.engines.megatron.layers import experts
 from megatron_policy.engines.megatron.layers.balancing import RoutedRows, probabilities
 from megatron_policy.engines.megatron.layers.experts import dispatcher_of

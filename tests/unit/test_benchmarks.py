@@ -28,6 +28,7 @@ from megatron_policy.converters.table import bind
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.refit.buffers import BufferSlice, aligned
 from megatron_policy.refit.plan import RefitTensor
+from tests.pure.test_rows import model
 
 MEASURED = Row(1, "ours / floor", limit=1.0, goal=2.0, measure=lambda folder, repetitions: SLOW)
 SLOW = Measurement(1.5, {"floor": (0.5, 0.4), "ours": (0.6, 0.75)}, "all bits")
@@ -85,7 +86,7 @@ def test_no_plan_of_a_few_sequences_exceeds_the_bound_of_lockstep_efficiency(mon
     """All plans of seven sequences on two ranks with two microbatches each are tried."""
     monkeypatch.setattr(lockstep, "RANKS", 2)
     monkeypatch.setattr(lockstep, "CAPACITY", 100)
-    monkeypatch.setattr(lockstep, "COST", sequence_cost(20))
+    monkeypatch.setattr(lockstep, "COST", sequence_cost(model(hidden_size=20)))
     draw, best = [95, 40, 30, 30, 25, 20, 20], 0.0
     for places in product(range(4), repeat=len(draw)):
         bins = [[n for n, at in zip(draw, places, strict=True) if at == b] for b in range(4)]

@@ -154,7 +154,7 @@ def test_a_quantised_config_is_refused_by_its_method_whatever_else_it_says(secti
 
 def test_the_newer_spelling_of_the_rope_has_the_last_word() -> None:
     newer = {"rope_type": "default", "rope_theta": 5e5}
-    assert small("llama", rope_parameters=newer).architecture.rope.base == 5e5
+    assert small("llama", rope_parameters=newer).architecture.mixer.rope.base == 5e5
     with pytest.raises(ConversionError, match="rope_scaling = "):
         small("llama", rope_parameters=newer, rope_scaling={"rope_type": "default"})
 

@@ -64,7 +64,7 @@ def test_a_minimax_m2_rotates_its_rotary_dim_whichever_release_wrote_the_config(
     parameters = {"rope_theta": 5e6, "rope_type": "default"} | rope
     raw = config | {"head_dim": 16, "rotary_dim": rotary_dim, "rope_parameters": parameters}
     with pytest.raises(ConversionError, match=refused) if refused else nullcontext():
-        assert bind(raw).architecture.rope == Rope(5e6, fraction=0.5)
+        assert bind(raw).architecture.mixer.rope == Rope(5e6, fraction=0.5)
 
 
 @pytest.mark.parametrize("family", [f for f, e in EXPERTS.items() if MTP in e.full])

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.model_table import model_table
 from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture.attention import count_visible_pairs
 from megatron_policy.converters.table import bind
 from megatron_policy.estimate.adapters import ModelAdapters
-from megatron_policy.estimate.flops import forward_flops, layer_flops, model_flops, visible_pairs
+from megatron_policy.estimate.flops import forward_flops, layer_flops, model_flops
 from tests.checkpoints import hf_config
 from tests.dist.cases import policy_config
 from tests.families import SAMPLES
@@ -81,7 +82,9 @@ def test_adapters_cost_what_torch_counts_on_pefts(checkpoint, monkeypatch, case:
     config = PolicyConfig.parse(policy_config(path, {"peft": peft}))
     table = model_table(config)
     adapters = ModelAdapters.of_model(config, table)
-    monkeypatch.setattr("megatron_policy.estimate.flops.visible_pairs", lambda n, _: n * n)
+    monkeypatch.setattr(
+        "megatron_policy.converters.architecture.attention.count_visible_pairs", lambda n, _: n * n
+    )
     ours = forward_flops(table.architecture, [LENGTH] * 2, adapters=adapters)
     plain = forward_flops(table.architecture, [LENGTH] * 2)
     assert counted(model, 2, backward=False) == ours.total
@@ -97,8 +100,8 @@ def with_all_pairs(architecture: Architecture, rows: int) -> int:
     found = forward_flops(architecture, [LENGTH] * rows)
     total = found.total
     for number, layer in enumerate(found.layers):
-        window = architecture.window if architecture.has_window(number) else None
-        share, left = divmod(layer.attention, visible_pairs(LENGTH, window))
+        window = architecture.layers[number].mixer.window
+        share, left = divmod(layer.attention, count_visible_pairs(LENGTH, window))
         assert left == 0
         total += share * LENGTH**2 - layer.attention
     return total
@@ -120,11 +123,11 @@ def test_attention_counts_the_pairs_that_the_reference_looks_at(checkpoint, fami
     model, architecture = reference(path).eval(), architecture_of(path)
     tokens = torch.randint(0, model.config.vocab_size, (1, LENGTH))
     seen = model(input_ids=tokens, use_cache=False, output_attentions=True).attentions
-    sizes = 2 * (architecture.query_size + architecture.context_size)
-    for number, weights in enumerate(seen):
+    sizes = 2 * (architecture.mixer.query_size + architecture.mixer.context_size)
+    for layer, weights in zip(architecture.layers, seen, strict=True):
         pairs = int((weights[0, 0, :, :LENGTH] > 0).sum())
-        assert layer_flops(architecture, number, [LENGTH]).attention == pairs * sizes
-    windows = {architecture.has_window(layer) for layer in range(architecture.num_layers)}
+        assert layer_flops(architecture, layer, [LENGTH]).attention == pairs * sizes
+    windows = {layer.mixer.window is not None for layer in architecture.layers}
     assert (True in windows) == (family in WINDOWED)
 
 
@@ -133,7 +136,7 @@ def test_visible_pairs_are_those_of_the_mask(window: int | None) -> None:
     for length in (0, 1, 2, 5, 17):
         queries, keys = torch.arange(length).view(-1, 1), torch.arange(length)
         mask = (keys <= queries) & (keys > queries - (length + 1 if window is None else window))
-        assert visible_pairs(length, window) == int(mask.sum())
+        assert count_visible_pairs(length, window) == int(mask.sum())
 
 
 def test_packed_sequences_do_not_look_at_each_other_and_the_head_is_for_predicted_tokens_only(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_policy.config import MegatronConfig
+from megatron_policy.converters.architecture import Norms
 from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm, QueryGrowth
 from megatron_policy.engines.megatron.layer_spec import resolve_implementation
 from megatron_policy.engines.megatron.model_config import (
@@ -24,9 +25,12 @@ def test_what_transformer_engine_cannot_express_is_refused_by_name() -> None:
         ({"query_growth": QueryGrowth(0.1, 64)}, "queries that grow with their position"),
         ({"activation": Activation.XIELU}, "activation function with learnt constants"),
         ({"attention_sinks": True}, "attention sinks"),
-        ({"post_norm": True}, "norms after attention and MLP"),
-        ({"pre_norm": False}, "layers without norms before attention and MLP"),
-        ({"parallel": True}, "parallel attention and MLP"),
+        ({"norms": Norms.AROUND}, "norms after attention and MLP"),
+        (
+            {"norms": Norms.AFTER},
+            "norms after attention and MLP, layers without norms before attention and MLP",
+        ),
+        ({"norms": Norms.ONE}, "parallel attention and MLP"),
         ({"residual_scale": 0.5}, "factor on the residual sum"),
         ({"norm": Norm.LAYER}, "layer norm without bias"),
         ({"qk_norm": QkNorm.ALL_HEADS}, "query and key norms across heads"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from megatron_policy.converters.architecture import Mla
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConversionError
@@ -93,8 +94,8 @@ def test_fields_that_a_kimi_k2_leaves_out_have_the_defaults_of_its_class(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(fields))
     arch = bind(read_config(tmp_path)).architecture
     defaults = AutoConfig.for_model("deepseek_v3")
-    assert arch.moe is not None and arch.mla is not None
+    assert arch.moe is not None and isinstance(arch.mixer, Mla)
     assert (arch.moe.groups, arch.moe.groups_chosen) == (defaults.n_group, defaults.topk_group)
     assert arch.moe.chosen == defaults.num_experts_per_tok
-    assert arch.mla.q_lora_rank == defaults.q_lora_rank
+    assert arch.mixer.q_lora_rank == defaults.q_lora_rank
     assert arch.layernorm_epsilon == defaults.rms_norm_eps

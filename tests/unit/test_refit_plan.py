@@ -156,7 +156,7 @@ def test_shards_become_the_tensors_again_however_their_streams_are_cut(
     expected = files(path)
     for size in (2, 4):
         model = model_of(path, size)
-        if model.table.architecture.num_attention_heads % size:
+        if model.table.architecture.mixer.num_attention_heads % size:
             continue
         for bucket in (size * 4096, size * 5008, 10**9):
             assert_received(plan_refit(model, bucket_bytes=bucket), model, expected)

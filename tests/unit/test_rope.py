@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,6 @@ from megatron_policy.engines.megatron.layers.rope import (
     attention_factor,
     columns,
     inverse_frequencies,
-    ropes_of,
 )
 from megatron_policy.engines.megatron.layers.sequences import sequence_params
 from megatron_policy.errors import ConversionError
@@ -69,7 +69,7 @@ def config_of(scaling: dict[str, Any], **fields: Any) -> Any:
 def rope_and_config(path: Path, scaling: dict[str, Any]) -> tuple[Rope, Any]:
     """What a llama config comes to, and the config as transformers reads it."""
     config_of(scaling).save_pretrained(path)
-    return bind(read_config(path)).architecture.rope, AutoConfig.from_pretrained(path)
+    return bind(read_config(path)).architecture.mixer.rope, AutoConfig.from_pretrained(path)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -100,24 +100,19 @@ def test_a_part_of_a_head_is_rotated_as_transformers_does(tmp_path: Path, kind: 
 
 def test_each_layer_cuts_out_the_angles_of_its_own_rope() -> None:
     whole, windowed = Rope(1e6, fraction=0.5), Rope(1e3, interleaved=True)
-    arch = model(
-        num_layers=3,
-        kv_channels=8,
-        rope=whole,
-        window=4,
-        windowed=(True, False, True),
-        window_rope=windowed,
-        without_rope=(False, False, True),
-    )
-    rotary = Rotary(ropes_of(arch), arch.kv_channels)
+    attention = model(kv_channels=8, rope=whole).mixer
+    narrow = replace(attention, rope=windowed, window=4)
+    mixers = [narrow, attention, replace(narrow, rope=None)]
+    ropes = model(num_layers=3, mixers=mixers).ropes
+    rotary = Rotary(ropes, attention.kv_channels)
     angles = rotary(5)
     assert angles.shape == (5, 1, 1, 8 + 4) and angles.dtype == torch.float32
     once = torch.outer(torch.arange(5.0), inverse_frequencies(windowed, 8))
-    mine = angles[:, 0, 0, columns(arch, 0)]
+    mine = angles[:, 0, 0, columns(mixers[0], ropes)]
     assert torch.equal(mine, torch.stack([once, once], -1).flatten(1))
     once = torch.outer(torch.arange(5.0), inverse_frequencies(whole, 8))
-    assert torch.equal(angles[:, 0, 0, columns(arch, 1)], torch.cat([once, once], 1))
-    assert columns(arch, 2) is None
+    assert torch.equal(angles[:, 0, 0, columns(mixers[1], ropes)], torch.cat([once, once], 1))
+    assert columns(mixers[2], ropes) is None
 
 
 def test_padding_does_not_make_a_text_longer(tmp_path: Path) -> None:

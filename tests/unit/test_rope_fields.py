@@ -47,12 +47,12 @@ def test_every_rope_scaling_of_either_release_is_read(
         fields = {"rope_theta": None, "rope_parameters": section | {"rope_theta": 5e5}}
     else:
         fields = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": section}
-    assert architecture(edited(tmp_path, "llama", **fields)).rope == Rope(5e5, scaling)
+    assert architecture(edited(tmp_path, "llama", **fields)).mixer.rope == Rope(5e5, scaling)
 
 
 def test_no_scaling_of_the_older_release_is_none(tmp_path: Path) -> None:
     path = edited(tmp_path, "llama", rope_parameters=None, rope_theta=5e5, rope_scaling=None)
-    assert architecture(path).rope == Rope(5e5)
+    assert architecture(path).mixer.rope == Rope(5e5)
 
 
 def test_gemma_3_has_a_rope_of_windowed_layers_in_either_release(tmp_path: Path) -> None:
@@ -62,11 +62,16 @@ def test_gemma_3_has_a_rope_of_windowed_layers_in_either_release(tmp_path: Path)
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
     }
     older = {"rope_theta": 5e5, "rope_local_base_freq": 5e3, "rope_scaling": linear}
-    removed = dict.fromkeys(("rope_parameters", "rope_theta", "rope_local_base_freq"))
+    removed: dict[str, Any] = dict.fromkeys(
+        ("rope_parameters", "rope_theta", "rope_local_base_freq")
+    )
+    kinds = ["full_attention", "sliding_attention"]
+    removed |= {"num_hidden_layers": 2, "layer_types": kinds}
     for name, fields in {"newer": {"rope_parameters": newer}, "older": older}.items():
         path = edited(tmp_path / name, "gemma3_text", head_dim=8, **removed | fields)
         read = architecture(path)
-        assert read.rope == Rope(5e5, LinearScaling(8.0)) and read.window_rope == Rope(5e3)
+        ropes = [layer.mixer.rope for layer in read.layers]
+        assert ropes == [Rope(5e5, LinearScaling(8.0)), Rope(5e3)]
 
 
 def test_phi_3_writes_the_length_before_scaling_outside_of_the_section(tmp_path: Path) -> None:
@@ -83,4 +88,4 @@ def test_phi_3_writes_the_length_before_scaling_outside_of_the_section(tmp_path:
     )
     factor = math.sqrt(1 + math.log(128 / 32) / math.log(32))
     scaling = LongScaling((1.0,), (2.0,), 32, pytest.approx(factor))
-    assert architecture(path).rope == Rope(1e4, scaling, fraction=0.5)
+    assert architecture(path).mixer.rope == Rope(1e4, scaling, fraction=0.5)

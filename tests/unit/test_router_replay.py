@@ -14,7 +14,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout
-from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.converters.architecture import Moe, Scoring
 from megatron_policy.engines.megatron.layers.replay import RouterParams
 from megatron_policy.engines.megatron.layers.router import route
 from megatron_policy.errors import BatchError, ConfigError
@@ -138,7 +138,8 @@ def test_only_a_model_with_experts_can_replay_and_only_what_is_in_the_data() -> 
 
 def test_the_driver_refuses_before_it_sends_and_deals_choices_with_their_rows() -> None:
     dynamic, longest = Batching("dynamic", 8, 1), Longest(8, 8)
-    dealer = BatchDispatcher(Topology(dp=2), 9, dynamic, dynamic, sequence_cost(8), longest, REPLAY)
+    cost = sequence_cost(model(hidden_size=8))
+    dealer = BatchDispatcher(Topology(dp=2), 9, dynamic, dynamic, cost, longest, REPLAY)
     wrong = changed(2, 1, 1, [0, 5])
     for deal in (
         lambda: dealer.to_train(wrong, TokenNLL(), 3, 1),

@@ -28,8 +28,9 @@ from megatron_policy.training.sharding import (
 )
 from tests.losses import TokenNLL
 from tests.pairwise import PairsOfLogprobs
+from tests.pure.test_rows import model
 
-COST = sequence_cost(hidden_size=8)
+COST = sequence_cost(model(hidden_size=8))
 PADDED = Batching("padded")
 PACKED = Batching("packed", 16, key="sequence_packing.train_mb_tokens")
 DYNAMIC = Batching("dynamic", 16, 4)

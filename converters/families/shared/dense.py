@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.rotary import Rope
-from megatron_policy.converters.architecture.traits import Activation
+from megatron_policy.converters.architecture import (
+    Activation,
+    Architecture,
+    Attention,
+    Feed,
+    Mixer,
+    Mlp,
+    Norms,
+    Rope,
+    stack,
+)
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
-from megatron_policy.converters.rows import GateUp, Ignore, Qkv, Role, Rows, Tied, Vocab, Whole
+from megatron_policy.converters.rows import (
+    Columns,
+    GateUp,
+    Ignore,
+    Qkv,
+    Role,
+    Row,
+    RowBase,
+    Rows,
+    Tied,
+    Vocab,
+    Whole,
+    assign_part,
+)
 
 M = "decoder.layers.{layer}."
 H = "model.layers.{layer}."
@@ -50,38 +73,55 @@ NORMS = (
     ),
 )
 
-ATTENTION = (
-    Qkv(
-        M + "self_attention.linear_qkv.weight",
-        (
-            H + "self_attn.q_proj.weight",
-            H + "self_attn.k_proj.weight",
-            H + "self_attn.v_proj.weight",
+ATTENTION: tuple[Row | Ignore, ...] = (
+    *assign_part(
+        Attention,
+        Qkv(
+            M + "self_attention.linear_qkv.weight",
+            (
+                H + "self_attn.q_proj.weight",
+                H + "self_attn.k_proj.weight",
+                H + "self_attn.v_proj.weight",
+            ),
+            ("hidden_size",),
         ),
-        ("hidden_size",),
-    ),
-    Rows(
-        M + "self_attention.linear_proj.weight",
-        (H + "self_attn.o_proj.weight",),
-        ("hidden_size", "query_size"),
+        Rows(
+            M + "self_attention.linear_proj.weight",
+            (H + "self_attn.o_proj.weight",),
+            ("hidden_size", "query_size"),
+        ),
     ),
     Ignore(H + "self_attn.rotary_emb.inv_freq", "computed from the config"),
 )
 
-MLP = (
+MLP = assign_part(
+    Mlp,
     GateUp(
         M + "mlp.linear_fc1.weight",
         (H + "mlp.gate_proj.weight", H + "mlp.up_proj.weight"),
         ("ffn_hidden_size", "hidden_size"),
-        when="!experts",
     ),
     Rows(
         M + "mlp.linear_fc2.weight",
         (H + "mlp.down_proj.weight",),
         ("hidden_size", "ffn_hidden_size"),
-        when="!experts",
     ),
 )
+
+
+def ungated_mlp(up: str, down: str) -> tuple[RowBase, ...]:
+    """Rows of an MLP without a gate, whose projections HF calls `up` and `down`."""
+    first, last = M + "mlp.linear_fc1.", M + "mlp.linear_fc2."
+    up, down = f"{H}mlp.{up}.", f"{H}mlp.{down}."
+    biases: dict[str, Any] = {"when": "mlp_bias", "role": Role.BIAS}
+    return assign_part(
+        Mlp,
+        Columns(first + "weight", (up + "weight",), ("ffn_hidden_size", "hidden_size")),
+        Columns(first + "bias", (up + "bias",), ("ffn_hidden_size",), **biases),
+        Rows(last + "weight", (down + "weight",), ("hidden_size", "ffn_hidden_size")),
+        Whole(last + "bias", (down + "bias",), ("hidden_size",), **biases),
+    )
+
 
 BLOCK = (*NORMS, *ATTENTION, *MLP)
 
@@ -101,6 +141,7 @@ ATTENTION_BIAS = (
         M + "self_attention.linear_proj.bias",
         (H + "self_attn.o_proj.bias",),
         ("hidden_size",),
+        part=Attention,
         when="proj_bias",
         role=Role.BIAS,
     ),
@@ -108,19 +149,22 @@ ATTENTION_BIAS = (
 
 LINEAR_BIAS = (
     *ATTENTION_BIAS,
-    GateUp(
-        M + "mlp.linear_fc1.bias",
-        (H + "mlp.gate_proj.bias", H + "mlp.up_proj.bias"),
-        ("ffn_hidden_size",),
-        when="mlp_bias !experts",
-        role=Role.BIAS,
-    ),
-    Whole(
-        M + "mlp.linear_fc2.bias",
-        (H + "mlp.down_proj.bias",),
-        ("hidden_size",),
-        when="mlp_bias !experts",
-        role=Role.BIAS,
+    *assign_part(
+        Mlp,
+        GateUp(
+            M + "mlp.linear_fc1.bias",
+            (H + "mlp.gate_proj.bias", H + "mlp.up_proj.bias"),
+            ("ffn_hidden_size",),
+            when="mlp_bias",
+            role=Role.BIAS,
+        ),
+        Whole(
+            M + "mlp.linear_fc2.bias",
+            (H + "mlp.down_proj.bias",),
+            ("hidden_size",),
+            when="mlp_bias",
+            role=Role.BIAS,
+        ),
     ),
 )
 
@@ -132,52 +176,73 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
 
-QK_NORM = (
-    Whole(
-        M + "self_attention.q_layernorm.weight",
-        (H + "self_attn.q_norm.weight",),
-        ("kv_channels",),
-        when="qk_norm",
-        role=Role.NORM,
-    ),
-    Whole(
-        M + "self_attention.k_layernorm.weight",
-        (H + "self_attn.k_norm.weight",),
-        ("kv_channels",),
-        when="qk_norm",
-        role=Role.NORM,
+QK_NORM = assign_part(
+    Attention,
+    *(
+        Whole(
+            f"{M}self_attention.{name}_layernorm.weight",
+            (f"{H}self_attn.{name}_norm.weight",),
+            ("kv_channels",),
+            when="qk_norm",
+            role=Role.NORM,
+        )
+        for name in "qk"
     ),
 )
 
 
 def architecture(
     fields: Fields,
+    mixer: Mixer | Sequence[Mixer] | None = None,
+    feed: Feed | Sequence[Feed] | None = None,
     *,
-    rope: Rope | None = None,
-    activation: Activation | None = None,
+    norms: Norms = Norms.BEFORE,
     epsilon: str = "rms_norm_eps",
     **traits: Any,
 ) -> Architecture:
-    """The architecture from the fields every dense decoder has and the family's own traits.
+    """The architecture from the fields every decoder has, the parts of its layers and traits.
 
-    Families whose fields have other names or kinds pass `rope` and `activation`; `epsilon` is the
-    name of a field; `traits` are further arguments of `Architecture`.
+    A part is one for all layers, or there is one for each: by default `take_attention(fields)` and
+    `take_mlp(fields)`. `epsilon` is the name of a field; `traits` are further arguments of
+    `Architecture`.
     """
-    hidden, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
+    number = fields.take("num_hidden_layers")
+    layers = stack(number, mixer or take_attention(fields), feed or take_mlp(fields), norms)
+    dense = any(isinstance(layer.feed, Mlp) for layer in layers)
     return Architecture(
-        num_layers=fields.take("num_hidden_layers"),
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=fields.take("num_key_value_heads", heads),
-        kv_channels=fields.take("head_dim", hidden // heads),
-        ffn_hidden_size=fields.take("intermediate_size"),
+        layers=layers,
+        hidden_size=fields.take("hidden_size"),
         vocab_size=fields.take("vocab_size"),
         max_position_embeddings=fields.take("max_position_embeddings"),
         layernorm_epsilon=fields.take(epsilon),
-        rope=rope or take_rope(fields),
         tied=fields.take("tie_word_embeddings"),
-        activation=activation or take_activation(fields, "hidden_act"),
+        unused_ffn_hidden_size=0 if dense else fields.take("intermediate_size"),
+        **traits,
+    )
+
+
+def take_attention(
+    fields: Fields, *, rope: Rope | None = None, bias: bool = False, **traits: Any
+) -> Attention:
+    """The attention of all layers, with its own `rope`, with `bias` on all four projections, and
+    with `traits` of `Attention`.
+    """
+    hidden, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
+    return Attention(
+        num_attention_heads=heads,
+        num_query_groups=fields.take("num_key_value_heads", heads),
+        kv_channels=fields.take("head_dim", hidden // heads),
+        rope=rope or take_rope(fields),
         attention_dropout=fields.take("attention_dropout", 0.0),
+        **{"qkv_bias": bias, "proj_bias": bias} | traits,
+    )
+
+
+def take_mlp(fields: Fields, *, activation: Activation | None = None, **traits: Any) -> Mlp:
+    """The MLP of dense layers, with its own `activation` and `traits` of `Mlp`."""
+    return Mlp(
+        ffn_hidden_size=fields.take("intermediate_size"),
+        activation=activation or take_activation(fields, "hidden_act"),
         **traits,
     )
 
@@ -190,9 +255,9 @@ def take_activation(fields: Fields, name: str) -> Activation:
     return ACTIVATIONS.get(value, Activation.SILU)
 
 
-def take_windows(fields: Fields) -> tuple[int | None, tuple[bool, ...]]:
-    """The architecture's `window` and `windowed`, if each layer either slides or sees
-    everything.
+def take_windows(fields: Fields, attention: Attention, rope: Rope | None = None) -> list[Attention]:
+    """The attention of each layer, which either has the window, and its own `rope` if there is one,
+    or sees everything.
     """
     fields.ignore("max_window_layers", "layer_types states it for each layer")
     window = fields.take("sliding_window", None)
@@ -204,12 +269,11 @@ def take_windows(fields: Fields) -> tuple[int | None, tuple[bool, ...]]:
     for kind in dict.fromkeys(layers):
         if kind not in ("full_attention", "sliding_attention"):
             fields.refuse("layer_types", kind, "must be full_attention or sliding_attention")
-    windowed = tuple(kind == "sliding_attention" for kind in layers)
-    if not any(windowed):
-        return None, ()
-    if window is None:
+    if window is None and "sliding_attention" in layers:
         fields.refuse(
             "layer_types", "sliding_attention", "needs use_sliding_window and a sliding_window"
         )
-        return None, ()
-    return window, () if all(windowed) else windowed
+    narrow = attention
+    if window is not None:
+        narrow = replace(attention, window=window, rope=rope or attention.rope)
+    return [narrow if kind == "sliding_attention" else attention for kind in layers]

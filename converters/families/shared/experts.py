@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.converters.architecture import Feed, Mlp, Moe, Scoring
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.rows import GateUp, Role, Row, Rows, Whole
+from megatron_policy.converters.rows import GateUp, Role, Row, Rows, Whole, assign_part
 
-from .dense import H, M
+from .dense import H, M, take_mlp
 
 EXPERT = M + "mlp.experts.local_experts.{expert}."
 SHARED = M + "mlp.shared_experts."
@@ -22,8 +21,9 @@ def correction_bias(name: str) -> Whole:
     return Whole(
         M + "mlp.router.expert_bias",
         (H + name,),
-        ("moe.experts",),
-        when="experts moe.correction_bias",
+        ("experts",),
+        part=Moe,
+        when="correction_bias",
         role=Role.BIAS,
         keeps_dtype=True,
     )
@@ -40,62 +40,50 @@ def routed(
     `block` is HF's name of a layer's mixture, `names` an expert's gate, up and down projections.
     """
     gate, up, down = (f"{H}{block}.experts.{{expert}}.{name}.weight" for name in names)
-    return (
-        Whole(
-            M + "mlp.router.weight",
-            (f"{H}{block}.gate.weight",),
-            ("moe.experts", "hidden_size"),
-            when="experts",
-        ),
-        GateUp(
-            EXPERT + "linear_fc1.weight",
-            (gate, up),
-            ("moe.ffn_hidden_size", "hidden_size"),
-            when="experts",
-        ),
-        Rows(
-            EXPERT + "linear_fc2.weight",
-            (down,),
-            ("hidden_size", "moe.ffn_hidden_size"),
-            when="experts",
-        ),
+    router = f"{H}{block}.gate.weight"
+    return assign_part(
+        Moe,
+        Whole(M + "mlp.router.weight", (router,), ("experts", "hidden_size")),
+        GateUp(EXPERT + "linear_fc1.weight", (gate, up), ("ffn_hidden_size", "hidden_size")),
+        Rows(EXPERT + "linear_fc2.weight", (down,), ("hidden_size", "ffn_hidden_size")),
     )
 
 
 def shared(name: str) -> tuple[Row, ...]:
     """Rows of the shared MLP that every token also passes through, which HF calls `name`."""
-    present = "experts moe.shared_ffn_hidden_size"
-    return (
+    return assign_part(
+        Moe,
         GateUp(
             SHARED + "linear_fc1.weight",
             (f"{H}mlp.{name}.gate_proj.weight", f"{H}mlp.{name}.up_proj.weight"),
-            ("moe.shared_ffn_hidden_size", "hidden_size"),
-            when=present,
+            ("shared_ffn_hidden_size", "hidden_size"),
+            when="shared_ffn_hidden_size",
         ),
         Rows(
             SHARED + "linear_fc2.weight",
             (f"{H}mlp.{name}.down_proj.weight",),
-            ("hidden_size", "moe.shared_ffn_hidden_size"),
-            when=present,
+            ("hidden_size", "shared_ffn_hidden_size"),
+            when="shared_ffn_hidden_size",
         ),
         Whole(
             SHARED + "gate_weight",
             (f"{H}mlp.{name}_gate.weight",),
-            ("moe.shared_gates", "hidden_size"),
-            when="experts moe.shared_gate",
+            ("shared_gates", "hidden_size"),
+            when="shared_gate",
         ),
     )
 
 
-def with_experts(
+def place(
     fields: Fields,
-    architecture: Architecture,
     moe: Moe,
-    layers: Iterable[bool],
+    layers: Sequence[bool] | None = None,
     *,
+    mlp: Mlp | None = None,
     balancing: str = "router_aux_loss_coef",
-) -> Architecture:
-    """The architecture with `moe` in place of the MLP on the marked layers.
+) -> Feed | list[Feed]:
+    """What each token passes through: `moe` in the marked layers, by default in all, elsewhere
+    `mlp`, by default `dense.take_mlp(fields)`, whose activation function and biases experts have.
 
     `balancing` is the name of the field with the coefficient of the load balancing loss.
     """
@@ -105,11 +93,9 @@ def with_experts(
     found = fields.take(balancing, None)
     if found is not None and (type(found) not in (int, float) or not 0 <= found < inf):
         fields.refuse(balancing, found, "must be a finite number of at least 0")
-    placed = tuple(layers)
-    if not any(placed):
-        return architecture
-    moe = replace(moe, aux_loss_coeff=found)
-    return replace(architecture, moe=moe, moe_layers=() if all(placed) else placed)
+    mlp = mlp or take_mlp(fields)
+    moe = replace(moe, aux_loss_coeff=found, activation=mlp.activation, mlp_bias=mlp.mlp_bias)
+    return moe if layers is None else [moe if marked else mlp for marked in layers]
 
 
 def take_experts(fields: Fields, *names: str) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_policy.converters.rows import Columns, Role, Whole
+from megatron_policy.converters.architecture import Attention
+from megatron_policy.converters.rows import Columns, Role, RowBase, Whole, assign_part
 
 from .dense import H, M
 
@@ -40,12 +41,19 @@ ONE = (_norm(M + "input_layernorm.weight", H + "input_layernorm.weight"),)
 """One norm for attention and MLP, which run in parallel."""
 
 
-def _of_heads(query: tuple[str, ...], key: tuple[str, ...]) -> tuple[Columns, Columns]:
-    attention, hf = M + "self_attention.", H + "self_attn."
-    query_name, key_name = attention + "q_layernorm.weight", attention + "k_layernorm.weight"
-    return (
-        Columns(query_name, (hf + "q_norm.weight",), query, when="qk_norm", role=Role.NORM),
-        Columns(key_name, (hf + "k_norm.weight",), key, when="qk_norm", role=Role.NORM),
+def _of_heads(query: tuple[str, ...], key: tuple[str, ...]) -> tuple[RowBase, ...]:
+    return assign_part(
+        Attention,
+        *(
+            Columns(
+                f"{M}self_attention.{name}_layernorm.weight",
+                (f"{H}self_attn.{name}_norm.weight",),
+                dims,
+                when="qk_norm",
+                role=Role.NORM,
+            )
+            for name, dims in (("q", query), ("k", key))
+        ),
     )
 
 

@@ -15,12 +15,12 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_policy.converters.architecture import Architecture, padded_vocab
+from megatron_policy.converters.architecture import Architecture, Attention, padded_vocab
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.head import ScalarLayer
 from megatron_policy.engines.megatron.layer_spec import block_spec
 from megatron_policy.engines.megatron.layers.activations import install_activations
-from megatron_policy.engines.megatron.layers.rope import Rotary, ropes_of
+from megatron_policy.engines.megatron.layers.rope import Rotary
 from megatron_policy.engines.megatron.layers.router import tell_routers
 from megatron_policy.engines.megatron.mtp import add_mtp_layers
 from megatron_policy.engines.megatron.process_groups import are_shared
@@ -84,11 +84,10 @@ def _build_chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied,
         position_embedding_type="rope",
-        rotary_base=architecture.rope.base,
         vp_stage=chunk if topology.vpp > 1 else None,
     )
-    if architecture.mla is None:
-        model.rotary_pos_emb = Rotary(ropes_of(architecture), architecture.kv_channels)
+    if (attention := architecture.find_part(Attention)) is not None:
+        model.rotary_pos_emb = Rotary(architecture.ropes, attention.kv_channels)
     if architecture.head is not None and place.holds_head(chunk):
         model.output_layer = ScalarLayer(config, architecture.head.per_token)
     _install_scales(model, architecture)

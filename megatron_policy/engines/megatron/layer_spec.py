@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -14,8 +16,17 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config.adapters import beyond_its_modules, check_implementation
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import QkNorm
+from megatron_policy.converters.architecture import (
+    Architecture,
+    Attention,
+    Layer,
+    LayerPart,
+    Mla,
+    Mlp,
+    Moe,
+    Norms,
+    QkNorm,
+)
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.experts import experts_spec
@@ -81,76 +92,73 @@ def final_norm(implementation: str, architecture: Architecture) -> ModuleSpec | 
 
 
 def _te_layer(architecture: Architecture, layer: int) -> ModuleSpec:
-    moe = architecture.moe if architecture.has_experts(layer) else None
-    experts = None if moe is None else moe.experts
+    found = architecture.find_layer(layer)
+    mixer, feed = found.mixer, found.feed
+    experts = feed.experts if isinstance(feed, Moe) else None
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts,
         moe_grouped_gemm=experts is not None,
-        qk_layernorm=architecture.qk_norm is not QkNorm.NONE,
-        multi_latent_attention=architecture.mla is not None,
+        qk_layernorm=isinstance(mixer, Attention) and mixer.qk_norm is not QkNorm.NONE,
+        multi_latent_attention=isinstance(mixer, Mla),
     )
-    parts = spec.submodules
-    if experts is not None:
-        parts.mlp = experts_spec(architecture, with_te=True)
-    if architecture.mla is not None:
-        parts.self_attention = mla_spec(architecture, with_te=True)
-    else:
-        _adapt_attention(parts.self_attention, architecture)
-        inner = parts.self_attention.submodules
-        inner.core_attention = te_attention(inner.core_attention)
+    _place_parts(spec, found, architecture, with_te=True)
     return spec
 
 
 def _local_layer(architecture: Architecture, config: TransformerConfig, layer: int) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(num_experts=None, moe_grouped_gemm=False, qk_layernorm=False)
-    parts = spec.submodules
-    norm = norm_of(architecture)
-    parts.input_layernorm = norm if architecture.pre_norm else IdentityOp
-    parts.pre_mlp_layernorm = norm if architecture.pre_norm else IdentityOp
-    if own_sum := residual_sum(architecture, config):
+    parts, found = spec.submodules, architecture.find_layer(layer)
+    norm = norm_of(architecture) if found.norms.before else IdentityOp
+    parts.input_layernorm = norm
+    parts.pre_mlp_layernorm = norm
+    if own_sum := residual_sum(architecture, found.norms, config):
         parts.self_attn_bda = parts.mlp_bda = own_sum
-    if architecture.has_experts(layer):
-        parts.mlp = experts_spec(architecture, with_te=False)
-    if architecture.mla is not None:
-        parts.self_attention = mla_spec(architecture, with_te=False)
-    else:
-        _complete_attention(parts.self_attention, architecture)
-    if architecture.parallel:
+    _place_parts(spec, found, architecture, with_te=False)
+    if found.norms is Norms.ONE:
         parts.pre_mlp_layernorm = IdentityOp
         spec.module = ParallelLayer
     return spec
 
 
-def _complete_attention(attention: ModuleSpec, architecture: Architecture) -> None:
-    _adapt_attention(attention, architecture)
-    parts = attention.submodules
-    parts.core_attention = ModuleSpec(
+def _place_parts(spec: ModuleSpec, layer: Layer, architecture: Architecture, with_te: bool) -> None:
+    """Complete Megatron-Core's spec of a layer."""
+    for place, part in (("self_attention", layer.mixer), ("mlp", layer.feed)):
+        given = getattr(spec.submodules, place)
+        setattr(spec.submodules, place, _PARTS[type(part)](part, given, architecture, with_te))
+
+
+def _attention_spec(
+    part: Attention, given: ModuleSpec, architecture: Architecture, with_te: bool
+) -> ModuleSpec:
+    given.module = LayerAttention
+    given.params = {**given.params, "part": part, "ropes": architecture.ropes}
+    inner, norm, qk_norm = given.submodules, norm_of(architecture), part.qk_norm
+    if with_te:
+        inner.core_attention = te_attention(inner.core_attention)
+        return given
+    inner.core_attention = ModuleSpec(
         module=TorchAttention,
         params={
-            "softcap": architecture.attention_softcap,
-            "sinks": architecture.attention_sinks,
-            "query_growth": architecture.query_growth,
-            "post_rope_norm": norm_of(architecture)
-            if architecture.qk_norm is QkNorm.AFTER_ROTATION
-            else None,
+            "softcap": part.attention_softcap,
+            "sinks": part.attention_sinks,
+            "query_growth": part.query_growth,
+            "post_rope_norm": norm if qk_norm is QkNorm.AFTER_ROTATION else None,
         },
     )
-    parts.q_layernorm = _qk_norm(architecture, architecture.num_attention_heads)
-    parts.k_layernorm = _qk_norm(architecture, architecture.num_query_groups)
+    for name, heads in (("q", part.num_attention_heads), ("k", part.num_query_groups)):
+        kinds: dict[QkNorm, ModuleSpec] = {
+            QkNorm.PER_HEAD: norm,
+            QkNorm.EACH_HEAD: ModuleSpec(module=EachHeadLayerNorm, params={"heads": heads}),
+            QkNorm.ALL_HEADS: ModuleSpec(module=AllHeadsRMSNorm, params={"heads": heads}),
+        }
+        setattr(inner, f"{name}_layernorm", kinds.get(qk_norm, IdentityOp))
+    return given
 
 
-def _adapt_attention(attention: ModuleSpec, architecture: Architecture) -> None:
-    attention.module = LayerAttention
-    attention.params = {**attention.params, "architecture": architecture}
-
-
-def _qk_norm(architecture: Architecture, heads: int) -> ModuleSpec | type:
-    match architecture.qk_norm:
-        case QkNorm.NONE | QkNorm.AFTER_ROTATION:
-            return IdentityOp
-        case QkNorm.PER_HEAD:
-            return norm_of(architecture)
-        case QkNorm.EACH_HEAD:
-            return ModuleSpec(module=EachHeadLayerNorm, params={"heads": heads})
-        case QkNorm.ALL_HEADS:
-            return ModuleSpec(module=AllHeadsRMSNorm, params={"heads": heads})
+_PARTS: dict[type[LayerPart], Callable[..., Any]] = {
+    Attention: _attention_spec,
+    Mla: lambda part, _, __, with_te: mla_spec(part, with_te),
+    Mlp: lambda _, given, *__: given,
+    Moe: lambda part, _, __, with_te: experts_spec(part, with_te),
+}
+"""What makes the spec of a part, from the one that Megatron-Core has in its place."""

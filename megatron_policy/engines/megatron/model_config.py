@@ -12,8 +12,14 @@ from megatron.core.transformer.transformer_config import (
 )
 
 from megatron_policy.config import MegatronConfig
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import Activation, Norm, QkNorm
+from megatron_policy.converters.architecture import (
+    Activation,
+    Architecture,
+    Attention,
+    Mla,
+    Norm,
+    QkNorm,
+)
 from megatron_policy.device import can_compile, is_accelerated
 from megatron_policy.engines.megatron.layers.activations import FUNCTIONS
 from megatron_policy.engines.megatron.layers.experts import expert_fields
@@ -47,14 +53,12 @@ def transformer_config(
     the shape of everything that a stage receives (`hidden_shapes.py`).
     """
     with_te = implementation == TRANSFORMER_ENGINE
-    kind = TransformerConfig if architecture.mla is None else MLATransformerConfig
+    mla = architecture.find_part(Mla)
+    kind = TransformerConfig if mla is None else MLATransformerConfig
     return kind(
-        **_sizes(architecture),
-        **_norms(architecture),
-        **_attention(architecture),
-        **_mlp(architecture),
+        **_model(architecture),
         **expert_fields(architecture, settings, topology, with_te, variable_lengths),
-        **mla_fields(architecture),
+        **mla_fields(mla),
         **_parallelism(settings, topology, dtype),
         **_recomputation(settings),
         **_kernels(architecture, settings, implementation),
@@ -77,51 +81,39 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _sizes(architecture: Architecture) -> dict[str, Any]:
+def _model(architecture: Architecture) -> dict[str, Any]:
+    """Sizes, norms, and what layers have in common; `LayerAttention` has that in which the
+    attention of layers differs.
+    """
+    mixer, attention = architecture.mixer, architecture.find_part(Attention)
+    qk_norm = QkNorm.NONE if attention is None else attention.qk_norm
+    feed = architecture.feed
+    clamped = feed.activation is Activation.CLAMPED_SWIGLU
     return {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_query_groups": architecture.num_query_groups,
-        "kv_channels": architecture.kv_channels,
-        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "num_attention_heads": mixer.num_attention_heads,
+        "num_query_groups": mixer.num_query_groups,
+        "kv_channels": mixer.kv_channels,
+        "ffn_hidden_size": architecture.unused_ffn_hidden_size or feed.ffn_hidden_size,
         "hidden_dropout": architecture.hidden_dropout,
-    }
-
-
-def _norms(architecture: Architecture) -> dict[str, Any]:
-    return {
         "normalization": "LayerNorm" if architecture.norm is Norm.LAYER else "RMSNorm",
         "layernorm_zero_centered_gamma": architecture.norm is Norm.RMS_PLUS_ONE,
         "layernorm_epsilon": architecture.layernorm_epsilon,
-    }
-
-
-def _attention(architecture: Architecture) -> dict[str, Any]:
-    return {
-        "add_qkv_bias": architecture.qkv_bias,
+        "add_qkv_bias": attention is not None and attention.qkv_bias,
         # This flag makes Megatron-Core sum the gradients of such norms over tensor-parallel ranks,
         # which is right for weights that all heads share.
-        "qk_layernorm": architecture.qk_norm in (QkNorm.PER_HEAD, QkNorm.AFTER_ROTATION),
-        "attention_dropout": architecture.attention_dropout,
-        "softmax_scale": architecture.attention_scale,
-        "rotary_interleaved": architecture.rope.interleaved,
-        # A window of W tokens reaches W - 1 positions back.
-        "window_size": None if architecture.window is None else (architecture.window - 1, 0),
-        "window_attn_skip_freq": [int(x) for x in architecture.windowed] or None,
-    }
-
-
-def _mlp(architecture: Architecture) -> dict[str, Any]:
-    """Fields of the dense layers, which experts partly share."""
-    clamped = architecture.activation is Activation.CLAMPED_SWIGLU
-    return {
+        "qk_layernorm": qk_norm in (QkNorm.PER_HEAD, QkNorm.AFTER_ROTATION),
+        "attention_dropout": mixer.attention_dropout,
+        "softmax_scale": mixer.attention_scale,
+        "rotary_interleaved": any(rope.interleaved for rope in architecture.ropes),
+        # Of the dense layers; experts partly share them.
         "activation_func_clamp_value": 7.0 if clamped else None,
         "glu_linear_offset": 1.0 if clamped else 0.0,
-        "gated_linear_unit": architecture.gated,
-        "activation_func": FUNCTIONS[architecture.activation],
+        "gated_linear_unit": feed.gated,
+        "activation_func": FUNCTIONS[feed.activation],
         # Attention overrides it, see `LayerAttention`.
-        "add_bias_linear": architecture.mlp_bias,
+        "add_bias_linear": feed.mlp_bias,
     }
 
 
@@ -175,7 +167,9 @@ def _kernels(
 ) -> dict[str, Any]:
     with_te = implementation == TRANSFORMER_ENGINE
     # Megatron-Core's fused GELU is always the tanh approximation, whatever function is requested.
-    swiglu = architecture.gated and architecture.activation is Activation.SILU
+    feed = architecture.feed
+    swiglu = feed.gated and feed.activation is Activation.SILU
+    fused_rope = settings.apply_rope_fusion and with_te and architecture.find_part(Mla) is None
     compiled = is_accelerated() and can_compile()
     if is_accelerated() and not compiled:
         _log.warning(
@@ -183,7 +177,7 @@ def _kernels(
             "compiler (gcc or clang on the path, or CC) and Python's headers"
         )
     return {
-        "apply_rope_fusion": settings.apply_rope_fusion and with_te and architecture.mla is None,
+        "apply_rope_fusion": fused_rope,
         "bias_activation_fusion": settings.bias_activation_fusion and compiled and swiglu,
         "bias_dropout_fusion": compiled,
         # For all linear layers it needs APEX, and drops gradients of weights that are also read

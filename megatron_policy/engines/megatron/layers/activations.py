@@ -77,6 +77,6 @@ def install_activations(
     model: GPTModel, architecture: Architecture, config: TransformerConfig
 ) -> None:
     """Give the MLPs of a chunk's layers their own activation functions, if these have constants."""
-    if architecture.activation is Activation.XIELU:
+    if architecture.feed.activation is Activation.XIELU:
         for layer in model.decoder.layers:
             layer.mlp.activation_func = XIelu(config, layer.mlp.tp_group)

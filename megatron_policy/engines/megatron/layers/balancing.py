@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.converters.architecture import Moe, Scoring
 from megatron_policy.device import current_device
 from megatron_policy.packing.microbatch import Microbatch, routed
 

@@ -18,8 +18,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.converters.architecture import Architecture, Moe, Scoring
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.grouped_experts import GroupedExperts
 from megatron_policy.engines.megatron.layers.router import Router
@@ -58,7 +57,9 @@ def expert_fields(
     return {
         "num_moe_experts": moe.experts,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_layer_freq": [int(x) for x in architecture.moe_layers] or 1,
+        "moe_layer_freq": 1
+        if architecture.uniform_layers
+        else [int(isinstance(layer.feed, Moe)) for layer in architecture.layers],
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": moe.shared_gate,
         "moe_token_dispatcher_type": dispatcher,
@@ -139,10 +140,8 @@ def _fused_permutation() -> bool:
     return all(getattr(moe_utils, f"fused_{name}", None) is not None for name in names)
 
 
-def experts_spec(architecture: Architecture, with_te: bool) -> Any:
+def experts_spec(moe: Moe, with_te: bool) -> Any:
     """The spec Megatron-Core builds a layer's mixture of experts from."""
-    moe = architecture.moe
-    assert moe is not None
     spec: Any = get_moe_module_spec(
         use_te=with_te, num_experts=moe.experts, moe_grouped_gemm=with_te
     )
@@ -150,7 +149,7 @@ def experts_spec(architecture: Architecture, with_te: bool) -> Any:
     submodules.router = functools.partial(Router, moe)
     if not with_te:
         submodules.experts = _of_class(GroupedExperts, submodules.experts)
-        if architecture.mlp_bias:
+        if moe.mlp_bias:
             _parts(submodules.experts).linear_fc2 = ExpertOutput
     return _of_class(ExpertLayer, spec)
 

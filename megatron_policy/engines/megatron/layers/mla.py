@@ -21,7 +21,7 @@ from megatron.core.transformer.multi_latent_attention import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Mla
 from megatron_policy.converters.architecture.rotary import Rope
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
@@ -35,9 +35,8 @@ from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 from megatron_policy.engines.megatron.layers.te_attention import te_attention
 
 
-def mla_fields(architecture: Architecture) -> dict[str, Any]:
+def mla_fields(mla: Mla | None) -> dict[str, Any]:
     """Fields of Megatron-Core's config for MLA; empty if the model has none."""
-    mla = architecture.mla
     if mla is None:
         return {}
     return {
@@ -51,10 +50,8 @@ def mla_fields(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def mla_spec(architecture: Architecture, with_te: bool) -> ModuleSpec:
+def mla_spec(mla: Mla, with_te: bool) -> ModuleSpec:
     """The spec Megatron-Core builds a layer's MLA from."""
-    mla = architecture.mla
-    assert mla is not None
     column, row, core = ColumnParallelLinear, RowParallelLinear, TorchAttention
     if with_te:
         from megatron.core.extensions import transformer_engine as te
@@ -64,7 +61,7 @@ def mla_spec(architecture: Architecture, with_te: bool) -> ModuleSpec:
     norm = ModuleSpec(module=MlaNorm, params={"own_eps": mla.layernorm_epsilon})
     return ModuleSpec(
         module=MlaAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "architecture": architecture},
+        params={"attn_mask_type": AttnMaskType.causal, "part": mla},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=column,
             linear_q_down_proj=column,
@@ -87,23 +84,20 @@ class MlaNorm(RMSNorm):
 
 
 class MlaAttention(MLASelfAttention):
-    """MLA with the architecture's angles, softmax scale and norms."""
+    """MLA with the part's angles, softmax scale and norms."""
 
-    def __init__(
-        self, config: MLATransformerConfig, architecture: Architecture, **kwargs: Any
-    ) -> None:
-        mla, scale = architecture.mla, architecture.attention_scale
-        assert mla is not None
+    def __init__(self, config: MLATransformerConfig, part: Mla, **kwargs: Any) -> None:
+        scale = part.attention_scale
         own = copy.copy(config)
         # Megatron-Core derives the softmax scale from YaRN constants:
         # (0.1 * mscale_all_dim * log(e) + 1)^2 / sqrt(head size).
-        relative = 1.0 if scale is None else scale * math.sqrt(architecture.kv_channels)
+        relative = 1.0 if scale is None else scale * math.sqrt(part.kv_channels)
         own.rotary_scaling_factor, own.mscale_all_dim = math.e, 10 * (math.sqrt(relative) - 1)
         super().__init__(config=own, **kwargs)
-        self.rotary_pos_emb = MlaRotary(architecture.rope, mla.qk_rope_head_dim)
-        if mla.q_lora_rank is not None:
-            self.linear_q_down_proj = DownProjection(own, mla.q_lora_rank)
-        self.linear_kv_down_proj = DownProjection(own, mla.down_size)
+        self.rotary_pos_emb = MlaRotary(part.rope, part.qk_rope_head_dim)
+        if part.q_lora_rank is not None:
+            self.linear_q_down_proj = DownProjection(own, part.q_lora_rank)
+        self.linear_kv_down_proj = DownProjection(own, part.down_size)
 
     def get_query_key_value_tensors(
         self,

@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, Norms
 from megatron_policy.engines.megatron.layers.norm import norm_of
 
 
@@ -49,13 +49,15 @@ class ResidualSum(torch.nn.Module):
         return residual + torch.nn.functional.dropout(x, dropout, training)
 
 
-def residual_sum(architecture: Architecture, config: TransformerConfig) -> ModuleSpec | None:
-    """The architecture's own residual sum; None for Megatron-Core's plain sum."""
-    if not architecture.post_norm and architecture.residual_scale == 1.0:
+def residual_sum(
+    architecture: Architecture, norms: Norms, config: TransformerConfig
+) -> ModuleSpec | None:
+    """A layer's own residual sum; None for Megatron-Core's plain sum."""
+    if not norms.after and architecture.residual_scale == 1.0:
         return None
     params: dict[str, Any] = {
         "config": config,
-        "norm": norm_of(architecture) if architecture.post_norm else None,
+        "norm": norm_of(architecture) if norms.after else None,
         "scale": architecture.residual_scale,
     }
     return ModuleSpec(module=ResidualSum, params=params)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Attention
 from megatron_policy.converters.architecture.rotary import (
     DynamicScaling,
     LinearScaling,
@@ -168,7 +168,7 @@ class Rotary(torch.nn.Module):
         return self._angles[key]
 
     def _compute(self, positions: torch.Tensor, text_length: int) -> torch.Tensor:
-        angles = []
+        angles = [positions.new_empty((len(positions), 0), dtype=torch.float32)]
         frequencies = self._frequencies_of(text_length if self.depends_on_length else 0)
         for rope, of_rope in zip(self.ropes, frequencies, strict=True):
             once = torch.outer(positions.float(), of_rope)
@@ -241,17 +241,14 @@ def assert_whole(inference_context: Any, config: Any) -> None:
     )
 
 
-def ropes_of(architecture: Architecture) -> tuple[Rope, ...]:
-    """The kinds of rotary embedding that layers of the model can have."""
-    return tuple(filter(None, (architecture.rope, architecture.window_rope)))
-
-
-def columns(architecture: Architecture, layer: int) -> slice | None:
-    """Where a layer's angles are in what `Rotary` returns; None if the layer does not rotate."""
-    mine, start = architecture.rope_of(layer), 0
-    for rope in ropes_of(architecture):
-        width = 2 * len(range(0, rope.size(architecture.kv_channels), 2))
-        if rope is mine:
+def columns(part: Attention, ropes: Iterable[Rope]) -> slice | None:
+    """Where the angles of a layer's attention are in what `Rotary` returns of all `ropes`; None if
+    it does not rotate.
+    """
+    start = 0
+    for rope in ropes:
+        width = 2 * len(range(0, rope.size(part.kv_channels), 2))
+        if rope == part.rope:
             return slice(start, start + width)
         start += width
     return None

@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_policy.converters.architecture.traits import Moe, Scoring
+from megatron_policy.converters.architecture import Moe, Scoring
 from megatron_policy.engines.megatron.layers.balancing import Balancing
 from megatron_policy.engines.megatron.layers.replay import RouterParams
 from megatron_policy.engines.megatron.layers.sequences import MicrobatchParams

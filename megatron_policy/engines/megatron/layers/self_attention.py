@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Attention, Rope
 from megatron_policy.engines.megatron.layers.rope import attention_factor, columns
 
 _E10 = 22026.465794806718  # e^10
 
 
 class LayerAttention(SelfAttention):
-    """Self-attention that selects its layer's angles from those of all kinds of layers."""
+    """Self-attention that selects its layer's angles from those of all `ropes` of the model."""
 
     def __init__(
         self,
         config: TransformerConfig,
         layer_number: int,
-        architecture: Architecture,
+        part: Attention,
+        ropes: Sequence[Rope],
         **kwargs: Any,
     ) -> None:
-        layer = layer_number - 1  # Megatron-Core counts from 1
-        own = _own_config(config, architecture, layer)
-        super().__init__(config=own, layer_number=layer_number, **kwargs)
-        self.angles = columns(architecture, layer)
+        super().__init__(config=_own_config(config, part), layer_number=layer_number, **kwargs)
+        self.angles = columns(part, ropes)
 
     def forward(
         self,
@@ -46,18 +46,17 @@ class LayerAttention(SelfAttention):
         return result
 
 
-def _own_config(
-    config: TransformerConfig, architecture: Architecture, layer: int
-) -> TransformerConfig:
-    """The model's config as this layer's attention needs it: its biases and norms, and the factor
-    on its rotary embedding.
+def _own_config(config: TransformerConfig, part: Attention) -> TransformerConfig:
+    """The model's config as this layer's attention needs it: its biases, norms and window, and the
+    factor on its rotary embedding.
     """
     own = copy.copy(config)
-    assert architecture.qkv_bias or not architecture.proj_bias
-    own.add_bias_linear = architecture.proj_bias
-    own.qk_layernorm = bool(architecture.qk_norm)
-    rope = architecture.rope_of(layer)
-    factor = 1.0 if rope is None else attention_factor(rope)
+    assert part.qkv_bias or not part.proj_bias
+    own.add_bias_linear = part.proj_bias
+    own.qk_layernorm = bool(part.qk_norm)
+    # A window of W tokens reaches W - 1 positions back.
+    own.window_size = None if part.window is None else (part.window - 1, 0)
+    factor = 1.0 if part.rope is None else attention_factor(part.rope)
     if factor != 1.0:
         # Megatron-Core derives the factor from YaRN constants:
         # (0.1 * mscale * log(e^10) + 1) / (0.1 * mscale_all_dim * log(e^10) + 1).

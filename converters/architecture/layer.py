@@ -1,0 +1,90 @@
+"""A decoder layer: what mixes tokens, what each token then passes through, and where it is
+normalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_policy.errors import ConversionError
+
+from .attention import Attention
+from .mla import Mla
+from .mlp import Mlp
+from .moe import Moe
+from .part import LayerPart
+
+Mixer = Attention | Mla
+Feed = Mlp | Moe
+
+MOST_LAYERS = 10_000
+"""More are a mistake in the config, and listing them would take forever."""
+
+
+class Norms(Enum):
+    """Where a layer normalises."""
+
+    BEFORE = "before"
+    """The inputs of mixer and feed."""
+    AFTER = "after"
+    """Their outputs, before the residual sum."""
+    AROUND = "around"
+    """Both."""
+    ONE = "one"
+    """One input for mixer and feed, whose outputs are added together."""
+
+    @property
+    def before(self) -> bool:
+        return self is not Norms.AFTER
+
+    @property
+    def after(self) -> bool:
+        return self in (Norms.AFTER, Norms.AROUND)
+
+    @property
+    def parallel(self) -> bool:
+        return self is Norms.ONE
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The parts of one layer. Layers that are alike are one object."""
+
+    mixer: Mixer
+    feed: Feed
+    norms: Norms = Norms.BEFORE
+
+    def find_part(self, kind: type[LayerPart] | None) -> LayerPart | None:
+        """This layer's part of that kind, if it has one."""
+        return next((part for part in (self.mixer, self.feed) if type(part) is kind), None)
+
+
+def stack(
+    number: int,
+    mixer: Mixer | Sequence[Mixer],
+    feed: Feed | Sequence[Feed],
+    norms: Norms = Norms.BEFORE,
+) -> tuple[Layer, ...]:
+    """`number` layers; mixer and feed are one for all, or one for each."""
+    check_number(number)
+    mixers = mixer if isinstance(mixer, Sequence) else (mixer,) * number
+    feeds = feed if isinstance(feed, Sequence) else (feed,) * number
+    for named in (len(mixers), len(feeds)):
+        if named != number:
+            raise ConversionError(
+                f"the config has {number} layers, but names the kind of {named}, not of every layer"
+            )
+    made: dict[tuple[Mixer, Feed], Layer] = {}
+    return tuple(
+        made.setdefault(parts, Layer(*parts, norms)) for parts in zip(mixers, feeds, strict=True)
+    )
+
+
+def check_number(number: object) -> None:
+    """ConversionError unless a model can have so many layers."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ConversionError(f"num_layers must be a positive integer, not {number!r}")
+    if number > MOST_LAYERS:
+        raise ConversionError(f"{number} layers are more than {MOST_LAYERS}")
