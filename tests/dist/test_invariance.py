@@ -117,7 +117,7 @@ def assert_microbatches_are_what_the_cell_says(cell: Cell, results: Results) -> 
             for seen in results
         }
         sizes = [size for each in by_replica.values() for size in each]
-        if cell.rows != cases.ROWS:
+        if cell.rows < cell.microbatches:
             assert 0 < len(sizes) < cell.microbatches, by_replica
         else:
             assert max(map(len, by_replica.values())) > 1, by_replica
@@ -166,10 +166,11 @@ def test_two_steps_move_every_matrix_by_more_than_a_hundred_tolerances(
 
 
 WITH_EXPERTS = [cell for cell in CELLS if cell.family in cases.EXPERT_LOSSES]
+CHOOSING = [cell for cell in ARRAY if cell.family in cases.EXPERT_LOSSES]
 DENSE = [cell for cell in CELLS if cell.family not in cases.EXPERT_LOSSES and not cell.fsdp]
 
 
-@pytest.mark.parametrize("cell", WITH_EXPERTS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", (*CHOOSING, *WITH_EXPERTS), ids=lambda cell: cell.name)
 def test_no_token_is_about_to_take_another_expert(checkpoint, cell: Cell) -> None:
     """Else rounding alone could choose other experts, and no tolerance would tell why."""
     closest = truth(cell, path_of(checkpoint, cell)).closest

@@ -34,6 +34,8 @@ LOSSES = {
 """What each family is trained by: the oracle is dear, and one of a family's losses is like another.
 """
 CLIP_OF = {"mixtral": UNCLIPPED}
+_ROWS = 8
+"""Of a global batch: half of the table's, which are several microbatches for two replicas."""
 
 _PAIRWISE = (
     ("TP2+SP", "padded", "token", "qwen2"),
@@ -83,7 +85,7 @@ FOUND: tuple[Cell, ...] = ()
 
 
 def _cell(layout: str, batching: str, loss: str, family: str) -> Cell:
-    return Cell(layout, batching, loss, family, clip=CLIP_OF.get(family, CLIP))
+    return Cell(layout, batching, loss, family, _ROWS, clip=CLIP_OF.get(family, CLIP))
 
 
 ARRAY = (*(_cell(*row) for row in _PAIRWISE), *FOUND)

@@ -59,7 +59,7 @@ LAYOUTS = {
 """Layouts of dense models; those of experts are `EXPERT_LAYOUTS`."""
 BATCHINGS = ("padded", "dynamic", "packed")
 LOSSES = ("token", "sequence", "policy gradient")
-ROWS, STEPS = 8, 2
+ROWS, STEPS = 16, 2
 FEW = {"DP4": 3, "PP2xVPP2": 1, "PP2xVPP2xCP2xDP2": 3}
 """Rows of a global batch that are fewer than the microbatches that must run."""
 FEW_OF_EXPERTS = (("EP4", "dynamic", "qwen3_moe", 3), ("EP2xPP2xVPP2", "packed", "deepseek_v3", 3))
@@ -83,7 +83,7 @@ EXPERT_LOSSES = {
 }
 """Of each family of experts the loss with clipped gradients, and that without."""
 EXPERT_SIZES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"seed": 2},
+    "qwen3_moe": {"seed": 1},
     "deepseek_v3": {"seed": 7},
     "mixtral": {"ffn": 32, "seed": 11},
     "gpt_oss": {"ffn": 32, "seed": 3},
@@ -113,9 +113,9 @@ READ_TOKENS, READ_ROWS = 64, 7
 TILE = 5  # positions of one tile of the language-model head: several tiles a microbatch
 CANDIDATES = 130  # more than a tensor-parallel rank's slice of the vocabulary has
 
-LENGTHS = (13, 1, 7, 4, 10, 2, 9, 12)  # of the first global batch
-LENGTHS += (5, 13, 3, 8, 1, 11, 6, 2)
-EMPTY, LEFT_OUT = (4, 11), (6, 13)  # rows with an empty token mask, and rows that do not count
+LENGTHS = (13, 1, 7, 4, 10, 2, 9, 5, 12, 6, 13, 3, 8, 11, 1, 5)  # of the first global batch
+LENGTHS += (5, 13, 2, 6, 13, 1, 8, 11, 3, 12, 4, 9, 7, 10, 1, 6)
+EMPTY, LEFT_OUT = (4, 20), (6, 25)  # rows with an empty token mask, and rows that do not count
 
 
 @dataclass(frozen=True)
@@ -178,9 +178,9 @@ class Cell:
     @property
     def train_tokens(self) -> int:
         """Of a microbatch: so few that a replica has several, enough for the longest row."""
-        if self.replicas <= 2:
+        if self.replicas <= 4:
             return 24
-        # Each has two rows: no more than the longest row, which dynamic microbatches round up.
+        # Each has a row or two: no more than the longest row, which dynamic microbatches round up.
         return LENGTH + (self.batching == "dynamic")
 
     @property
