@@ -61,7 +61,7 @@ def a_policy_trains_over_both_and_names_the_rank_whose_node_dies(path: Path) -> 
     room = RayVirtualCluster([1, 1], use_gpus=False)
     policy = Policy(room, policy_config(path, DP2, train_global_batch_size=GBS), TOKENIZER)
     group = policy.worker_group
-    assert [place.node == here() for place in group._places].count(True) == 1
+    assert [place.node == here() for place in group._locations].count(True) == 1
     Oracle(path).check_step(policy)
     rank = the_far_rank(group)
     worker = psutil.Process(group.pids[rank])
@@ -90,7 +90,7 @@ def a_policy_trains_over_both_and_names_the_rank_whose_node_dies(path: Path) -> 
 
 def started(room: RayVirtualCluster) -> WorkerGroup:
     group = WorkerGroup(room, Worker, Topology(dp=2), timeout_s=LIMIT_S)
-    assert [place.node == here() for place in group._places].count(True) == 1
+    assert [place.node == here() for place in group._locations].count(True) == 1
     return group
 
 
@@ -99,7 +99,7 @@ def here() -> str:
 
 
 def the_far_rank(group: WorkerGroup) -> int:
-    return next(rank for rank, place in enumerate(group._places) if place.node != here())
+    return next(rank for rank, place in enumerate(group._locations) if place.node != here())
 
 
 def raylet_of(worker: psutil.Process) -> psutil.Process:
