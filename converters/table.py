@@ -301,7 +301,9 @@ def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ..
     """Entries of the embedding, of each layer, of each layer for multi-token prediction, and of the
     head, in this order.
     """
-    before, inside, after = [], [], []
+    before: list[Entry] = []
+    inside: list[Entry] = []
+    after: list[Entry] = []
     for row in rows:
         repeated = "{layer}" in row.megatron or "{mtp}" in row.megatron
         if repeated or not architecture.holds(row.when):

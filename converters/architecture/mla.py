@@ -65,7 +65,7 @@ class Mla(LayerPart):
         check_counts(self, "num_attention_heads", "kv_channels")
         check_widths(num_attention_heads=heads, kv_channels=head)
         check_widths(**{"num_attention_heads * head_dim": heads * head})
-        names = ("q_lora_rank", "kv_lora_rank")
+        names: tuple[str, ...] = ("q_lora_rank", "kv_lora_rank")
         names += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         check_widths(**{f"mla.{name}": getattr(self, name) for name in names})
         check_factors(self, "attention_scale")

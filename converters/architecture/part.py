@@ -18,13 +18,13 @@ class SplitCount(NamedTuple):
     of; None where nothing is said of multiples.
     """
 
-    count: int
+    number: int
     what: str
     multiples: bool | None = None
 
     def allows(self, ranks: int) -> bool:
         """Whether so many ranks can share it."""
-        return self.count % ranks == 0 or (bool(self.multiples) and ranks % self.count == 0)
+        return self.number % ranks == 0 or (bool(self.multiples) and ranks % self.number == 0)
 
 
 class Place(Enum):

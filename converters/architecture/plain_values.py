@@ -71,7 +71,7 @@ _DEFAULTS = _LAYERS | {
     for kind in (Architecture, Attention, Mlp)
     for each in dataclasses.fields(kind)
 }
-_OF_MODEL = {
+_OF_MODEL: dict[type, tuple[str, ...]] = {
     Moe: ("activation", "mlp_bias"),
     Mla: ("num_attention_heads", "rope", "attention_dropout", "attention_scale"),
 }

@@ -101,7 +101,7 @@ class HfReader:
         unchanged. One that is stored quantised is in new memory.
         """
         if name in self._quantised:
-            return self.find_part(name)[(slice(None),)]
+            return self.part(name)[(slice(None),)]
         return _typed(self._mapped[name], self.dtypes[name])
 
     def part(self, name: str) -> MappedTensor | DequantisedTensor:
@@ -129,7 +129,7 @@ class HfReader:
             if name in self.shapes and original in self.shapes:
                 rows = self.shapes[name][0]
                 mine = (slice(rows * rank // size, rows * (rank + 1) // size),)
-                copy, first = self.find_part(name)[mine], self.find_part(original)[mine]
+                copy, first = self.part(name)[mine], self.part(original)[mine]
                 if copy.dtype != first.dtype:  # torch compares only some pairs of dtypes
                     copy, first = copy.double(), first.double()
                 if not torch.equal(copy, first):

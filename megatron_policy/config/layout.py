@@ -224,7 +224,7 @@ def _check_tensor_parallel(
 ) -> Iterator[str]:
     tp, parts = topology.tp, architecture.parts.values()
     splits = dict.fromkeys(split for part in parts for split in part.splits)
-    most = max(split.count for split in splits)
+    most = max(split.number for split in splits)
     legal = [size for size in range(1, most + 1) if all(split.allows(size) for split in splits)]
     if tp not in legal:
         plain: dict[str, list[str]] = {}
