@@ -35,8 +35,8 @@ class OperationKind:
 
     name: str
     error: type[CheckpointError] | type[RefitError]
-    silence: str
-    """What a rank raises after `timeout_s` seconds in which it waited for `name`."""
+    describe_silence: Callable[[float, str], str]
+    """What a rank raises after that many seconds in which it waited for what has that name."""
     longest_pause_s: float
     """Between two looks at the store."""
 
@@ -61,15 +61,19 @@ class OperationKind:
 SAVES = OperationKind(
     "save",
     CheckpointError,
-    "a rank gave no sign of life for {timeout_s:g} s while the others waited for {name!r}. Check "
-    "its log; checkpoint_timeout_s sets how long to wait",
+    lambda timeout_s, name: (
+        f"a rank gave no sign of life for {timeout_s:g} s while the others waited for {name!r}. "
+        "Check its log; checkpoint_timeout_s sets how long to wait"
+    ),
     longest_pause_s=0.1,
 )
 REFITS = OperationKind(
     "refit",
     RefitError,
-    "a rank did not take part within {timeout_s:g} s. Check its log; the next refit starts from "
-    "scratch",
+    lambda timeout_s, name: (
+        f"a rank did not take part within {timeout_s:g} s. Check its log; the next refit starts "
+        "from scratch"
+    ),
     longest_pause_s=0.05,
 )
 
@@ -334,7 +338,7 @@ class Operation:
         if words := self.first_failure():
             self._leave()
             raise self._kind.error(words)
-        words = self._kind.silence.format(timeout_s=self._timeout_s, name=name)
+        words = self._kind.describe_silence(self._timeout_s, name)
         self._lose_a_rank()
         first = self._fail(words)
         self._leave(with_all=False)
