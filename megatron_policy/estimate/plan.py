@@ -248,10 +248,9 @@ def _layouts(arch: Architecture, ranks: int, length: int) -> Iterator[dict[str, 
                 if pp > arch.num_layers:
                     continue
                 per_stage = ranks // pp
-                experts = [1] if arch.moe is None else _divisors(arch.moe.experts)
-                experts = [ep for ep in experts if per_stage % ep == 0]
+                widths = [1] if arch.moe is None else _divisors(arch.moe.experts)
                 for split in _splits(arch.num_layers, pp):
-                    for ep in experts:
+                    for ep in [ep for ep in widths if per_stage % ep == 0]:
                         for recompute in _RECOMPUTATIONS:
                             sizes = {"tp": tp, "sequence_parallel": tp > 1, "cp": cp, "pp": pp}
                             experts = {"ep": ep, "etp": 1} if arch.moe else {}
