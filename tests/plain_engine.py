@@ -138,7 +138,7 @@ class Decoder(torch.nn.Module):
         each = mixer.num_attention_heads // groups  # queries of a group, then its key, its value
         heads = self._linear(x, f"{name}.linear_qkv").unflatten(-1, (groups, each + 2, size))
         q, k, v = heads.split([each, 1, 1], dim=-2)
-        if shape.qk_norm is QkNorm.PER_HEAD:
+        if mixer.qk_norm is QkNorm.PER_HEAD:
             q = self._norm(q, f"{name}.q_layernorm.weight")
             k = self._norm(k, f"{name}.k_layernorm.weight")
         q, k, v = (

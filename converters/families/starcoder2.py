@@ -12,7 +12,7 @@ TABLE = (
     *norm_rows.BIASES,
     *dense.ATTENTION,
     *dense.ATTENTION_BIAS,
-    *dense.ungated_mlp("c_fc", "c_proj"),
+    *dense.ungated_mlp("c_fc", "c_proj", biases=True),
 )
 
 

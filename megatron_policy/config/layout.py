@@ -224,9 +224,9 @@ def _check_tensor_parallel(
 ) -> Iterator[str]:
     tp, parts = topology.tp, architecture.parts.values()
     splits = dict.fromkeys(split for part in parts for split in part.splits)
-    most = max(split.number for split in splits)
-    legal = [size for size in range(1, most + 1) if all(split.allows(size) for split in splits)]
-    if tp not in legal:
+    if not all(split.allows(tp) for split in splits):
+        most = min(split.number for split in splits if split.multiples is None)
+        legal = [size for size in range(1, most + 1) if all(split.allows(size) for split in splits)]
         plain: dict[str, list[str]] = {}
         others = []
         for count, what, multiples in splits:

@@ -5,7 +5,7 @@ policy's own, and that of its reference.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_policy.config.layout import mtp_layers
@@ -19,6 +19,7 @@ from megatron_policy.converters.architecture import (
     ScalarHead,
     stack,
 )
+from megatron_policy.converters.architecture.plain_values import flatten
 from megatron_policy.converters.formats.hf_config import (
     has_family,
     in_kind,
@@ -181,11 +182,11 @@ def reference_table(config: PolicyConfig, table: Table) -> Table | None:
 
 def _refuse_other_architecture(own: Architecture, other: Architecture) -> None:
     """ConfigError, naming what differs, unless the model can compute with the other's weights."""
-    names = [f.name for f in fields(Architecture) if f.compare]
+    values = flatten(own)
     different = [
-        f"{name} is {getattr(other, name)!r:.200}, not {getattr(own, name)!r:.200}"
-        for name in names
-        if getattr(other, name) != getattr(own, name)
+        f"{name} is {value!r:.200}, not {values[name]!r:.200}"
+        for name, value in flatten(other).items()
+        if value != values[name]
     ]
     if different:
         raise ConfigError(

@@ -304,7 +304,7 @@ def one_without_room(config: dict[str, Any]) -> str:
     with open_policy(config) as policy:
         step(policy)
         before, resize = everything(policy), Limited()
-        memory = memory_of(policy, resize=resize, agree=policy.exporter.agree)
+        memory = memory_of(policy, resize=resize, agree=policy._session._agree)
         policy.memory.enter(IDLE)
         resize.left = 0 if policy.rank == 1 else None
         with pytest.raises(TransitionError) as error:

@@ -294,10 +294,10 @@ PLACES = {
 def interrupt_the_sixth(call: Any) -> Any:
     calls = iter(range(1000))
 
-    def interrupted(*arguments: Any) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
         if next(calls) == 5:
             raise KeyboardInterrupt
-        call(*arguments)
+        call(*arguments, **options)
 
     return interrupted
 
@@ -312,7 +312,7 @@ def interrupt_the_reference(config: dict[str, Any]) -> None:
             assert same(weights_of(policy), start)
             raise KeyError("stop here")
         assert same(weights_of(policy), trained)
-        half = replaced(exchange, "_to_pieces", interrupt_the_sixth)
+        half = replaced(exchange, "_copy", interrupt_the_sixth)
         with half, pytest.raises(KeyboardInterrupt), policy.reference():
             raise AssertionError("the exchange was to be interrupted")
         assert same(weights_of(policy), trained)

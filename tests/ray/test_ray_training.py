@@ -169,8 +169,8 @@ def train_in_parts(policy: Policy, data: BatchedDataDict) -> dict[str, Any]:
     with pytest.raises(ConfigError, match=r"call begin_train_step\(\) first"):
         policy.train_microbatch(data)
     for size in ("gbs", "mbs"):
-        with pytest.raises(BatchError, match=f"{size} is 0"):
-            policy.begin_train_step(TokenNLL(), **{size: 0})
+        with pytest.raises(BatchError, match=f"{size} is -1"):
+            policy.begin_train_step(TokenNLL(), **{size: -1})
     policy.begin_train_step(TokenNLL())
     policy.train_microbatch(data.slice(1, 4))
     policy.abort_train_step()

@@ -109,17 +109,22 @@ MLP = assign_part(
 )
 
 
-def ungated_mlp(up: str, down: str) -> tuple[RowBase, ...]:
-    """Rows of an MLP without a gate, whose projections HF calls `up` and `down`."""
+def ungated_mlp(up: str, down: str, *, biases: bool = False) -> tuple[RowBase, ...]:
+    """Rows of an MLP without a gate, whose projections HF calls `up` and `down`; `biases` says
+    whether models of the family can have some.
+    """
     first, last = M + "mlp.linear_fc1.", M + "mlp.linear_fc2."
     up, down = f"{H}mlp.{up}.", f"{H}mlp.{down}."
-    biases: dict[str, Any] = {"when": "mlp_bias", "role": Role.BIAS}
-    return assign_part(
+    bias: dict[str, Any] = {"when": "mlp_bias", "role": Role.BIAS}
+    weights = assign_part(
         Mlp,
         Columns(first + "weight", (up + "weight",), ("ffn_hidden_size", "hidden_size")),
-        Columns(first + "bias", (up + "bias",), ("ffn_hidden_size",), **biases),
         Rows(last + "weight", (down + "weight",), ("hidden_size", "ffn_hidden_size")),
-        Whole(last + "bias", (down + "bias",), ("hidden_size",), **biases),
+    )
+    return weights + biases * assign_part(
+        Mlp,
+        Columns(first + "bias", (up + "bias",), ("ffn_hidden_size",), **bias),
+        Whole(last + "bias", (down + "bias",), ("hidden_size",), **bias),
     )
 
 
