@@ -116,7 +116,7 @@ def exact_sums(tile: Tile) -> dict[str, torch.Tensor]:
     local_RK = tile.known.local_NK[tile.where.rows]
     peak_R = logits_RW.amax(-1)
     below_RW = logits_RW - peak_R.unsqueeze(1)
-    index_RK, here_RK = choice._place_of_targets(local_RK, tile.where)
+    index_RK, here_RK = choice._locate_targets(local_RK, tile.where)
     return {
         "peak": peak_R,
         "total": below_RW.exp().sum(-1),
@@ -135,7 +135,7 @@ def exact_gradient(tile: Tile, entropy: bool) -> torch.Tensor:
     grad_RK = known.grad_logprobs_NK[rows].double()
     # d log p(target) / d logit j = (j is the target) - p(j); d H / d logit j = -p(j) (log p(j) + H)
     slopes_RW = -logprob_RW.exp() * grad_RK.sum(1, keepdim=True)
-    index_RK, here_RK = choice._place_of_targets(known.local_NK[rows], tile.where)
+    index_RK, here_RK = choice._locate_targets(known.local_NK[rows], tile.where)
     slopes_RW.scatter_add_(1, index_RK, grad_RK * here_RK)
     if entropy:
         of_entropy_R1 = known.grad_entropy_N[rows].double().unsqueeze(1)
