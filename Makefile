@@ -52,7 +52,7 @@ test: $(VENV)/.installed ## run the tests of every day; those that need GPUs ski
 
 # What only computes, Ray's part and hosts are tested every day in one environment.
 ONCE := $(addprefix --ignore=tests/,pure test_floors.py hosts ray)
-test-latest: $(LATEST)/.installed ## what depends on them on Python 3.13 (or 3.12), the newest megatron-core, torch and transformers
+test-latest: $(LATEST)/.installed ## those that depend on releases, on Python 3.13 (or 3.12) with the newest megatron-core, torch and transformers
 	$(INTERPRETED) $(LATEST)/bin/python -m pytest $(PARALLEL) $(ONCE) $(PYTEST_ARGS)
 
 # Its wheel and its checkout have packages `tests` and `scripts` too: ours come first in every process.
