@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -125,10 +125,11 @@ def plant(request: Request) -> bytes:
 def test_a_note_planted_without_the_secret_is_not_accepted(host: ControlStore) -> None:
     planted = plant(Request("put", ("note",), b"planted"))
     with socket.create_connection(("127.0.0.1", host.port), 20.0) as stranger:
-        assert len(stranger.recv(60, socket.MSG_WAITALL)) == 60  # greeting and random bytes
+        # A socket with a timeout ignores MSG_WAITALL: what arrived first would be all that is read.
+        assert len(stranger.makefile("rb").read(60)) == 60  # greeting and random bytes
         stranger.sendall(planted)  # as if it were the proof
-        stranger.settimeout(20.0)
-        assert stranger.recv(1) in (b"\0", b"")
+        with suppress(ConnectionResetError):  # hung up before it read everything
+            assert stranger.recv(1) in (b"\0", b"")
     assert untouched(host)
 
 
