@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import os
 
@@ -137,6 +138,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return share_of(nodeid)
 
     return ByShare(config, log)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Processes that share tests stand back for the one with the ranks, whose work is the longest
+    and partly that of one process: then no core waits for it at the end.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ and share_of(nodeid) != "ranks":
+        stand_back()
+
+
+@functools.cache
+def stand_back() -> None:
+    """Once in a process: from now on others of this run come first."""
+    os.nice(5)
 
 
 def skip_without_gpus(items: list[pytest.Item]) -> None:
