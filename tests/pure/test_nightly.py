@@ -12,6 +12,7 @@ from tests.nightly import (
     ENVIRONMENTS,
     PAGE,
     Outcome,
+    files_of,
     line_of,
     parse,
     with_row,
@@ -26,21 +27,33 @@ def test_counts_are_those_of_pytests_report(tmp_path: Path) -> None:
     assert Outcome.read(report) == Outcome(passed=3, failed=3, skipped=3)
 
 
+def row_of(name: str, part: str, python: str = "3.12") -> str:
+    return line_of([name, part, python, *COLUMNS[3:]])
+
+
 def test_a_row_takes_the_place_of_the_environments_last_one() -> None:
     page = PAGE.read_text()
     assert page.count(BEGIN) == 1
     first, *_, last = ENVIRONMENTS
-    rows = [
-        line_of([name, "x" * number, *COLUMNS[2:]]) for number, name in enumerate((last, first))
-    ]
+    rows = [row_of(last, "1/2"), row_of(last, "2/2"), row_of(first, "1/1")]
     for row in rows:
-        page = with_row(page, row.split()[1], row)
+        page = with_row(page, row)
     assert all(page.count(row) == 1 for row in rows)
-    assert page.index(rows[1]) < page.index(rows[0]), "in the order of the environments"
-    newer = line_of([last, "3.14", *COLUMNS[2:]])
-    page = with_row(page, last, newer)
-    assert newer in page and rows[0] not in page and rows[1] in page
-    assert with_row(page, last, newer) == page
+    at = [page.index(row) for row in rows]
+    assert at[2] < at[0] < at[1], "in the order of the environments and their parts"
+    newer = row_of(last, "1/2", "3.14")
+    page = with_row(page, newer)
+    assert newer in page and rows[0] not in page and rows[1] in page and rows[2] in page
+    assert with_row(page, newer) == page
+    page = with_row(page, row_of(last, "1/1"))
+    assert newer not in page and rows[1] not in page and rows[2] in page
+
+
+def test_parts_are_all_files_each_once() -> None:
+    parts = [files_of(f"{number}/4") for number in range(1, 5)]
+    whole = files_of("1/1")
+    assert sorted(file for part in parts for file in part) == whole and len(whole) > 200
+    assert all(Path(PAGE.parents[1] / file).is_file() for file in whole)
 
 
 def test_what_is_for_pytest_names_no_environment(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,3 +64,7 @@ def test_what_is_for_pytest_names_no_environment(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         parse(["newest"])
     assert "there are pinned, latest, gpu-image" in capsys.readouterr().err
+    for part in ("3/2", "0/2", "half"):
+        with pytest.raises(SystemExit):
+            parse(["latest", "--part", part])
+        assert f"no part {part}" in capsys.readouterr().err
