@@ -107,8 +107,8 @@ class StepPieces:
         return self._cut_together(data, temperature, of_rows, replay)
 
     def zero_gradients(self) -> None:
-        """Drop all gradients, also those of a step that failed. ConfigError without an optimizer,
-        or while `accumulator` has a step open.
+        """Drop all gradients, also those of a step that failed, whose random numbers are then those
+        of its beginning. ConfigError without an optimizer, or while `accumulator` has a step open.
         """
         trainable = self._training.trainable(ZERO)
         if self._step is None:
@@ -217,8 +217,8 @@ class StepPieces:
         which are gone. With precision float16 the step is skipped instead where a lower factor on
         losses can help, and it is skipped if nothing counts: by the masks of its microbatches or,
         where given, by `nothing_counts`, which then says why and is empty if something does.
-        `OptimStats.skipped` has the reason. ConfigError if there are no gradients, or incomplete
-        ones.
+        `OptimStats.skipped` has the reason. Random numbers are then those of the step's beginning.
+        ConfigError if there are no gradients, or incomplete ones.
         """
         step = self._step
         self._training.trainable(STEP)

@@ -382,6 +382,30 @@ def test_mistakes_around_a_step_are_refused_and_cost_nothing_of_it(
     assert not any(tmp_path.iterdir())
 
 
+class Drawing(TokenNLL):
+    """Draws random numbers, as losses that sample do."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        torch.rand(2)
+        return super().__call__(*args, **kwargs)
+
+
+def draws_after_a_skipped_step(policy: MegatronPolicy) -> None:
+    """The caller's are kept, also those between the parts."""
+    policy.accumulator.begin(Drawing(), mbs=1)
+    for part in parts_of(policy, "nothing valid"):
+        policy.accumulator.microbatch(part)
+        torch.rand(5)
+    drawn = torch.get_rng_state()
+    assert policy.accumulator.finish()["skipped"]
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_step_that_is_skipped_keeps_what_the_caller_has_drawn(ranks, checkpoint) -> None:
+    config = policy_config(checkpoint("qwen2", **SIZES), {})
+    ranks.run(1, answer_trainable, config, draws_after_a_skipped_step)
+
+
 LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
 
 
