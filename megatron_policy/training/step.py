@@ -122,8 +122,12 @@ class Step:
         """
         self._training, self._trainable = training, training.trainable(operation)
         training.state.begin_step(operation)
-        self._trainable.zero_gradients()
-        self._undo = Rollback.here(training.engine, draws=gives_back_draws)
+        try:
+            self._trainable.zero_gradients()
+            self._undo = Rollback.here(training.engine, draws=gives_back_draws)
+        except BaseException:
+            training.state.end_step(operation)
+            raise
         self._open = True
         self.reduced = False
         """Whether gradients are those of all data-parallel ranks, so that no more can be added."""

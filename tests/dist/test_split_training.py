@@ -406,6 +406,27 @@ def test_a_step_that_is_skipped_keeps_what_the_caller_has_drawn(ranks, checkpoin
     ranks.run(1, answer_trainable, config, draws_after_a_skipped_step)
 
 
+def begin_without_memory(policy: MegatronPolicy) -> None:
+    """A step whose beginning fails is not open."""
+    engine, share = policy._engine, share_of(policy, "at once")
+    spent = torch.OutOfMemoryError("no memory")
+    for owner, method in ((engine.trainable, "zero_gradients"), (engine, "volatile_buffers")):
+        for begin in (
+            lambda: policy.accumulator.begin(TokenNLL()),
+            lambda: policy.pieces.forward_backward([], lambda scores: (scores, None)),
+            lambda: policy.train(share, TokenNLL(), mbs=1),
+        ):
+            with mock.patch.object(type(owner), method, side_effect=spent):
+                refuse(begin, "no memory", torch.OutOfMemoryError)
+            policy.accumulator.begin(TokenNLL())
+            policy.accumulator.abort()
+
+
+def test_a_step_that_could_not_begin_does_not_keep_others_from_beginning(ranks, checkpoint) -> None:
+    config = policy_config(checkpoint("qwen2", **SIZES), {})
+    ranks.run(1, answer_trainable, config, begin_without_memory)
+
+
 LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)
 
 
