@@ -282,6 +282,29 @@ def test_what_cannot_be_put_together_is_refused_on_every_rank(ranks, checkpoint,
         assert before == after > 0
 
 
+def take_what_cut_refuses(config: dict[str, Any]) -> tuple[float, float]:
+    """Norms of a step on rows with their lengths, and on the same rows without."""
+    with open_policy(config, init_reference_model=False) as policy:
+        pieces = policy.pieces
+        whole = BatchedDataDict(DATA, input_lengths=torch.full((GLOBAL_BATCH,), LENGTH))
+        bare = BatchedDataDict({key: whole[key] for key in whole if key != "input_lengths"})
+        budget = policy.config.sequence_packing.train_mb_tokens
+        at_once = [list(range(GLOBAL_BATCH))]
+        assert budget < GLOBAL_BATCH * LENGTH
+        with pytest.raises(BatchError, match="lack a tensor 'input_lengths'"):
+            pieces.cut(bare, 1)
+        found = (norm_of(policy, pieces.take(data, at_once)) for data in (whole, bare))
+        return next(found), next(found)
+
+
+def test_own_microbatches_need_neither_lengths_nor_a_budget_where_rows_are_packed(
+    ranks, checkpoint
+) -> None:
+    config = policy_config(checkpoint("qwen2", **SIZES), {}, **PACKED)
+    ((with_lengths, without),) = ranks.run(1, take_what_cut_refuses, config)
+    assert with_lengths == without > 0
+
+
 def without_a_derivative(scores: TokenScores) -> tuple[torch.Tensor, None]:
     """Finite, unlike its gradient; it draws random numbers."""
     torch.rand(3)
