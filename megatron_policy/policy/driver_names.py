@@ -18,6 +18,7 @@ Result = TypeVar("Result")
 def delegate(path: str, function: Callable[..., Result]) -> Callable[..., Result]:
     """A method that calls `function` with what is at `path` below its object as the first argument:
     a method of that, or a plain function. It has the signature and the docstring of `function`.
+    It calls `function` itself: a subclass's override of that has to be delegated again.
     """
     reach = attrgetter(path)
 
