@@ -1,5 +1,5 @@
 """The table of docs/interface.md: complete on both sides, and every row is what a worker does. What
-a driver has no argument for, it refuses before it sends anything.
+a driver has no argument for, it refuses before it sends anything, and every method says what it is.
 """
 
 from __future__ import annotations
@@ -134,6 +134,15 @@ def test_a_method_that_two_bases_define_is_found() -> None:
     assert hidden(type("Extended", (More, One), {})) == []
     assert hidden(type("Twice", (One, Other), {})) == ["save: One, Other"]
     assert hidden(type("Below", (type("Between", (Other,), {}), One), {})) == ["save: Other, One"]
+
+
+@pytest.mark.parametrize("owner", [MegatronPolicy, MegatronPolicyWorkerImpl, NemoRLWorker, Policy])
+def test_every_method_has_a_name_of_its_own_and_says_what_it_does(owner: type) -> None:
+    for name in sorted(public(owner)):
+        method = inspect.getattr_static(owner, name)
+        assert inspect.getdoc(method), name
+        if inspect.isfunction(method):
+            assert "<locals>" not in method.__qualname__, name
 
 
 class NoWorkers:
