@@ -48,6 +48,11 @@ UNCHANGED = (
     "usable."
 )
 
+NEEDS_OPTIMIZER = (
+    "needs an optimizer, but this policy was made with init_optimizer=False: leave that out, or "
+    "pass eval_mode=True to train() for losses alone"
+)
+
 OVERFLOW = "gradients overflow float16"
 """Why a step is skipped that a lower factor on losses can help."""
 
@@ -99,9 +104,7 @@ class Training:
     def trainable(self, operation: str) -> Trainable:
         """What `operation` trains; ConfigError without an optimizer."""
         if self.engine.trainable is None:
-            raise ConfigError(
-                f"{operation}: made with init_optimizer=False, this policy only trains in eval_mode"
-            )
+            raise ConfigError(f"{operation} {NEEDS_OPTIMIZER}")
         return self.engine.trainable
 
 

@@ -365,7 +365,16 @@ def take_one_step(policy: MegatronPolicy) -> dict[str, Any]:
 
 
 def begin_without_an_optimizer(policy: MegatronPolicy) -> None:
-    refuse(lambda: policy.accumulator.begin(TokenNLL()), "init_optimizer=False")
+    pieces, share = policy.pieces, share_of(policy, "at once")
+    for name, call in {
+        "begin_train_step": lambda: policy.accumulator.begin(TokenNLL()),
+        "zero_gradients": pieces.zero_gradients,
+        "forward_backward": lambda: pieces.forward_backward([], lambda scores: (scores, None)),
+        "step": pieces.step,
+        "advance_schedule": lambda: pieces.advance_schedule(1),
+    }.items():
+        refuse(call, rf"^{name}\(\) needs an optimizer, but.* init_optimizer=False: leave that out")
+    refuse(lambda: policy.train(share, TokenNLL()), r"^train\(\) needs an optimizer", RuntimeError)
     policy.accumulator.abort()
 
 
