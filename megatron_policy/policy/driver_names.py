@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from megatron_policy.memory.device_memory import DeviceMemory
-from megatron_policy.memory.states import IDLE, LOGPROB, REFIT, TRAIN, Kind, MemoryState
+from megatron_policy.memory.states import IDLE, LOGPROB, REFIT, TRAIN, Kind
 from megatron_policy.training.accumulate import GradientAccumulator
 
 Result = TypeVar("Result")
@@ -18,6 +18,7 @@ Result = TypeVar("Result")
 def delegate(path: str, function: Callable[..., Result]) -> Callable[..., Result]:
     """A method that calls `function` with what is at `path` below its object as the first argument:
     a method of that, or a plain function. It has the signature and the docstring of `function`.
+    It calls `function` itself: a subclass's override of that has to be delegated again.
     """
     reach = attrgetter(path)
 
@@ -31,16 +32,6 @@ def delegate(path: str, function: Callable[..., Result]) -> Callable[..., Result
     return call
 
 
-def _enter(state: MemoryState) -> Callable[..., None]:
-    """A method of a policy that has its memory go to `state`, regardless of what a host passes."""
-
-    def call(self: DriverNames, *args: Any, **kwargs: Any) -> None:
-        self.memory.enter(state)
-
-    call.__doc__ = f"The driver's name of `memory.enter({state.name.upper()})`."
-    return call
-
-
 class DriverNames:
     """Names under which hosts and the driver call a rank's policy, beside its own."""
 
@@ -50,10 +41,23 @@ class DriverNames:
     train_microbatch = delegate("accumulator", GradientAccumulator.microbatch)
     finish_train_step = delegate("accumulator", GradientAccumulator.finish)
     abort_train_step = delegate("accumulator", GradientAccumulator.abort)
-    prepare_for_training = _enter(TRAIN)
-    finish_training = _enter(LOGPROB)
-    offload_before_refit = _enter(REFIT)
-    offload_after_refit = _enter(IDLE)
+
+    # Hosts pass arguments of their own to these four.
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """The driver's name of `memory.enter(TRAIN)`."""
+        self.memory.enter(TRAIN)
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """The driver's name of `memory.enter(LOGPROB)`."""
+        self.memory.enter(LOGPROB)
+
+    def offload_before_refit(self, *args: Any, **kwargs: Any) -> None:
+        """The driver's name of `memory.enter(REFIT)`."""
+        self.memory.enter(REFIT)
+
+    def offload_after_refit(self, *args: Any, **kwargs: Any) -> None:
+        """The driver's name of `memory.enter(IDLE)`."""
+        self.memory.enter(IDLE)
 
     def prepare_for_generation(self) -> None:
         """Parameters on the device, for a policy that itself generates."""

@@ -21,6 +21,7 @@ from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.policy_state import PolicyState
 from megatron_policy.refit.exporter import Exporter
 from megatron_policy.training.reference import Reference, reference_of
+from megatron_policy.training.step import NEEDS_OPTIMIZER
 from megatron_policy.weights.load import DTYPES
 
 
@@ -113,9 +114,7 @@ class Session:
     def trainable(self) -> Trainable:
         """What a training step works on; RuntimeError if there is no optimizer."""
         if self.engine.trainable is None:
-            raise RuntimeError(
-                "this policy was made with init_optimizer=False: it can only train in eval_mode"
-            )
+            raise RuntimeError(f"train() {NEEDS_OPTIMIZER}")
         return self.engine.trainable
 
     def settle(self) -> None:

@@ -103,7 +103,8 @@ class GradientAccumulator:
         if self._engine.table.architecture.mtp_layers:
             normalization.check_mtp()
         meter = SpeedMeter(self._training.batcher.estimator, trainable)
-        step, counts = Step(self._training, BEGIN), torch.zeros(2, device=current_device())
+        counts = torch.zeros(2, device=current_device())
+        step = Step(self._training, BEGIN, gives_back_draws=False)
         self._current = _OpenStep(step, loss_fn, normalization, gbs, mbs, counts, meter)
         meter.pause()
 
@@ -175,7 +176,7 @@ class GradientAccumulator:
 
     def abort(self) -> None:
         """Drop the step and its gradients; weights, optimizer and schedule are as before the step.
-        Does nothing if no step is open. Random numbers drawn by dropout are not restored.
+        Does nothing if no step is open. Random numbers go on where they are.
         """
         if self._current is not None:
             self._current.step.abort()

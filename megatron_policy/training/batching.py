@@ -111,11 +111,12 @@ class Batcher:
         vocab_size: int,
         loss_fn: LossFunction | None = None,
         replay: Replay = Replay.REQUIRED,
+        batching: Batching | None = None,
     ) -> BatchedDataDict:
         """`data` as a step computes with them; BatchError naming what cannot be trained on, by any
-        loss or by `loss_fn`.
+        loss or by `loss_fn`, or not be cut by `batching`, by default the policy's for training.
         """
-        checked = check_training_data(data, vocab_size, self.training)
+        checked = check_training_data(data, vocab_size, batching or self.training)
         self.longest.check(checked)
         checked = self.replay.prepare(checked, replay)
         if loss_fn is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import dropwhile
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -90,7 +90,7 @@ def any_fault(faults: Sequence[LossFault], groups: Groups) -> bool:
     return bool(found)
 
 
-def raise_everywhere(faults: Iterable[LossFault], groups: Groups, consequence: str) -> None:
+def raise_everywhere(faults: Iterable[LossFault], groups: Groups, consequence: str) -> NoReturn:
     """LossError on every rank: what is wrong, where, and the `consequence`. Each thing that is
     wrong is said once, with the first place, and how many others have it too. Collective.
     """

@@ -18,9 +18,10 @@ from megatron_policy.device import to_device
 from megatron_policy.errors import ConfigError
 from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.states import CONTINUE_STEP, FORWARD, TRAIN_STEP
+from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.training.callbacks import TokenScores
-from megatron_policy.training.checks import check_size
+from megatron_policy.training.checks import PADDED, check_size
 from megatron_policy.training.loss_calls import keep_graph, try_loss
 from megatron_policy.training.loss_faults import (
     LossFault,
@@ -99,16 +100,17 @@ class StepPieces:
         """The caller's own microbatches: the i-th has rows `rows[i]` of `data`, in that order.
 
         They are packed if the configuration has `sequence_packing`, with `dynamic_batching` padded
-        to their own longest row, otherwise padded to S and of equal size. `temperature` is a number
-        or one for each row, `[B]`; None is the policy's. `replay` is what becomes of
-        `routed_experts` where the policy replays them. Otherwise as `cut`.
+        to their own longest row, otherwise padded to S and of equal size. They can exceed the
+        configuration's budget of tokens, and without `input_lengths` every row has S tokens.
+        `temperature` is a number or one for each row, `[B]`; None is the policy's. `replay` is what
+        becomes of `routed_experts` where the policy replays them. Otherwise as `cut`.
         """
         of_rows = partial(self._training.batcher.of_rows, rows=rows)
-        return self._cut_together(data, temperature, of_rows, replay)
+        return self._cut_together(data, temperature, of_rows, replay, PADDED)
 
     def zero_gradients(self) -> None:
-        """Drop all gradients, also those of a step that failed. ConfigError without an optimizer,
-        or while `accumulator` has a step open.
+        """Drop all gradients, also those of a step that failed, whose random numbers are then those
+        of its beginning. ConfigError without an optimizer, or while `accumulator` has a step open.
         """
         trainable = self._training.trainable(ZERO)
         if self._step is None:
@@ -217,8 +219,8 @@ class StepPieces:
         which are gone. With precision float16 the step is skipped instead where a lower factor on
         losses can help, and it is skipped if nothing counts: by the masks of its microbatches or,
         where given, by `nothing_counts`, which then says why and is empty if something does.
-        `OptimStats.skipped` has the reason. ConfigError if there are no gradients, or incomplete
-        ones.
+        `OptimStats.skipped` has the reason. Random numbers are then those of the step's beginning.
+        ConfigError if there are no gradients, or incomplete ones.
         """
         step = self._step
         self._training.trainable(STEP)
@@ -267,12 +269,13 @@ class StepPieces:
         temperature: float | torch.Tensor | None,
         cut: Callable[[BatchedDataDict], list[Microbatch]],
         replay: Replay = Replay.REQUIRED,
+        batching: Batching | None = None,
     ) -> list[Microbatch]:
         batcher, engine = self._training.batcher, self._engine
 
         def prepare() -> tuple[BatchedDataDict, list[Microbatch]]:
             given = with_temperature(data, temperature)
-            own = batcher.check(given, engine.vocab_size, replay=replay)
+            own = batcher.check(given, engine.vocab_size, replay=replay, batching=batching)
             return own, cut(own)
 
         (own, parts), most = prepare_together(prepare, lambda made: len(made[1]), engine.groups.dp)

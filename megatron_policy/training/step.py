@@ -48,6 +48,11 @@ UNCHANGED = (
     "usable."
 )
 
+NEEDS_OPTIMIZER = (
+    "needs an optimizer, but this policy was made with init_optimizer=False: leave that out, or "
+    "pass eval_mode=True to train() for losses alone"
+)
+
 OVERFLOW = "gradients overflow float16"
 """Why a step is skipped that a lower factor on losses can help."""
 
@@ -64,13 +69,13 @@ class Rollback:
     buffers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
     @classmethod
-    def here(cls, engine: TrainingEngine) -> Rollback:
-        """Record the current state."""
+    def here(cls, engine: TrainingEngine, *, draws: bool = True) -> Rollback:
+        """Record the current state. Without `draws` random numbers go on where they are."""
         buffers = tuple((live, live.clone()) for live in engine.volatile_buffers())
-        return cls(keep_random_states(engine), buffers)
+        return cls(keep_random_states(engine) if draws else _go_on, buffers)
 
     def __call__(self) -> None:
-        """Restore random numbers and buffers."""
+        """Restore what was recorded."""
         self.draw_again()
         self.restore_buffers()
 
@@ -79,6 +84,10 @@ class Rollback:
         """Restore the volatile buffers only, not the random numbers."""
         for live, before in self.buffers:
             live.copy_(before)
+
+
+def _go_on() -> None:
+    """Restore no random numbers."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +104,7 @@ class Training:
     def trainable(self, operation: str) -> Trainable:
         """What `operation` trains; ConfigError without an optimizer."""
         if self.engine.trainable is None:
-            raise ConfigError(
-                f"{operation}: made with init_optimizer=False, this policy only trains in eval_mode"
-            )
+            raise ConfigError(f"{operation} {NEEDS_OPTIMIZER}")
         return self.engine.trainable
 
 
@@ -107,12 +114,23 @@ class Step:
     error its gradients are incomplete, and it can only be dropped. Every method is collective.
     """
 
-    def __init__(self, training: Training, operation: str) -> None:
-        """Begin without gradients. ConfigError without an optimizer, or while a step is open."""
+    def __init__(
+        self, training: Training, operation: str, *, gives_back_draws: bool = True
+    ) -> None:
+        """Begin without gradients. ConfigError without an optimizer, or while a step is open.
+
+        If the step fails or is skipped, random numbers go back to where it began, also those that
+        callers drew between its parts; unless `gives_back_draws`, only a part that fails gives back
+        its own.
+        """
         self._training, self._trainable = training, training.trainable(operation)
         training.state.begin_step(operation)
-        self._trainable.zero_gradients()
-        self._undo = Rollback.here(training.engine)
+        try:
+            self._trainable.zero_gradients()
+            self._undo = Rollback.here(training.engine, draws=gives_back_draws)
+        except BaseException:
+            training.state.end_step(operation)
+            raise
         self._open = True
         self.reduced = False
         """Whether gradients are those of all data-parallel ranks, so that no more can be added."""
@@ -122,18 +140,17 @@ class Step:
     @contextmanager
     def adding(self, part: str, *, reduce: bool) -> Iterator[None]:
         """In this context, a `part` of the step, the engine makes gradients. They are reduced over
-        data-parallel ranks at its end, or, with `reduce` false, when the step is finished.
+        data-parallel ranks at its end, or, with `reduce` false, when the step is finished. After an
+        error random numbers are those before the part.
         """
-        # What the caller has drawn since the last part is not given back.
-        draws = keep_random_states(self._training.engine)
-        self._undo = replace(self._undo, draw_again=draws)
+        draw_again = keep_random_states(self._training.engine)
         with self._marking(part):
             try:
                 with nullcontext() if reduce else self._trainable.accumulating():
                     yield
             except BaseException:
                 # A loss that fails can have drawn more numbers on some ranks than on others.
-                draws()
+                draw_again()
                 raise
         self.reduced = reduce
 
@@ -212,10 +229,10 @@ class Step:
 
     def abort(self) -> None:
         """Drop the step and its gradients; weights, optimizer and schedule are as before the step.
-        Random numbers drawn by dropout are not given back.
+        Of a step that has not failed, random numbers are not given back.
         """
         self._trainable.zero_gradients()
-        self._undo.restore_buffers()
+        (self._undo if self.failed else self._undo.restore_buffers)()
         self.close()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.training.replay import NOT_RECORDED, Replay
 from megatron_policy.training.sharding import BatchDispatcher, merged_training
+from megatron_policy.training.step import NEEDS_OPTIMIZER
 from megatron_policy.workers.cluster.group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -62,9 +63,7 @@ class BatchDriver:
         `TrainResult`, with the microbatches of all ranks. `eval_mode` computes the loss only.
         """
         if not (eval_mode or self._can_train):
-            raise ConfigError(
-                "made with init_optimizer=False, this policy only trains in eval_mode"
-            )
+            raise ConfigError(f"train() {NEEDS_OPTIMIZER}")
         gbs = gbs or self.config.train_global_batch_size
         mbs = mbs or self.config.train_micro_batch_size
         shards = self._dispatcher.to_train(_batch(data), loss_fn, gbs, mbs)

@@ -23,7 +23,7 @@ from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.monitoring.writers import configured_writers
 from megatron_policy.refit.transports.collective.transport import CollectiveTransport
 from megatron_policy.training.sharding import BatchDispatcher
-from megatron_policy.workers.checks import check_device
+from megatron_policy.workers.checks import check_device, refuse_unknown
 from megatron_policy.workers.cluster.group import WorkerGroup
 from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster
 from megatron_policy.workers.records import PathLike, RecordingDriver, absolute
@@ -225,10 +225,11 @@ class Policy(RecordingDriver, ColocatablePolicyInterface, GenerationInterface):
         """Start meeting the engines' ranks, which need `secret` (None: that of
         `get_refit_secret`); return Ray's futures. See `EngineRefits.init_collective`.
         """
+        refuse_unknown("init_collective", options)
         self._refit_secret = secret or self._refit_secret
         sizes = {"world_size": world_size, "train_world_size": train_world_size}
-        options |= {"ip": ip, "port": port, "secret": self._refit_secret, **sizes}
-        return self._workers.futures("init_collective", **options)
+        where = {"ip": ip, "port": port, "secret": self._refit_secret}
+        return self._workers.futures("init_collective", **where, **sizes)
 
     def get_refit_secret(self) -> str:
         """What an engine needs to join the group of `init_collective`: made for this policy, and

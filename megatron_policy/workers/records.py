@@ -12,6 +12,7 @@ from megatron_policy.monitoring import PolicyReport
 from megatron_policy.monitoring.metrics_log import checked_metrics
 from megatron_policy.policy.profiling import Profile
 from megatron_policy.workers.batches import BatchDriver
+from megatron_policy.workers.checks import refuse_unknown
 
 if TYPE_CHECKING:
     from megatron_policy.checkpoint.report import LoadReport, SaveReport
@@ -65,6 +66,7 @@ class RecordingDriver(BatchDriver):
         `finalize_async_save` does. CheckpointError names the file, the problem and the remedy; the
         policy remains usable.
         """
+        refuse_unknown("save_checkpoint", options)
         self._saves = self.config.megatron_cfg.checkpoint.async_save
         reports = self._workers.run_all(
             "save_checkpoint",
@@ -73,7 +75,6 @@ class RecordingDriver(BatchDriver):
             tokenizer_path=absolute(tokenizer_path),
             host_data=host_data,
             hf_export=absolute(hf_export),
-            **options,
         )
         return self._record_save(reports)
 

@@ -280,3 +280,73 @@ def test_what_cannot_be_put_together_is_refused_on_every_rank(ranks, checkpoint,
     config = policy_config(checkpoint(family, **SIZES), megatron, **top)
     for before, after in ranks.run(world, refusals, config):
         assert before == after > 0
+
+
+def take_what_cut_refuses(config: dict[str, Any]) -> tuple[float, float]:
+    """Norms of a step on rows with their lengths, and on the same rows without."""
+    with open_policy(config, init_reference_model=False) as policy:
+        pieces = policy.pieces
+        whole = BatchedDataDict(DATA, input_lengths=torch.full((GLOBAL_BATCH,), LENGTH))
+        bare = BatchedDataDict({key: whole[key] for key in whole if key != "input_lengths"})
+        budget = policy.config.sequence_packing.train_mb_tokens
+        at_once = [list(range(GLOBAL_BATCH))]
+        assert budget < GLOBAL_BATCH * LENGTH
+        with pytest.raises(BatchError, match="lack a tensor 'input_lengths'"):
+            pieces.cut(bare, 1)
+        found = (norm_of(policy, pieces.take(data, at_once)) for data in (whole, bare))
+        return next(found), next(found)
+
+
+def test_own_microbatches_need_neither_lengths_nor_a_budget_where_rows_are_packed(
+    ranks, checkpoint
+) -> None:
+    config = policy_config(checkpoint("qwen2", **SIZES), {}, **PACKED)
+    ((with_lengths, without),) = ranks.run(1, take_what_cut_refuses, config)
+    assert with_lengths == without > 0
+
+
+def without_a_derivative(scores: TokenScores) -> tuple[torch.Tensor, None]:
+    """Finite, unlike its gradient; it draws random numbers."""
+    torch.rand(3)
+    assert scores.logprobs is not None
+    return (scores.logprobs - scores.logprobs.detach()).abs().sqrt().sum(), None
+
+
+def raising(scores: TokenScores) -> tuple[torch.Tensor, None]:
+    torch.rand(3)
+    raise ArithmeticError("after it has drawn")
+
+
+def draws_after_steps_that_fail(config: dict[str, Any]) -> None:
+    with open_policy(config, init_reference_model=False) as policy:
+        pieces, share = policy.pieces, own_share(policy, DATA)
+        first, second = (pieces.take(share, [[row]]) for row in range(2))
+
+        def begin() -> torch.Tensor:
+            """The random state of the step's beginning, which its first part leaves."""
+            state = torch.get_rng_state()
+            pieces.forward_backward(first, without_a_derivative, reduce=False)
+            assert not torch.equal(torch.get_rng_state(), state)
+            return state
+
+        start = begin()
+        pieces.forward_backward(second, without_a_derivative, reduce=False)
+        with pytest.raises(LossError, match="norm is nan, although the loss is finite"):
+            pieces.step()
+        assert torch.equal(torch.get_rng_state(), start), "a norm that is not finite"
+        start = begin()
+        with pytest.raises(LossError, match="ArithmeticError"):
+            pieces.forward_backward(second, raising, reduce=False)
+        pieces.zero_gradients()
+        assert torch.equal(torch.get_rng_state(), start), "a part that failed"
+        begin()
+        drawn = torch.get_rng_state()
+        pieces.zero_gradients()
+        assert torch.equal(torch.get_rng_state(), drawn), "a step that was dropped"
+
+
+def test_a_step_that_fails_gives_back_all_random_numbers_drawn_since_it_began(
+    ranks, checkpoint
+) -> None:
+    config = policy_config(checkpoint("qwen2", **SIZES), {})
+    ranks.run(1, draws_after_steps_that_fail, config)

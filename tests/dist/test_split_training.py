@@ -365,7 +365,16 @@ def take_one_step(policy: MegatronPolicy) -> dict[str, Any]:
 
 
 def begin_without_an_optimizer(policy: MegatronPolicy) -> None:
-    refuse(lambda: policy.accumulator.begin(TokenNLL()), "init_optimizer=False")
+    pieces, share = policy.pieces, share_of(policy, "at once")
+    for name, call in {
+        "begin_train_step": lambda: policy.accumulator.begin(TokenNLL()),
+        "zero_gradients": pieces.zero_gradients,
+        "forward_backward": lambda: pieces.forward_backward([], lambda scores: (scores, None)),
+        "step": pieces.step,
+        "advance_schedule": lambda: pieces.advance_schedule(1),
+    }.items():
+        refuse(call, rf"^{name}\(\) needs an optimizer, but.* init_optimizer=False: leave that out")
+    refuse(lambda: policy.train(share, TokenNLL()), r"^train\(\) needs an optimizer", RuntimeError)
     policy.accumulator.abort()
 
 
@@ -380,6 +389,51 @@ def test_mistakes_around_a_step_are_refused_and_cost_nothing_of_it(
         assert_same_step(one, other, rel=0.0)
     ranks.run(case.world, answer, config, begin_without_an_optimizer)
     assert not any(tmp_path.iterdir())
+
+
+class Drawing(TokenNLL):
+    """Draws random numbers, as losses that sample do."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        torch.rand(2)
+        return super().__call__(*args, **kwargs)
+
+
+def draws_after_a_skipped_step(policy: MegatronPolicy) -> None:
+    """The caller's are kept, also those between the parts."""
+    policy.accumulator.begin(Drawing(), mbs=1)
+    for part in parts_of(policy, "nothing valid"):
+        policy.accumulator.microbatch(part)
+        torch.rand(5)
+    drawn = torch.get_rng_state()
+    assert policy.accumulator.finish()["skipped"]
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_step_that_is_skipped_keeps_what_the_caller_has_drawn(ranks, checkpoint) -> None:
+    config = policy_config(checkpoint("qwen2", **SIZES), {})
+    ranks.run(1, answer_trainable, config, draws_after_a_skipped_step)
+
+
+def begin_without_memory(policy: MegatronPolicy) -> None:
+    """A step whose beginning fails is not open."""
+    engine, share = policy._engine, share_of(policy, "at once")
+    spent = torch.OutOfMemoryError("no memory")
+    for owner, method in ((engine.trainable, "zero_gradients"), (engine, "volatile_buffers")):
+        for begin in (
+            lambda: policy.accumulator.begin(TokenNLL()),
+            lambda: policy.pieces.forward_backward([], lambda scores: (scores, None)),
+            lambda: policy.train(share, TokenNLL(), mbs=1),
+        ):
+            with mock.patch.object(type(owner), method, side_effect=spent):
+                refuse(begin, "no memory", torch.OutOfMemoryError)
+            policy.accumulator.begin(TokenNLL())
+            policy.accumulator.abort()
+
+
+def test_a_step_that_could_not_begin_does_not_keep_others_from_beginning(ranks, checkpoint) -> None:
+    config = policy_config(checkpoint("qwen2", **SIZES), {})
+    ranks.run(1, answer_trainable, config, begin_without_memory)
 
 
 LINEARS = (layers.ColumnParallelLinear, layers.RowParallelLinear)

@@ -1,9 +1,12 @@
-"""The table of docs/interface.md: complete on both sides, and every row is what a worker does."""
+"""The table of docs/interface.md: complete on both sides, and every row is what a worker does. What
+a driver has no argument for, it refuses before it sends anything, and every method says what it is.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_policy import MegatronPolicy, Policy
+from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.pieces import StepPieces
@@ -130,3 +134,34 @@ def test_a_method_that_two_bases_define_is_found() -> None:
     assert hidden(type("Extended", (More, One), {})) == []
     assert hidden(type("Twice", (One, Other), {})) == ["save: One, Other"]
     assert hidden(type("Below", (type("Between", (Other,), {}), One), {})) == ["save: Other, One"]
+
+
+@pytest.mark.parametrize("owner", [MegatronPolicy, MegatronPolicyWorkerImpl, NemoRLWorker, Policy])
+def test_every_method_has_a_name_of_its_own_and_says_what_it_does(owner: type) -> None:
+    for name in sorted(public(owner)):
+        method = inspect.getattr_static(owner, name)
+        assert inspect.getdoc(method), name
+        if inspect.isfunction(method):
+            assert "<locals>" not in method.__qualname__, name
+
+
+class NoWorkers:
+    """Nothing may be sent to them."""
+
+    def kill(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("save_checkpoint", lambda driver: driver.save_checkpoint("weights", unheard_of=True)),
+        ("init_collective", lambda driver: driver.init_collective("::1", 1, 2, unheard_of=True)),
+    ],
+)
+def test_a_driver_refuses_what_it_has_no_argument_for_before_it_sends_anything(
+    name: str, call: Callable[[Policy], Any]
+) -> None:
+    driver = object.__new__(Policy)
+    driver._workers = NoWorkers()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=f"{name} has no argument unheard_of; leave it out"):
+        call(driver)

@@ -34,6 +34,9 @@ def fetch_rows(method: str) -> Callable[..., Any]:
     """
 
     def call(self: Any, **arguments: Any) -> Any:
+        """What the host's mixin does under this name, with rows of its data plane and this worker.
+        NotImplementedError if the host has none.
+        """
         if self.data_plane is None:
             self.data_plane = _connect(self, method)
         if not hasattr(self.data_plane, method):
@@ -42,6 +45,7 @@ def fetch_rows(method: str) -> Callable[..., Any]:
             )
         return getattr(self.data_plane, method)(**arguments)
 
+    call.__name__ = call.__qualname__ = method
     return call
 
 
