@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron_policy import MegatronPolicy, Policy
+from megatron_policy import GenerationInterface, MegatronPolicy, Policy
 from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.pieces import StepPieces
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "interface.md"
-RENAMED = {"split"}  # names of the last release
 SAME_AS = {
     "offload_to_cpu": "offload_after_refit",  # one method of the worker serves both
     "prepare_info_for_collective": "prepare_refit_info",
@@ -57,14 +56,20 @@ def test_every_method_of_a_rank_is_in_the_table() -> None:
     named = {name for ours, _ in cells() for name in ours}
     steps = {f"accumulator.{name}" for name in public(GradientAccumulator)}
     steps |= {f"pieces.{name}" for name in public(StepPieces)}
-    assert (public(MegatronPolicy) - RENAMED) | steps <= named
+    assert public(MegatronPolicy) | steps <= named
     plain = {name for name in named if "(" not in name and "." not in name}
-    assert plain - {"loaded"} == public(MegatronPolicy) - RENAMED
+    assert plain - {"loaded"} == public(MegatronPolicy)
 
 
 def test_every_method_of_the_driver_is_in_the_table_once() -> None:
     named = [name for _, theirs in cells() for name in theirs]
     assert sorted(named) == sorted(public(Policy))
+
+
+def test_a_driver_generates_as_algorithms_expect() -> None:
+    """It is one by registration, for which Python asks no methods."""
+    assert issubclass(Policy, GenerationInterface)
+    assert GenerationInterface.__abstractmethods__ <= public(Policy)
 
 
 def carried_out_by(method: Any) -> Any:
