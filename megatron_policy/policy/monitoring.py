@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -26,6 +27,8 @@ from megatron_policy.policy.profiling import Profile, profiling
 from megatron_policy.policy.session import Session
 from megatron_policy.training.results import TrainResult
 
+_log = logging.getLogger(__name__)
+
 
 class PolicyMonitoring:
     """What a policy tells whoever watches it: records, a summary, a report, profiles. `profile` and
@@ -43,6 +46,11 @@ class PolicyMonitoring:
         assert world is not None, "the session has joined it"
         self._any_writers = bool(find_largest([len(writers)], world)[0])
         self.metrics = MetricsLog(writers if session.rank == 0 else ())
+
+    def announce(self) -> None:
+        """Log the summary of a policy that is ready, on rank 0."""
+        if self._session.rank == 0 and _log.isEnabledFor(logging.INFO):
+            _log.info("the policy is ready\n%s", self.summary())
 
     def summary(self) -> str:
         """Model, layout, precision, optimizer, batches, memory and versions, in lines of at most 80

@@ -5,7 +5,6 @@ Shapes: B rows of this data-parallel rank, S positions, K candidates.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.checkpoint.report import LoadReport, SaveReport
+from megatron_policy.checkpoint.report import SaveReport
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.described import described
 from megatron_policy.config.parallel_sizes import Engine, engine_of
@@ -43,12 +42,9 @@ from megatron_policy.training.checks import check_head
 from megatron_policy.training.dry_run import DryRun, dry_run
 from megatron_policy.training.empty_steps import EmptySteps
 from megatron_policy.training.pieces import StepPieces
-from megatron_policy.training.scoring import Scorer
 from megatron_policy.training.step import Training
 from megatron_policy.training.train import train
 from megatron_policy.training.value_checks import with_temperature
-
-_log = logging.getLogger(__name__)
 
 
 class MegatronPolicy:
@@ -119,9 +115,7 @@ class MegatronPolicy:
         self.rank, self.topology = self._session.rank, self._session.topology
         self.coords, self._engine = self._session.coords, self._session.engine
         self._batcher = Batcher.of(self.config, self.topology, self._engine.table)
-        rows, of_reference = self.config.logprob_batch_size, lambda: self._session.uses_reference
-        scorer = Scorer(self._engine, self._batcher, rows, of_reference)
-        self._scoring = PolicyScoring(self._session, scorer)
+        self._scoring = PolicyScoring(self.config, self._session, self._batcher)
         self._monitoring = PolicyMonitoring(self.config, self._session, all_writers)
         self._exports = WeightExports(self.config, self._session, self._monitoring.metrics)
         self.exporter, self.memory = self._session.exporter, self._session.memory
@@ -137,10 +131,7 @@ class MegatronPolicy:
         draws = {"sampling": self._continue.generator}
         self._checkpoints = Checkpoints(self._session, self.config, tokenizer, draws)
         self.loaded = self._checkpoints.start_from(weights_path, optimizer_path)
-        if self.loaded is not None:
-            self._session.state.steps = self.loaded.step
-        if self.rank == 0 and _log.isEnabledFor(logging.INFO):
-            _log.info("the policy is ready\n%s", self.summary())
+        self._monitoring.announce()
 
     def __repr__(self) -> str:
         if not hasattr(self, "loaded"):
@@ -284,17 +275,7 @@ class MegatronPolicy:
             self.export_hf(hf_export, overwrite=True)
         return report
 
-    def load_checkpoint(
-        self,
-        weights_path: AnyPath,
-        optimizer_path: AnyPath | None = None,
-        *,
-        fresh_optimizer: bool | None = None,
-    ) -> LoadReport:
-        """Load the latest checkpoint in `weights_path`; see `Checkpoints.load`."""
-        report = self._checkpoints.load(weights_path, optimizer_path, fresh_optimizer)
-        self._session.state.steps = report.step
-        return report
+    load_checkpoint = delegate("_checkpoints", Checkpoints.load)
 
     def finalize_async_save(self) -> SaveReport | None:
         """Wait for a running save, if any; returns its report. CheckpointError if it failed."""

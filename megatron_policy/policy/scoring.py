@@ -13,18 +13,22 @@ from typing import Literal, overload
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import PolicyConfig
 from megatron_policy.memory.states import EXCHANGE_WEIGHTS
 from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.policy.session import Session
+from megatron_policy.training.batching import Batcher
 from megatron_policy.training.scoring import Scorer
 from megatron_policy.training.value_checks import with_temperature
 
 
 class PolicyScoring:
-    """What `scorer` reads while the weights are on the device; all methods are collective."""
+    """Reads what the policy, or its reference, makes of sequences; all methods are collective."""
 
-    def __init__(self, session: Session, scorer: Scorer) -> None:
-        self._session, self._scorer = session, scorer
+    def __init__(self, config: PolicyConfig, session: Session, batcher: Batcher) -> None:
+        self._session = session
+        rows, of_reference = config.logprob_batch_size, lambda: session.uses_reference
+        self._scorer = Scorer(session.engine, batcher, rows, of_reference)
 
     @overload
     def logprobs(
