@@ -120,8 +120,8 @@ class Policy(ColocatablePolicyInterface):
         )
         self._refits = RefitDriver(self._workers, metrics)
         self._records = RecordingDriver(self.config, self._workers, metrics)
-        if weights_path is not None and (loaded := self.get_load_report()):
-            metrics.step = loaded.step
+        if weights_path is not None:
+            self._records.follow_start()
         if _log.isEnabledFor(logging.INFO):
             _log.info("the policy is ready\n%s", self.summary())
 

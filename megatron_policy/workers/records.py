@@ -109,6 +109,11 @@ class RecordingDriver:
         reports = self._workers.run_all("get_load_report")
         return merge_loads(reports) if all(reports) else None
 
+    def follow_start(self) -> None:
+        """Count steps from those of the checkpoint that the workers have started from."""
+        if loaded := self.get_load_report():
+            self._metrics.step = loaded.step
+
     def finalize_async_save(self) -> SaveReport | None:
         """Wait for a background save to complete, and return the report of the last one;
         CheckpointError if it failed.
