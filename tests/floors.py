@@ -106,7 +106,6 @@ FRAGMENTS = {
     "hosts.verl.plugin": "loaded by its entry point",
     "lm_head.fused_topk": _LONG,
     "packing.dynamic": _LONG,
-    "policy.weight_exports": _LONG,
     "refit.receive.staging": _LONG,
     "refit.transports.carried": _TRANSPORT,
     "refit.transports.ipc.sockets.replies": _TRANSPORT,

@@ -27,6 +27,8 @@ class PolicyState:
         """Whether gradients are being accumulated for a step that is not taken yet."""
         self.gather_pending = False
         """Whether the gather of the last step's parameters can still be pending."""
+        self.steps = 0
+        """How many optimizer steps were taken, also before a resume."""
         self.awaits_weights = awaits_weights
         """Whether no load has filled the weights yet."""
         self.closed = False
@@ -109,9 +111,14 @@ class PolicyState:
             )
         self.step_open = False
 
-    def take_step(self) -> None:
-        """The optimizer has changed the parameters; their gather overlaps what follows."""
+    def expect_gather(self) -> None:
+        """The optimizer changes the parameters; their gather overlaps what follows."""
         self.gather_pending = True
+
+    def count_step(self) -> None:
+        """The optimizer has taken a step."""
+        self.expect_gather()
+        self.steps += 1
 
     def settle(self) -> None:
         """The parameters are complete."""

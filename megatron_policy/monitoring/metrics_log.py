@@ -46,11 +46,16 @@ class MetricsLog:
 
     A writer that raises is closed and not called again, with one warning: a step that was taken is
     not lost for want of its record.
+
+    Attributes:
+        step (int): the optimizer step of the last training call, or of a checkpoint loaded since.
+        speeds (deque): what the last `KEPT_CALLS` training calls say of their speed.
     """
 
     def __init__(self, writers: Iterable[MetricsWriter] = ()) -> None:
         self._writers = list(writers)
         self._saved: Transfer | None = None
+        self.step = 0
         self.speeds: deque[Record] = deque(maxlen=KEPT_CALLS)
 
     def trained(
@@ -59,6 +64,7 @@ class MetricsLog:
         """Record a `TrainResult`, with the loss's metrics of all data-parallel ranks' microbatches;
         None in a process that does not write.
         """
+        self.step = result["step"]
         if not eval_mode:
             self.speeds.append(dict(result["speed"]))
         if self._writers and per_microbatch is not None:

@@ -134,7 +134,8 @@ class Checkpoints:
     def load(
         self,
         weights_path: AnyPath,
-        optimizer_path: AnyPath | None,
+        optimizer_path: AnyPath | None = None,
+        *,
         fresh_optimizer: bool | None = None,
     ) -> LoadReport:
         """Load the latest checkpoint in `weights_path`, or that `iter_*` directory itself, and
@@ -166,6 +167,7 @@ class Checkpoints:
             loader.under.together("read", lambda: self._fill(plan))
             report = loader.under.together("restored", lambda: self._contents.restored(found, rest))
             state.end_load()
+            state.steps = report.step
         loader.under.leave_together()
         if self._session.rank == 0:
             _log.log(logging.WARNING if report.not_restored else logging.INFO, "%s", report)

@@ -1,4 +1,4 @@
-"""The driver's names of what the parts of a rank's policy do."""
+"""How a class offers what its parts do, and the driver's names of what memory does."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import inspect
 from collections.abc import Callable
 from functools import wraps
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.states import IDLE, LOGPROB, REFIT, TRAIN, Kind
-from megatron_policy.training.accumulate import GradientAccumulator
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def delegate(path: str, function: Callable[..., Result]) -> Callable[..., Result]:
+def delegate(
+    path: str, function: Callable[Concatenate[Any, Arguments], Result]
+) -> Callable[Concatenate[Any, Arguments], Result]:
     """A method that calls `function` with what is at `path` below its object as the first argument:
     a method of that, or a plain function. It has the signature and the docstring of `function`.
     It calls `function` itself: a subclass's override of that has to be delegated again.
@@ -23,55 +25,54 @@ def delegate(path: str, function: Callable[..., Result]) -> Callable[..., Result
     reach = attrgetter(path)
 
     @wraps(function)
-    def call(self: object, /, *args: Any, **kwargs: Any) -> Result:
+    def call(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         return function(reach(self), *args, **kwargs)
 
     # Ray changes the signature of what an actor's method wraps: `function` is to keep its own.
     del call.__wrapped__
-    call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    signature = inspect.signature(function)
+    first, *others = signature.parameters.values()
+    own = first.replace(name="self", annotation=inspect.Parameter.empty)
+    call.__signature__ = signature.replace(parameters=[own, *others])  # type: ignore[attr-defined]
     return call
 
 
-class DriverNames:
-    """Names under which hosts and the driver call a rank's policy, beside its own."""
+# Hosts pass arguments of their own to these four.
+def prepare_for_training(memory: DeviceMemory, *args: Any, **kwargs: Any) -> None:
+    """The driver's name of `memory.enter(TRAIN)`."""
+    memory.enter(TRAIN)
 
-    memory: DeviceMemory
 
-    begin_train_step = delegate("accumulator", GradientAccumulator.begin)
-    train_microbatch = delegate("accumulator", GradientAccumulator.microbatch)
-    finish_train_step = delegate("accumulator", GradientAccumulator.finish)
-    abort_train_step = delegate("accumulator", GradientAccumulator.abort)
+def finish_training(memory: DeviceMemory, *args: Any, **kwargs: Any) -> None:
+    """The driver's name of `memory.enter(LOGPROB)`."""
+    memory.enter(LOGPROB)
 
-    # Hosts pass arguments of their own to these four.
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """The driver's name of `memory.enter(TRAIN)`."""
-        self.memory.enter(TRAIN)
 
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """The driver's name of `memory.enter(LOGPROB)`."""
-        self.memory.enter(LOGPROB)
+def offload_before_refit(memory: DeviceMemory, *args: Any, **kwargs: Any) -> None:
+    """The driver's name of `memory.enter(REFIT)`."""
+    memory.enter(REFIT)
 
-    def offload_before_refit(self, *args: Any, **kwargs: Any) -> None:
-        """The driver's name of `memory.enter(REFIT)`."""
-        self.memory.enter(REFIT)
 
-    def offload_after_refit(self, *args: Any, **kwargs: Any) -> None:
-        """The driver's name of `memory.enter(IDLE)`."""
-        self.memory.enter(IDLE)
+def offload_after_refit(memory: DeviceMemory, *args: Any, **kwargs: Any) -> None:
+    """The driver's name of `memory.enter(IDLE)`."""
+    memory.enter(IDLE)
 
-    def prepare_for_generation(self) -> None:
-        """Parameters on the device, for a policy that itself generates."""
-        self.memory.onload(Kind.PARAMETERS)
 
-    def finish_inference(self) -> None:
-        """Parameters leave the device; training state stays where it is."""
-        self.memory.offload(Kind.PARAMETERS)
+def prepare_for_generation(memory: DeviceMemory) -> None:
+    """Parameters on the device, for a policy that itself generates."""
+    memory.onload(Kind.PARAMETERS)
 
-    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Only parameters on the device; with `keep_train_buffers` training state on the device
-        stays, gradients included.
-        """
-        if keep_train_buffers:
-            self.memory.onload(Kind.PARAMETERS)
-        else:
-            self.memory.enter(LOGPROB)
+
+def finish_inference(memory: DeviceMemory) -> None:
+    """Parameters leave the device; training state stays where it is."""
+    memory.offload(Kind.PARAMETERS)
+
+
+def prepare_for_lp_inference(memory: DeviceMemory, keep_train_buffers: bool = False) -> None:
+    """Only parameters on the device; with `keep_train_buffers` training state on the device stays,
+    gradients included.
+    """
+    if keep_train_buffers:
+        memory.onload(Kind.PARAMETERS)
+    else:
+        memory.enter(LOGPROB)

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from megatron_policy import device
 from megatron_policy.config import PolicyConfig
 from megatron_policy.coordination.agreement import find_largest, gather_lists
-from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.interfaces.metrics import MetricsWriter
-from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.states import Kind
 from megatron_policy.monitoring.metrics_log import (
     MetricsLog,
@@ -24,7 +22,6 @@ from megatron_policy.monitoring.metrics_log import (
 )
 from megatron_policy.monitoring.report import MemoryUse, PolicyReport
 from megatron_policy.monitoring.summary import estimate_memory, summarize
-from megatron_policy.parallel.topology import Topology
 from megatron_policy.policy.checkpointing import AnyPath
 from megatron_policy.policy.profiling import Profile, profiling
 from megatron_policy.policy.session import Session
@@ -34,45 +31,56 @@ _log = logging.getLogger(__name__)
 
 
 class PolicyMonitoring:
-    """The methods of `MegatronPolicy` for whoever watches it. Only `profile` is collective."""
+    """What a policy tells whoever watches it: records, a summary, a report, profiles. `profile` and
+    what is not public are collective.
 
-    config: PolicyConfig
-    memory: DeviceMemory
-    topology: Topology
-    rank: int
-    steps: int
-    _engine: TrainingEngine
-    _session: Session
-    _metrics: MetricsLog
-    _records: bool
-    """Whether any rank has writers."""
+    Attributes:
+        metrics (MetricsLog): what is handed to the writers; rank 0 alone has any.
+    """
+
+    def __init__(
+        self, config: PolicyConfig, session: Session, writers: Sequence[MetricsWriter]
+    ) -> None:
+        self._config, self._session = config, session
+        world = dist.group.WORLD
+        assert world is not None, "the session has joined it"
+        self._any_writers = bool(find_largest([len(writers)], world)[0])
+        self.metrics = MetricsLog(writers if session.rank == 0 else ())
+
+    def announce(self) -> None:
+        """Log the summary of a policy that is ready, on rank 0."""
+        if self._session.rank == 0 and _log.isEnabledFor(logging.INFO):
+            _log.info("the policy is ready\n%s", self.summary())
 
     def summary(self) -> str:
         """Model, layout, precision, optimizer, batches, memory and versions, in lines of at most 80
         columns; after `shutdown` the first says so. Rank 0 logs it at the start, at level INFO.
         """
-        held = (self._engine, self.topology, self.memory, self._session.reference_bytes)
-        return summarize(self.config, *held, closed=self._session.state.closed)
+        of = self._session
+        held = (of.engine, of.topology, of.memory, of.reference_bytes)
+        return summarize(self._config, *held, closed=of.state.closed)
 
     def report(self) -> PolicyReport:
         """This rank's memory now, and the speed and balance of its last training calls."""
-        here = self.memory.resident_bytes()
+        memory = self._session.memory
+        here = memory.resident_bytes()
         use = MemoryUse(
             parameters=here[Kind.PARAMETERS],
             gradients=here[Kind.GRADIENTS],
             optimizer=here[Kind.OPTIMIZER],
             reference_on_host=self._session.reference_bytes,
-            offloaded_on_host=self.memory.host_bytes,
+            offloaded_on_host=memory.host_bytes,
             activations_expected=self._activations,
             peak=device.memory_info().peak,
         )
-        return PolicyReport.of_rank(self.steps, use, tuple(self._metrics.speeds))
+        return PolicyReport.of_rank(self._session.state.steps, use, tuple(self.metrics.speeds))
 
     def write_metrics(self, metrics: Mapping[str, Any], *, step: int | None = None) -> None:
         """Hand numbers of your own, such as rewards, to the writers, by default as of the last
         optimizer step. Only rank 0 writes. ConfigError for what is not a number.
         """
-        self._metrics.write(self.steps if step is None else step, checked_metrics(metrics))
+        at = self._session.state.steps if step is None else step
+        self.metrics.write(at, checked_metrics(metrics))
 
     def profile(
         self, folder: AnyPath, *, operations: bool = True
@@ -83,30 +91,22 @@ class PolicyMonitoring:
 
         After an error in the context nothing is written. ConfigError if a profile is open.
         """
-        return profiling(self._engine, self.topology, folder, operations)
+        return profiling(self._session.engine, self._session.topology, folder, operations)
 
     @cached_property
     def _activations(self) -> int | None:
-        expected = estimate_memory(self.config, self._engine, self.topology)
+        expected = estimate_memory(self._config, self._session.engine, self._session.topology)
         return None if expected is None else expected.activations + expected.head
 
-    def _start_monitoring(self, writers: Sequence[MetricsWriter]) -> None:
-        """Log the summary, and keep rank 0's writers; collective."""
-        world = dist.group.WORLD
-        assert world is not None, "the session has joined it"
-        self._records = bool(find_largest([len(writers)], world)[0])
-        self._metrics = MetricsLog(writers if self.rank == 0 else ())
-        if self.rank == 0 and _log.isEnabledFor(logging.INFO):
-            _log.info("the policy is ready\n%s", self.summary())
-
-    def _trained(self, result: TrainResult, eval_mode: bool = False) -> TrainResult:
+    def record_training(self, result: TrainResult, eval_mode: bool = False) -> TrainResult:
         """The result with the number of steps taken, once it is recorded. Collective over the
         data-parallel ranks where anything writes: they have the metrics of their own microbatches.
         """
-        result["step"] = self.steps
+        of = self._session
+        result["step"] = of.state.steps
         parts = None
-        if self._records and self.rank in self.topology.reporters():
+        if self._any_writers and of.rank in of.topology.reporters():
             own = [result["microbatch_metrics"]]
-            parts = merge_microbatches(gather_lists(own, self._engine.groups.dp))
-        self._metrics.trained(result, parts, eval_mode=eval_mode)
+            parts = merge_microbatches(gather_lists(own, of.engine.groups.dp))
+        self.metrics.trained(result, parts, eval_mode=eval_mode)
         return result

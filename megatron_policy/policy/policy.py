@@ -6,13 +6,13 @@ Shapes: B rows of this data-parallel rank, S positions, K candidates.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.checkpoint.report import LoadReport, SaveReport
+from megatron_policy.checkpoint.report import SaveReport
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.described import described
 from megatron_policy.config.parallel_sizes import Engine, engine_of
@@ -22,15 +22,15 @@ from megatron_policy.interfaces.metrics import MetricsWriter
 from megatron_policy.lm_head.sampling import Continuations
 from megatron_policy.memory.states import (
     CHANGE_WEIGHTS,
-    EXCHANGE_WEIGHTS,
     FORWARD,
     TRAIN_STEP,
 )
 from megatron_policy.monitoring.library_warnings import collect_warnings
 from megatron_policy.monitoring.writers import configured_writers
 from megatron_policy.parallel.groups import Groups
+from megatron_policy.policy import driver_names
 from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dtypes
-from megatron_policy.policy.driver_names import DriverNames
+from megatron_policy.policy.driver_names import delegate
 from megatron_policy.policy.generation import TextGenerator
 from megatron_policy.policy.monitoring import PolicyMonitoring
 from megatron_policy.policy.scoring import PolicyScoring
@@ -42,18 +42,17 @@ from megatron_policy.training.checks import check_head
 from megatron_policy.training.dry_run import DryRun, dry_run
 from megatron_policy.training.empty_steps import EmptySteps
 from megatron_policy.training.pieces import StepPieces
-from megatron_policy.training.scoring import Scorer
 from megatron_policy.training.step import Training
 from megatron_policy.training.train import train
 from megatron_policy.training.value_checks import with_temperature
 
 
-class MegatronPolicy(PolicyScoring, WeightExports, PolicyMonitoring, DriverNames):
+class MegatronPolicy:
     """A Hugging Face checkpoint as a Megatron-Core model: train it, score with it, export it.
 
     Every rank of the layout makes one, under torchrun, in Ray workers, or alone in one process.
-    Every method is collective: all ranks call it in the same order. Of `PolicyMonitoring` only
-    `profile` is. Each data-parallel replica passes its own rows, and all ranks of a replica pass
+    Every method is collective, except `summary`, `report` and `write_metrics`: all ranks call it in
+    the same order. Each data-parallel replica passes its own rows, and all ranks of a replica pass
     the same rows.
 
     Attributes:
@@ -68,7 +67,6 @@ class MegatronPolicy(PolicyScoring, WeightExports, PolicyMonitoring, DriverNames
             `exporter.plan()` is what a refit sends.
         loaded (LoadReport | None): what a checkpoint has restored; None for a policy that starts
             from `config.model_name`.
-        steps (int): how many optimizer steps were taken, also before a resume.
         rank (int): the number of this rank.
         topology (Topology): the layout: how many ranks there are along each of its axes.
         coords (Coords): where this rank is along each axis.
@@ -117,29 +115,35 @@ class MegatronPolicy(PolicyScoring, WeightExports, PolicyMonitoring, DriverNames
         self.rank, self.topology = self._session.rank, self._session.topology
         self.coords, self._engine = self._session.coords, self._session.engine
         self._batcher = Batcher.of(self.config, self.topology, self._engine.table)
-        rows, of_reference = self.config.logprob_batch_size, lambda: self._session.uses_reference
-        self._scorer = Scorer(self._engine, self._batcher, rows, of_reference)
+        self._scoring = PolicyScoring(self.config, self._session, self._batcher)
+        self._monitoring = PolicyMonitoring(self.config, self._session, all_writers)
+        self._exports = WeightExports(self.config, self._session, self._monitoring.metrics)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         empty_steps = EmptySteps.of(self.config, self._engine.table.architecture)
         held = (self._engine, self._batcher, self.memory, self._session.state)
-        self._training = Training(*held, empty_steps, self._step_taken)
+        self._training = Training(*held, empty_steps, self._session.state.count_step)
         self.pieces = StepPieces(self._training)
-        self.accumulator = GradientAccumulator(self._training, self.config, self._trained)
+        record = self._monitoring.record_training
+        self.accumulator = GradientAccumulator(self._training, self.config, record)
         self._continue = TextGenerator(
             self.config, tokenizer, self._engine, self.coords.dp, self._batcher.longest.tokens
         )
         draws = {"sampling": self._continue.generator}
         self._checkpoints = Checkpoints(self._session, self.config, tokenizer, draws)
         self.loaded = self._checkpoints.start_from(weights_path, optimizer_path)
-        self.steps = 0 if self.loaded is None else self.loaded.step
-        self._start_monitoring(all_writers)
+        self._monitoring.announce()
 
     def __repr__(self) -> str:
-        if not hasattr(self, "steps"):
+        if not hasattr(self, "loaded"):
             return f"{type(self).__name__}(not started)"
         what = described(self.config, self._engine.table, self.topology)
         where = f"rank {self.rank} of {self.topology.world_size}"
         return f"{type(self).__name__}({what}, {where}, step {self.steps})"
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps were taken, also before a resume."""
+        return self._session.state.steps
 
     @property
     def groups(self) -> Groups:
@@ -168,7 +172,7 @@ class MegatronPolicy(PolicyScoring, WeightExports, PolicyMonitoring, DriverNames
         trainable = None if eval_mode else self._session.trainable
         self.memory.check("train()", TRAIN_STEP if trainable else FORWARD)
         if trainable:
-            self._session.state.take_step()
+            self._session.state.expect_gather()
         result = train(
             self._training,
             with_temperature(data, temperature),
@@ -177,7 +181,7 @@ class MegatronPolicy(PolicyScoring, WeightExports, PolicyMonitoring, DriverNames
             mbs or self.config.train_micro_batch_size,
             eval_mode=eval_mode,
         )
-        return self._trained(result, eval_mode)
+        return self._monitoring.record_training(result, eval_mode)
 
     def dry_run(
         self,
@@ -195,38 +199,24 @@ class MegatronPolicy(PolicyScoring, WeightExports, PolicyMonitoring, DriverNames
         self.memory.ready("dry_run()")
         return dry_run(self._training, with_temperature(data, temperature), loss_fn)
 
-    def _step_taken(self) -> None:
-        self._session.state.take_step()
-        self.steps += 1
-
-    def reference_logprobs(
-        self,
-        data: BatchedDataDict,
-        *,
-        micro_batch_size: int | None = None,
-        temperature: float | torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """`logprobs` under the reference's weights, of whole distributions."""
-        with self.reference():
-            return self.logprobs(data, micro_batch_size=micro_batch_size, temperature=temperature)
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """In this context the policy has the weights of its reference, those that it started from
-        unless `reference_model_name` says otherwise; afterwards its own, bit for bit.
-        """
-        reference = self._session.reference
-        self.memory.ready("reference_logprobs()", EXCHANGE_WEIGHTS)
-        with reference.active(), self.memory.in_use("the reference policy"):
-            yield
-
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """`reference_logprobs` as the driver returns them."""
-        scores = self.reference_logprobs(data, micro_batch_size=micro_batch_size)
-        return BatchedDataDict({"reference_logprobs": scores})
-
+    begin_train_step = delegate("accumulator", GradientAccumulator.begin)
+    train_microbatch = delegate("accumulator", GradientAccumulator.microbatch)
+    finish_train_step = delegate("accumulator", GradientAccumulator.finish)
+    abort_train_step = delegate("accumulator", GradientAccumulator.abort)
+    logprobs = delegate("_scoring", PolicyScoring.logprobs)
+    get_logprobs = delegate("_scoring", PolicyScoring.get_logprobs)
+    entropy = delegate("_scoring", PolicyScoring.entropy)
+    get_entropy = delegate("_scoring", PolicyScoring.get_entropy)
+    topk_logits = delegate("_scoring", PolicyScoring.topk_logits)
+    get_topk_logits = delegate("_scoring", PolicyScoring.get_topk_logits)
+    values = delegate("_scoring", PolicyScoring.values)
+    get_values = delegate("_scoring", PolicyScoring.get_values)
+    score = delegate("_scoring", PolicyScoring.score)
+    reference = delegate("_scoring", PolicyScoring.reference)
+    reference_logprobs = delegate("_scoring", PolicyScoring.reference_logprobs)
+    get_reference_policy_logprobs = delegate(
+        "_scoring", PolicyScoring.get_reference_policy_logprobs
+    )
     use_reference_model = reference
 
     def generate(self, data: BatchedDataDict, *, greedy: bool = False) -> Continuations:
@@ -234,6 +224,22 @@ class MegatronPolicy(PolicyScoring, WeightExports, PolicyMonitoring, DriverNames
         self.memory.ready("generate()")
         check_head(self._engine.table.architecture)
         return self._continue(data, greedy)
+
+    export_hf = delegate("_exports", WeightExports.export_hf)
+    export_peft = delegate("_exports", WeightExports.export_peft)
+    export = delegate("_exports", WeightExports.export)
+    refit = delegate("_exports", WeightExports.refit)
+    summary = delegate("_monitoring", PolicyMonitoring.summary)
+    report = delegate("_monitoring", PolicyMonitoring.report)
+    write_metrics = delegate("_monitoring", PolicyMonitoring.write_metrics)
+    profile = delegate("_monitoring", PolicyMonitoring.profile)
+    prepare_for_training = delegate("memory", driver_names.prepare_for_training)
+    finish_training = delegate("memory", driver_names.finish_training)
+    offload_before_refit = delegate("memory", driver_names.offload_before_refit)
+    offload_after_refit = delegate("memory", driver_names.offload_after_refit)
+    prepare_for_generation = delegate("memory", driver_names.prepare_for_generation)
+    finish_inference = delegate("memory", driver_names.finish_inference)
+    prepare_for_lp_inference = delegate("memory", driver_names.prepare_for_lp_inference)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's parameters and persistent buffers by their global Megatron-Core names, its
@@ -264,34 +270,24 @@ class MegatronPolicy(PolicyScoring, WeightExports, PolicyMonitoring, DriverNames
         report = self._checkpoints.save(
             self.steps, weights_path, optimizer_path, tokenizer_path, host_data, hf_export, onload
         )
-        self._metrics.saved(report)
+        self._monitoring.metrics.saved(report)
         if hf_export is not None:
             self.export_hf(hf_export, overwrite=True)
         return report
 
-    def load_checkpoint(
-        self,
-        weights_path: AnyPath,
-        optimizer_path: AnyPath | None = None,
-        *,
-        fresh_optimizer: bool | None = None,
-    ) -> LoadReport:
-        """Load the latest checkpoint in `weights_path`; see `Checkpoints.load`."""
-        report = self._checkpoints.load(weights_path, optimizer_path, fresh_optimizer)
-        self.steps = report.step
-        return report
+    load_checkpoint = delegate("_checkpoints", Checkpoints.load)
 
     def finalize_async_save(self) -> SaveReport | None:
         """Wait for a running save, if any; returns its report. CheckpointError if it failed."""
         report = self._checkpoints.finish()
-        self._metrics.saved(report)
+        self._monitoring.metrics.saved(report)
         return report
 
     def shutdown(self) -> None:
         """Wait for a running save, close the writers, and leave the process groups; can be called
         again.
         """
-        with closing(self._session), closing(self._metrics):
+        with closing(self._session), closing(self._monitoring.metrics):
             self.finalize_async_save()
             self._checkpoints.leave()
 

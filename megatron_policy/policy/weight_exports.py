@@ -8,26 +8,23 @@ from os import PathLike
 import torch
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.interfaces.engine import TrainingEngine
-from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.states import SEND_WEIGHTS
 from megatron_policy.monitoring.metrics_log import MetricsLog
+from megatron_policy.policy.session import Session
 from megatron_policy.refit.delivery import Transport, deliver
-from megatron_policy.refit.exporter import Exporter, tensors
+from megatron_policy.refit.exporter import tensors
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
 from megatron_policy.refit.transports.peft import export_adapters
 
 
 class WeightExports:
-    """The methods of a policy that send or write its weights; they change nothing of it."""
+    """Sends and writes a policy's weights, and changes nothing of them; all methods are
+    collective.
+    """
 
-    config: PolicyConfig
-    exporter: Exporter
-    memory: DeviceMemory
-    steps: int
-    _engine: TrainingEngine
-    _metrics: MetricsLog
+    def __init__(self, config: PolicyConfig, session: Session, metrics: MetricsLog) -> None:
+        self._config, self._session, self._metrics = config, session, metrics
 
     def export_hf(
         self,
@@ -39,9 +36,16 @@ class WeightExports:
         """Write a Hugging Face checkpoint, in the dtypes of `config.model_name`. The directory
         appears only when complete; an existing one is refused unless `overwrite`.
         """
-        self.memory.ready("export_hf()", SEND_WEIGHTS)
-        source = self.config.model_name
-        export_checkpoint(path, self.exporter, source, self.steps, max_shard_bytes, overwrite)
+        self._session.memory.ready("export_hf()", SEND_WEIGHTS)
+        source = self._config.model_name
+        export_checkpoint(
+            path,
+            self._session.exporter,
+            source,
+            self._session.state.steps,
+            max_shard_bytes,
+            overwrite,
+        )
 
     def export_peft(self, path: str | PathLike[str], *, overwrite: bool = False) -> None:
         """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads. It
@@ -49,9 +53,9 @@ class WeightExports:
         without adapters, or where `path` is taken; ExportError, on every rank, if rank 0 cannot
         write.
         """
-        self.memory.ready("export_peft()", SEND_WEIGHTS)
-        self.exporter.plan(adapters=True)  # refuses before any rank begins
-        export_adapters(path, self.exporter, self.steps, overwrite)
+        self._session.memory.ready("export_peft()", SEND_WEIGHTS)
+        self._session.exporter.plan(adapters=True)  # refuses before any rank begins
+        export_adapters(path, self._session.exporter, self._session.state.steps, overwrite)
 
     def export(
         self, dtype: torch.dtype | None = None, *, adapters: bool = False
@@ -60,9 +64,11 @@ class WeightExports:
         checkpoint's dtypes unless `dtype` is given; with `adapters` those alone, by PEFT's names.
         Iterate to the end: the other ranks do.
         """
-        self.memory.ready("export()", SEND_WEIGHTS)
-        stream = tensors(self.exporter, self.exporter.plan(dtype=dtype, adapters=adapters))
-        return self.memory.during("export()", SEND_WEIGHTS, stream)
+        self._session.memory.ready("export()", SEND_WEIGHTS)
+        stream = tensors(
+            self._session.exporter, self._session.exporter.plan(dtype=dtype, adapters=adapters)
+        )
+        return self._session.memory.during("export()", SEND_WEIGHTS, stream)
 
     def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:
         """Send the weights to an engine, merged with adapters if there are any, or the `adapters`
@@ -70,7 +76,9 @@ class WeightExports:
         rank sent and how fast. RefitError, on every rank, if any rank's engine refused or did not
         answer in time; the policy stays usable.
         """
-        self.memory.ready("refit()", SEND_WEIGHTS)
-        sent = deliver(self.exporter, transport, self.steps, adapters=adapters)
+        self._session.memory.ready("refit()", SEND_WEIGHTS)
+        sent = deliver(
+            self._session.exporter, transport, self._session.state.steps, adapters=adapters
+        )
         self._metrics.sent(sent)
         return sent

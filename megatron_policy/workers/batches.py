@@ -31,10 +31,9 @@ class BatchDriver:
     with pipeline, context and tensor index 0 answers. Results are in the caller's order.
     """
 
-    config: PolicyConfig
-
     def __init__(
         self,
+        config: PolicyConfig,
         workers: WorkerGroup,
         dispatcher: BatchDispatcher,
         metrics: MetricsLog,
@@ -43,10 +42,10 @@ class BatchDriver:
         can_train: bool,
         has_reference: bool,
     ) -> None:
-        self._workers, self._dispatcher, self._metrics = workers, dispatcher, metrics
+        self._config, self._metrics = config, metrics
+        self._workers, self._dispatcher = workers, dispatcher
         self._can_train, self._has_reference = can_train, has_reference
         self._pad_id = getattr(tokenizer, "pad_token_id", None) or 0
-        self._steps = 0
         self._open_step: tuple[LossFunction, int] | None = None
 
     def train(
@@ -64,8 +63,8 @@ class BatchDriver:
         """
         if not (eval_mode or self._can_train):
             raise ConfigError(f"train() {NEEDS_OPTIMIZER}")
-        gbs = gbs or self.config.train_global_batch_size
-        mbs = mbs or self.config.train_micro_batch_size
+        gbs = gbs or self._config.train_global_batch_size
+        mbs = mbs or self._config.train_micro_batch_size
         shards = self._dispatcher.to_train(_batch(data), loss_fn, gbs, mbs)
         options = {"loss_fn": loss_fn, "eval_mode": eval_mode, "gbs": gbs, "mbs": mbs}
         return self._record(self._workers.run_sharded("train", data=shards, **options), eval_mode)
@@ -90,7 +89,7 @@ class BatchDriver:
         """
         check_loss(loss_fn, self._dispatcher.head)
         self._workers.run_all("begin_train_step", loss_fn=loss_fn, gbs=gbs, mbs=mbs)
-        self._open_step = loss_fn, mbs or self.config.train_micro_batch_size
+        self._open_step = loss_fn, mbs or self._config.train_micro_batch_size
 
     def train_microbatch(self, data: Mapping[str, Any]) -> None:
         """Add the gradients of all rows of `data`, which are split over the data-parallel ranks.
@@ -230,7 +229,6 @@ class BatchDriver:
     def _record(self, results: list[Mapping[str, Any]], eval_mode: bool = False) -> TrainResult:
         """The results of all data-parallel ranks as one, once it is recorded."""
         result = merged_training(results)
-        self._steps = result["step"]
         self._metrics.trained(result, result["microbatch_metrics"], eval_mode=eval_mode)
         return result
 

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_policy.config import MetricsConfig, PolicyConfig
 from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.described import described
 from megatron_policy.config.layout import checked_topology
 from megatron_policy.config.parallel_sizes import env_vars_of
-from megatron_policy.coordination.authenticated_connection import new_secret
-from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.extras import require
 from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface
 from megatron_policy.interfaces.host import find_host
 from megatron_policy.interfaces.metrics import MetricsWriter
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.monitoring.writers import configured_writers
-from megatron_policy.refit.transports.collective.transport import CollectiveTransport
+from megatron_policy.policy.driver_names import delegate
 from megatron_policy.training.sharding import BatchDispatcher
-from megatron_policy.workers.checks import check_device, refuse_unknown
+from megatron_policy.workers.batches import BatchDriver
+from megatron_policy.workers.checks import check_device
 from megatron_policy.workers.cluster.group import WorkerGroup
 from megatron_policy.workers.cluster.virtual_cluster import RayVirtualCluster
 from megatron_policy.workers.records import PathLike, RecordingDriver, absolute
+from megatron_policy.workers.refit_driver import RefitDriver
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
-
-if TYPE_CHECKING:
-    from megatron_policy.refit.delivery import Transport
-    from megatron_policy.refit.manifest import RefitInfo, RefitManifest
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +34,8 @@ MegatronPolicyWorker = require("ray").remote(MegatronPolicyWorkerImpl)
 """The actor of each rank."""
 
 
-class Policy(RecordingDriver, ColocatablePolicyInterface, GenerationInterface):
+@GenerationInterface.register
+class Policy(ColocatablePolicyInterface):
     """A Hugging Face checkpoint as a policy on the workers of a cluster, one rank per bundle.
 
     The constructor returns when every worker has loaded its part. An impossible configuration is
@@ -94,7 +90,7 @@ class Policy(RecordingDriver, ColocatablePolicyInterface, GenerationInterface):
         self._described = described(self.config, table, self.topology)
         dispatcher = BatchDispatcher.of(self.config, self.topology, architecture)
         check_device(self.config, cluster.use_gpus)
-        workers = WorkerGroup(
+        self._workers = WorkerGroup(
             cluster,
             find_host("ray").actor_class(),
             self.topology,
@@ -113,17 +109,19 @@ class Policy(RecordingDriver, ColocatablePolicyInterface, GenerationInterface):
             workers_per_node=workers_per_node,
             timeout_s=self.config.worker_timeout_s,
         )
-        super().__init__(
-            workers,
+        self._batches = BatchDriver(
+            self.config,
+            self._workers,
             dispatcher,
             metrics,
             tokenizer,
             can_train=init_optimizer,
             has_reference=init_reference_model,
         )
-        self._refit_secret = new_secret()
-        if weights_path is not None and (loaded := self.get_load_report()):
-            self._steps = loaded.step
+        self._refits = RefitDriver(self._workers, metrics)
+        self._records = RecordingDriver(self.config, self._workers, metrics)
+        if weights_path is not None:
+            self._records.follow_start()
         if _log.isEnabledFor(logging.INFO):
             _log.info("the policy is ready\n%s", self.summary())
 
@@ -136,126 +134,54 @@ class Policy(RecordingDriver, ColocatablePolicyInterface, GenerationInterface):
         """The workers, for calls without a method in this class."""
         return self._workers
 
-    def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:
-        """Send the weights, or the `adapters` alone, as `MegatronPolicy.refit` does on each worker;
-        returns what all of them have sent. For a group that engines joined, call
-        `broadcast_weights_for_collective`.
-        """
-        if isinstance(transport, CollectiveTransport):
-            raise ConfigError(
-                "a group's transport cannot be sent to the workers: call init_collective and "
-                "broadcast_weights_for_collective"
-            )
-        sent = self._workers.run_all("refit", transport=transport, adapters=adapters)
-        tensors = {name: each for manifest in sent for name, each in manifest.tensors.items()}
-        slowest = max(manifest.seconds for manifest in sent)
-        whole: RefitManifest = replace(sent[0], tensors=tensors, seconds=slowest)
-        self._metrics.sent(whole)
-        return whole
-
-    def prepare_refit_info(self, with_numel: bool = False, *, adapters: bool = False) -> RefitInfo:
-        """{HF name: (shape, dtype)} of all that is sent, or with the number of elements too, and
-        its `model`: what engines have to set up for it. With `adapters` of those alone.
-        """
-        options = {"with_numel": with_numel, "adapters": adapters}
-        infos: list[RefitInfo] = self._workers.run_all("prepare_refit_info", **options)
-        return infos[0]
-
-    def prepare_info_for_collective(self, *, adapters: bool = False) -> RefitInfo:
-        """As `prepare_refit_info`, of what `broadcast_weights_for_collective` sends."""
-        return self.prepare_refit_info(adapters=adapters)
-
-    def get_refit_addresses(self) -> dict[str, str]:
-        """{device id: ZeroMQ address} that `stream_weights_via_ipc_zmq` binds for engines."""
-        devices = self._workers.run_all("report_device_id")
-        return dict(zip(devices, self._workers.run_all("get_refit_address"), strict=True))
-
-    def stream_weights_via_ipc_zmq(
-        self,
-        buffer_size_bytes: int | None = None,
-        kv_scales: Any = None,
-        *,
-        adapters: bool = False,
-    ) -> list[Any]:
-        """Start sending all weights, or the `adapters` alone, to the engine on each worker's
-        device; return Ray's futures of each worker's bytes, seconds and rate
-        (`RefitManifest.speed`), which raise RefitError if one refuses.
-        """
-        options = {"buffer_size_bytes": buffer_size_bytes, "kv_scales": kv_scales}
-        return self._workers.futures("stream_weights_via_ipc_zmq", adapters=adapters, **options)
-
-    def prepare_weights_for_ipc(
-        self, _refit_buffer_size_gb: float | None = None, *, adapters: bool = False
-    ) -> list[list[str]]:
-        """HF names in order, in groups of at most that many GiB (by default what the worker with
-        the least free memory can afford); a larger tensor is a group of its own.
-        """
-        answers = self._workers.run_all("prepare_weights_for_ipc", adapters=adapters)
-        limit = min(available for _, available in answers)
-        if _refit_buffer_size_gb is not None:
-            limit = _refit_buffer_size_gb * 2**30
-        groups: list[list[str]] = []
-        left = 0.0
-        for name, nbytes in answers[0][0]:
-            if not groups or nbytes > left:
-                groups.append([])
-                left = limit
-            groups[-1].append(name)
-            left -= nbytes
-        return groups
-
-    def get_weights_ipc_handles(self, keys: list[str], *, adapters: bool = False) -> dict[str, Any]:
-        """{device id: handles} of these tensors, of all workers."""
-        options = {"keys": keys, "adapters": adapters}
-        return unite(self._workers.run_all("get_weights_ipc_handles", **options))
-
-    def get_refit_manifest(self) -> dict[str, Any]:
-        """{device id: Manifest} of what `get_weights_ipc_handles` has exported."""
-        return unite(self._workers.run_all("get_refit_manifest"))
-
-    def init_collective(
-        self,
-        ip: str,
-        port: int,
-        world_size: int,
-        train_world_size: int | None = None,
-        secret: str | None = None,
-        **options: Any,
-    ) -> list[Any]:
-        """Start meeting the engines' ranks, which need `secret` (None: that of
-        `get_refit_secret`); return Ray's futures. See `EngineRefits.init_collective`.
-        """
-        refuse_unknown("init_collective", options)
-        self._refit_secret = secret or self._refit_secret
-        sizes = {"world_size": world_size, "train_world_size": train_world_size}
-        where = {"ip": ip, "port": port, "secret": self._refit_secret}
-        return self._workers.futures("init_collective", **where, **sizes)
-
-    def get_refit_secret(self) -> str:
-        """What an engine needs to join the group of `init_collective`: made for this policy, and
-        the same before and after that call.
-        """
-        return self._refit_secret
-
-    def broadcast_weights_for_collective(
-        self,
-        kv_scales: Any = None,
-        buffer_size_bytes: int | None = None,
-        num_buffers: int | None = None,
-        *,
-        adapters: bool = False,
-    ) -> list[Any]:
-        """Start sending all weights, or the `adapters` alone, to the engines that joined; return
-        Ray's futures of each worker's bytes, seconds and rate (`RefitManifest.speed`), which raise
-        RefitError if one refuses.
-        """
-        return self._workers.futures(
-            "broadcast_weights_for_collective",
-            kv_scales=kv_scales,
-            buffer_size_bytes=buffer_size_bytes,
-            num_buffers=num_buffers,
-            adapters=adapters,
-        )
+    train = delegate("_batches", BatchDriver.train)
+    dry_run = delegate("_batches", BatchDriver.dry_run)
+    begin_train_step = delegate("_batches", BatchDriver.begin_train_step)
+    train_microbatch = delegate("_batches", BatchDriver.train_microbatch)
+    finish_train_step = delegate("_batches", BatchDriver.finish_train_step)
+    abort_train_step = delegate("_batches", BatchDriver.abort_train_step)
+    get_logprobs = delegate("_batches", BatchDriver.get_logprobs)
+    get_reference_policy_logprobs = delegate("_batches", BatchDriver.get_reference_policy_logprobs)
+    get_topk_logits = delegate("_batches", BatchDriver.get_topk_logits)
+    get_entropy = delegate("_batches", BatchDriver.get_entropy)
+    get_values = delegate("_batches", BatchDriver.get_values)
+    score = delegate("_batches", BatchDriver.score)
+    generate = delegate("_batches", BatchDriver.generate)
+    prepare_for_training = delegate("_batches", BatchDriver.prepare_for_training)
+    finish_training = delegate("_batches", BatchDriver.finish_training)
+    prepare_for_lp_inference = delegate("_batches", BatchDriver.prepare_for_lp_inference)
+    finish_inference = delegate("_batches", BatchDriver.finish_inference)
+    prepare_for_generation = delegate("_batches", BatchDriver.prepare_for_generation)
+    finish_generation = delegate("_batches", BatchDriver.finish_generation)
+    offload_before_refit = delegate("_batches", BatchDriver.offload_before_refit)
+    offload_after_refit = delegate("_batches", BatchDriver.offload_after_refit)
+    offload_to_cpu = delegate("_batches", BatchDriver.offload_to_cpu)
+    get_free_memory_bytes = delegate("_batches", BatchDriver.get_free_memory_bytes)
+    refit = delegate("_refits", RefitDriver.refit)
+    prepare_refit_info = delegate("_refits", RefitDriver.prepare_refit_info)
+    prepare_info_for_collective = delegate("_refits", RefitDriver.prepare_info_for_collective)
+    get_refit_addresses = delegate("_refits", RefitDriver.get_refit_addresses)
+    stream_weights_via_ipc_zmq = delegate("_refits", RefitDriver.stream_weights_via_ipc_zmq)
+    prepare_weights_for_ipc = delegate("_refits", RefitDriver.prepare_weights_for_ipc)
+    get_weights_ipc_handles = delegate("_refits", RefitDriver.get_weights_ipc_handles)
+    get_refit_manifest = delegate("_refits", RefitDriver.get_refit_manifest)
+    init_collective = delegate("_refits", RefitDriver.init_collective)
+    get_refit_secret = delegate("_refits", RefitDriver.get_refit_secret)
+    broadcast_weights_for_collective = delegate(
+        "_refits", RefitDriver.broadcast_weights_for_collective
+    )
+    export_hf = delegate("_records", RecordingDriver.export_hf)
+    export_peft = delegate("_records", RecordingDriver.export_peft)
+    save_checkpoint = delegate("_records", RecordingDriver.save_checkpoint)
+    load_checkpoint = delegate("_records", RecordingDriver.load_checkpoint)
+    get_load_report = delegate("_records", RecordingDriver.get_load_report)
+    finalize_async_save = delegate("_records", RecordingDriver.finalize_async_save)
+    summary = delegate("_records", RecordingDriver.summary)
+    report = delegate("_records", RecordingDriver.report)
+    write_metrics = delegate("_records", RecordingDriver.write_metrics)
+    start_gpu_profiling = delegate("_records", RecordingDriver.start_gpu_profiling)
+    stop_gpu_profiling = delegate("_records", RecordingDriver.stop_gpu_profiling)
+    profile = delegate("_records", RecordingDriver.profile)
 
     def shutdown(self) -> bool:
         """End all workers once a running save is complete; return whether their processes are gone.
@@ -263,10 +189,8 @@ class Policy(RecordingDriver, ColocatablePolicyInterface, GenerationInterface):
         or WorkerError; the workers are ended anyway.
         """
         try:
-            if self._saves and self._workers.usable:
-                self.finalize_async_save()
+            self._records.close()
         finally:
-            self._metrics.close()
             gone = self._workers.shutdown()
         return gone
 
@@ -274,13 +198,3 @@ class Policy(RecordingDriver, ColocatablePolicyInterface, GenerationInterface):
         group = getattr(self, "_workers", None)
         if group is not None and not sys.is_finalizing():
             group.kill()
-
-
-def unite(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """All workers' results by device, merged."""
-    united: dict[str, Any] = {}
-    for answer in answers:
-        if twice := sorted(united.keys() & answer.keys()):
-            raise RefitError(f"two workers report the same device: {', '.join(twice)}")
-        united |= answer
-    return united

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_policy.config import PolicyConfig
 from megatron_policy.monitoring import PolicyReport
-from megatron_policy.monitoring.metrics_log import checked_metrics
+from megatron_policy.monitoring.metrics_log import MetricsLog, checked_metrics
 from megatron_policy.policy.profiling import Profile
-from megatron_policy.workers.batches import BatchDriver
 from megatron_policy.workers.checks import refuse_unknown
+from megatron_policy.workers.cluster.group import WorkerGroup
 
 if TYPE_CHECKING:
     from megatron_policy.checkpoint.report import LoadReport, SaveReport
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 
 
-class RecordingDriver(BatchDriver):
-    """Also saves, exports, reports and profiles. Every rank writes its part of a checkpoint or an
+class RecordingDriver:
+    """Saves, exports, reports and profiles. Every rank writes its part of a checkpoint or an
     export, so paths must be on storage that all nodes share.
     """
 
-    _saves = False
-    """Whether a background save may be running."""
+    def __init__(self, config: PolicyConfig, workers: WorkerGroup, metrics: MetricsLog) -> None:
+        self._config, self._workers, self._metrics = config, workers, metrics
+        self._saves = False
+        """Whether a background save may be running."""
 
     def export_hf(
         self, path: PathLike, *, max_shard_bytes: int | None = None, overwrite: bool = False
@@ -67,7 +70,7 @@ class RecordingDriver(BatchDriver):
         policy remains usable.
         """
         refuse_unknown("save_checkpoint", options)
-        self._saves = self.config.megatron_cfg.checkpoint.async_save
+        self._saves = self._config.megatron_cfg.checkpoint.async_save
         reports = self._workers.run_all(
             "save_checkpoint",
             weights_path=absolute(weights_path),
@@ -99,13 +102,18 @@ class RecordingDriver(BatchDriver):
             fresh_optimizer=fresh_optimizer,
         )
         report = merge_loads(reports)
-        self._steps = report.step
+        self._metrics.step = report.step
         return report
 
     def get_load_report(self) -> LoadReport | None:
         """What a start from a checkpoint has restored; None without such a start."""
         reports = self._workers.run_all("get_load_report")
         return merge_loads(reports) if all(reports) else None
+
+    def follow_start(self) -> None:
+        """Count steps from those of the checkpoint that the workers have started from."""
+        if loaded := self.get_load_report():
+            self._metrics.step = loaded.step
 
     def finalize_async_save(self) -> SaveReport | None:
         """Wait for a background save to complete, and return the report of the last one;
@@ -115,6 +123,16 @@ class RecordingDriver(BatchDriver):
         """
         self._saves = False
         return self._record_save(self._workers.run_all("finalize_async_save"))
+
+    def close(self) -> None:
+        """Wait for a background save, if the workers still answer, and close the writers.
+        CheckpointError or WorkerError if the save failed.
+        """
+        try:
+            if self._saves and self._workers.usable:
+                self.finalize_async_save()
+        finally:
+            self._metrics.close()
 
     def _record_save(self, reports: Iterable[SaveReport | None]) -> SaveReport | None:
         """The report of the rank whose save took longest, once it is recorded."""
@@ -139,7 +157,7 @@ class RecordingDriver(BatchDriver):
         """Hand numbers of your own, such as rewards, to the writers, by default as of the last
         optimizer step. ConfigError for what is not a number.
         """
-        self._metrics.write(self._steps if step is None else step, checked_metrics(metrics))
+        self._metrics.write(self._metrics.step if step is None else step, checked_metrics(metrics))
 
     def start_gpu_profiling(self) -> None:
         """Start a range for waiting profilers of the workers; without GPUs do nothing."""

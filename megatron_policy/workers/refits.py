@@ -104,6 +104,7 @@ class EngineRefits:
 
     def init_collective(
         self,
+        /,
         ip: str,
         port: int,
         world_size: int,

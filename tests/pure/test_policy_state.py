@@ -93,10 +93,11 @@ def test_a_load_ends_only_after_it_has_begun() -> None:
 def test_a_step_leaves_a_gather_until_it_is_settled() -> None:
     state = PolicyState()
     assert not state.gather_pending
-    state.take_step()
-    assert state.gather_pending
-    state.settle()
-    assert not state.gather_pending
+    for change, steps in ((state.expect_gather, 0), (state.count_step, 1)):
+        change()
+        assert (state.gather_pending, state.steps) == (True, steps)
+        state.settle()
+        assert not state.gather_pending
 
 
 def test_a_policy_that_was_shut_down_says_so_of_every_operation() -> None:

@@ -7,21 +7,22 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_policy import MegatronPolicy, Policy
+from megatron_policy import GenerationInterface, MegatronPolicy, Policy
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
+from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.training.accumulate import GradientAccumulator
 from megatron_policy.training.pieces import StepPieces
+from megatron_policy.workers.records import RecordingDriver
+from megatron_policy.workers.refit_driver import RefitDriver
 from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "interface.md"
-RENAMED = {"split"}  # names of the last release
 SAME_AS = {
     "offload_to_cpu": "offload_after_refit",  # one method of the worker serves both
     "prepare_info_for_collective": "prepare_refit_info",
@@ -61,14 +62,20 @@ def test_every_method_of_a_rank_is_in_the_table() -> None:
     named = {name for ours, _ in cells() for name in ours}
     steps = {f"accumulator.{name}" for name in public(GradientAccumulator)}
     steps |= {f"pieces.{name}" for name in public(StepPieces)}
-    assert (public(MegatronPolicy) - RENAMED) | steps <= named
+    assert public(MegatronPolicy) | steps <= named
     plain = {name for name in named if "(" not in name and "." not in name}
-    assert plain - {"loaded"} == public(MegatronPolicy) - RENAMED
+    assert plain - {"loaded"} == public(MegatronPolicy)
 
 
 def test_every_method_of_the_driver_is_in_the_table_once() -> None:
     named = [name for _, theirs in cells() for name in theirs]
     assert sorted(named) == sorted(public(Policy))
+
+
+def test_a_driver_generates_as_algorithms_expect() -> None:
+    """It is one by registration, for which Python asks no methods."""
+    assert issubclass(Policy, GenerationInterface)
+    assert GenerationInterface.__abstractmethods__ <= public(Policy)
 
 
 def carried_out_by(method: Any) -> Any:
@@ -102,40 +109,6 @@ def test_a_rank_answers_to_the_names_of_the_driver() -> None:
     assert public(Policy) - public(MegatronPolicy) == without | of_engines
 
 
-def hidden(cls: type) -> list[str]:
-    """What two bases of `cls` define of which neither derives from the other: one of the two would
-    never be called. Abstract classes may name what others define.
-    """
-    bases = [each for each in cls.__mro__[1:-1] if not inspect.isabstract(each)]
-    return sorted(
-        f"{name}: {one.__name__}, {other.__name__}"
-        for one, other in combinations(bases, 2)
-        if not issubclass(one, other)
-        for name in vars(one).keys() & vars(other).keys()
-        if not name.startswith("__")
-    )
-
-
-def test_no_base_hides_a_method_or_an_attribute_of_another() -> None:
-    for cls in (Policy, MegatronPolicyWorkerImpl, NemoRLWorker):
-        assert hidden(cls) == []
-
-
-def test_a_method_that_two_bases_define_is_found() -> None:
-    class One:
-        def save(self) -> None: ...
-
-    class More(One):
-        def save(self) -> None: ...
-
-    class Other:
-        def save(self) -> None: ...
-
-    assert hidden(type("Extended", (More, One), {})) == []
-    assert hidden(type("Twice", (One, Other), {})) == ["save: One, Other"]
-    assert hidden(type("Below", (type("Between", (Other,), {}), One), {})) == ["save: Other, One"]
-
-
 @pytest.mark.parametrize("owner", [MegatronPolicy, MegatronPolicyWorkerImpl, NemoRLWorker, Policy])
 def test_every_method_has_a_name_of_its_own_and_says_what_it_does(owner: type) -> None:
     for name in sorted(public(owner)):
@@ -162,6 +135,9 @@ def test_a_driver_refuses_what_it_has_no_argument_for_before_it_sends_anything(
     name: str, call: Callable[[Policy], Any]
 ) -> None:
     driver = object.__new__(Policy)
-    driver._workers = NoWorkers()  # type: ignore[assignment]
+    driver._workers = workers = NoWorkers()  # type: ignore[assignment]
+    driver._refits = RefitDriver(workers, MetricsLog())  # type: ignore[arg-type]
+    config: Any = None
+    driver._records = RecordingDriver(config, workers, MetricsLog())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"{name} has no argument unheard_of; leave it out"):
         call(driver)

@@ -52,7 +52,7 @@ class NemoRLValueWorker(NemoRLWorker):
             **kwargs,
         )
 
-    def train(
+    def train(  # type: ignore[override]
         self,
         data: Mapping[str, Any],
         loss_fn: Any,

@@ -101,7 +101,7 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         )
         self.refits = HostRefits(self.policy, share_devices=shares_devices(config))
 
-    def train(
+    def train(  # type: ignore[override]
         self,
         data: Mapping[str, Any],
         loss_fn: Any,
@@ -140,11 +140,11 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
     )
     get_entropy = return_host_batch(MegatronPolicyWorkerImpl.get_entropy)
     score = return_host_batch(MegatronPolicyWorkerImpl.score)
-    prepare_refit_info = delegate("refits", HostRefits.announce_weights)
+    prepare_refit_info = delegate("refits", HostRefits.announce_weights)  # type: ignore[arg-type]
     get_refit_address = delegate("refits", HostRefits.get_refit_address)
     get_zmq_address = get_refit_address
     stream_weights_via_ipc_zmq = delegate("refits", HostRefits.stream_weights_via_ipc_zmq)
-    init_collective = delegate("refits", HostRefits.meet_engines)
+    init_collective = delegate("refits", HostRefits.meet_engines)  # type: ignore[arg-type]
     broadcast_weights_for_collective = delegate(
         "refits", HostRefits.broadcast_weights_for_collective
     )

@@ -1,0 +1,156 @@
+"""What a driver has its workers send to inference engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_policy.coordination.authenticated_connection import new_secret
+from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.monitoring.metrics_log import MetricsLog
+from megatron_policy.refit.transports.collective.transport import CollectiveTransport
+from megatron_policy.workers.checks import refuse_unknown
+from megatron_policy.workers.cluster.group import WorkerGroup
+
+if TYPE_CHECKING:
+    from megatron_policy.refit.delivery import Transport
+    from megatron_policy.refit.manifest import RefitInfo, RefitManifest
+
+
+class RefitDriver:
+    """Hands the workers' weights over to engines, on the same or other devices."""
+
+    def __init__(self, workers: WorkerGroup, metrics: MetricsLog) -> None:
+        self._workers, self._metrics, self._secret = workers, metrics, new_secret()
+
+    def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:
+        """Send the weights, or the `adapters` alone, as `MegatronPolicy.refit` does on each worker;
+        returns what all of them have sent. For a group that engines joined, call
+        `broadcast_weights_for_collective`.
+        """
+        if isinstance(transport, CollectiveTransport):
+            raise ConfigError(
+                "a group's transport cannot be sent to the workers: call init_collective and "
+                "broadcast_weights_for_collective"
+            )
+        sent = self._workers.run_all("refit", transport=transport, adapters=adapters)
+        tensors = {name: each for manifest in sent for name, each in manifest.tensors.items()}
+        slowest = max(manifest.seconds for manifest in sent)
+        whole: RefitManifest = replace(sent[0], tensors=tensors, seconds=slowest)
+        self._metrics.sent(whole)
+        return whole
+
+    def prepare_refit_info(self, with_numel: bool = False, *, adapters: bool = False) -> RefitInfo:
+        """{HF name: (shape, dtype)} of all that is sent, or with the number of elements too, and
+        its `model`: what engines have to set up for it. With `adapters` of those alone.
+        """
+        options = {"with_numel": with_numel, "adapters": adapters}
+        infos: list[RefitInfo] = self._workers.run_all("prepare_refit_info", **options)
+        return infos[0]
+
+    def prepare_info_for_collective(self, *, adapters: bool = False) -> RefitInfo:
+        """As `prepare_refit_info`, of what `broadcast_weights_for_collective` sends."""
+        return self.prepare_refit_info(adapters=adapters)
+
+    def get_refit_addresses(self) -> dict[str, str]:
+        """{device id: ZeroMQ address} that `stream_weights_via_ipc_zmq` binds for engines."""
+        devices = self._workers.run_all("report_device_id")
+        return dict(zip(devices, self._workers.run_all("get_refit_address"), strict=True))
+
+    def stream_weights_via_ipc_zmq(
+        self,
+        buffer_size_bytes: int | None = None,
+        kv_scales: Any = None,
+        *,
+        adapters: bool = False,
+    ) -> list[Any]:
+        """Start sending all weights, or the `adapters` alone, to the engine on each worker's
+        device; return Ray's futures of each worker's bytes, seconds and rate
+        (`RefitManifest.speed`), which raise RefitError if one refuses.
+        """
+        options = {"buffer_size_bytes": buffer_size_bytes, "kv_scales": kv_scales}
+        return self._workers.futures("stream_weights_via_ipc_zmq", adapters=adapters, **options)
+
+    def prepare_weights_for_ipc(
+        self, _refit_buffer_size_gb: float | None = None, *, adapters: bool = False
+    ) -> list[list[str]]:
+        """HF names in order, in groups of at most that many GiB (by default what the worker with
+        the least free memory can afford); a larger tensor is a group of its own.
+        """
+        answers = self._workers.run_all("prepare_weights_for_ipc", adapters=adapters)
+        limit = min(available for _, available in answers)
+        if _refit_buffer_size_gb is not None:
+            limit = _refit_buffer_size_gb * 2**30
+        groups: list[list[str]] = []
+        left = 0.0
+        for name, nbytes in answers[0][0]:
+            if not groups or nbytes > left:
+                groups.append([])
+                left = limit
+            groups[-1].append(name)
+            left -= nbytes
+        return groups
+
+    def get_weights_ipc_handles(self, keys: list[str], *, adapters: bool = False) -> dict[str, Any]:
+        """{device id: handles} of these tensors, of all workers."""
+        options = {"keys": keys, "adapters": adapters}
+        return unite(self._workers.run_all("get_weights_ipc_handles", **options))
+
+    def get_refit_manifest(self) -> dict[str, Any]:
+        """{device id: Manifest} of what `get_weights_ipc_handles` has exported."""
+        return unite(self._workers.run_all("get_refit_manifest"))
+
+    def init_collective(
+        self,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int | None = None,
+        secret: str | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        """Start meeting the engines' ranks, which need `secret` (None: that of
+        `get_refit_secret`); return Ray's futures. See `EngineRefits.init_collective`.
+        """
+        refuse_unknown("init_collective", options)
+        self._secret = secret or self._secret
+        sizes = {"world_size": world_size, "train_world_size": train_world_size}
+        where = {"ip": ip, "port": port, "secret": self._secret}
+        return self._workers.futures("init_collective", **where, **sizes)
+
+    def get_refit_secret(self) -> str:
+        """What an engine needs to join the group of `init_collective`: made for this policy, and
+        the same before and after that call.
+        """
+        return self._secret
+
+    def broadcast_weights_for_collective(
+        self,
+        kv_scales: Any = None,
+        buffer_size_bytes: int | None = None,
+        num_buffers: int | None = None,
+        *,
+        adapters: bool = False,
+    ) -> list[Any]:
+        """Start sending all weights, or the `adapters` alone, to the engines that joined; return
+        Ray's futures of each worker's bytes, seconds and rate (`RefitManifest.speed`), which raise
+        RefitError if one refuses.
+        """
+        return self._workers.futures(
+            "broadcast_weights_for_collective",
+            kv_scales=kv_scales,
+            buffer_size_bytes=buffer_size_bytes,
+            num_buffers=num_buffers,
+            adapters=adapters,
+        )
+
+
+def unite(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """All workers' results by device, merged."""
+    united: dict[str, Any] = {}
+    for answer in answers:
+        if twice := sorted(united.keys() & answer.keys()):
+            raise RefitError(f"two workers report the same device: {', '.join(twice)}")
+        united |= answer
+    return united
