@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_policy.coordination import control_server
+from megatron_policy.coordination import control_server, control_store
 from megatron_policy.coordination.authenticated_connection import (
     AuthenticatedConnection,
     new_secret,
@@ -47,6 +47,21 @@ def test_notes_of_any_size_arrive_whole_and_go_whole() -> None:
 def test_a_board_without_a_host_says_so() -> None:
     with reserved_port() as port, pytest.raises(RefitError, match=f"at 127.0.0.1:{port}, cannot"):
         ControlStore("127.0.0.1", port, 1.0, SECRET).get("note", 1.0, "missing")
+
+
+def test_a_host_reads_its_own_values_and_does_not_connect_to_itself(monkeypatch) -> None:
+    def connect(*_: Any) -> None:
+        raise AssertionError("the values are in this process")
+
+    monkeypatch.setattr(control_store, "ControlClient", connect)
+    with (
+        reserved_port() as port,
+        closing(ControlStore("127.0.0.1", port, 20.0, SECRET, host=True)) as host,
+    ):
+        for size in (0, 1):  # with no value in it, and with one
+            assert host.count() == size
+            host.process_group("group", 0, 1, 20.0).close()
+            host.put("note", b"here")
 
 
 def test_a_step_that_hangs_is_left_behind_and_one_that_fails_raises_what_it_raised() -> None:
