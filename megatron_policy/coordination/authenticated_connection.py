@@ -134,9 +134,12 @@ class AuthenticatedConnection:
         hang_up(self._end)
 
     def _check_greeting(self) -> None:
-        greeting = self._end.recv(len(_GREETING), socket.MSG_WAITALL)
-        if len(greeting) < len(_GREETING):
-            raise ConnectionResetError("the other side hung up")
+        greeting = b""
+        while missing := len(_GREETING) - len(greeting):
+            part = self._end.recv(missing)
+            if not part:
+                raise ConnectionResetError("the other side hung up")
+            greeting += part
         if greeting != _GREETING:
             raise RefitError(
                 "the process listening there is not a refit group of this version of "

@@ -231,6 +231,25 @@ def test_a_sum_of_what_is_no_number_is_refused_by_name(host: ControlStore) -> No
         holder.perform(request)
 
 
+@pytest.mark.parametrize("at_once", [1, 7])
+def test_a_greeting_that_comes_in_parts_is_read_whole(host: ControlStore, at_once: int) -> None:
+    class Dribbling:
+        def __init__(self, inner: socket.socket) -> None:
+            self.inner = inner
+
+        def recv(self, count: int, *_: int) -> bytes:
+            return self.inner.recv(min(count, at_once))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    with socket.create_connection(("127.0.0.1", host.port), 20.0) as connection:
+        end: Any = Dribbling(connection)
+        sealed = AuthenticatedConnection(end, SECRET.encode(), host=False, timeout_s=20.0)
+        sealed.send(Request("get", ("note",)).header(), b"")
+        assert Reply.parse(*sealed.receive()).body == b"here"
+
+
 def test_strangers_who_say_nothing_do_not_keep_holders_away(host: ControlStore) -> None:
     strangers = [socket.create_connection(("127.0.0.1", host.port), 20.0) for _ in range(200)]
     try:
