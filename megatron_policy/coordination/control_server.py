@@ -20,6 +20,7 @@ _AT_ONCE = 64  # connections that have not authenticated: beyond that the oldest
 _SENDING_S = 120.0
 _PAUSE_S = 0.05
 _GRACE_S = 1.0  # for the answer that a key has not appeared in time
+_DIGITS = 20  # of a number; int() refuses more than 4,300
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Request:
 
     put     set the value of the first to `body`
     get     the value of the first, once all exist; that takes `timeout_s` seconds at most
-    add     `body` to the first; both are numbers in digits, and what does not exist is 0
+    add     `body` to the first; both are numbers of at most 20 digits, and what does not exist
+            is 0
     drop    delete all of them
     """
 
@@ -113,10 +115,11 @@ class KeyValueStore:
                 case "add":
                     numbers = contents.get(first, b"0"), request.body
                     for each in numbers:
-                        if not each.removeprefix(b"-").isdigit():
+                        digits = each.removeprefix(b"-")
+                        if not digits.isdigit() or len(digits) > _DIGITS:
                             raise RefitError(
-                                f"the note {first} of the refit group is not a number: "
-                                f"{each[:80]!a}"
+                                f"the note {first} of the refit group is not a number of at most "
+                                f"{_DIGITS} digits: {each[:80]!a}"
                             )
                     body = contents[first] = b"%d" % sum(map(int, numbers))
                 case "drop":

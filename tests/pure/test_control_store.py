@@ -224,11 +224,22 @@ def test_a_request_that_means_nothing_is_answered_with_its_words(
         )
 
 
-def test_a_sum_of_what_is_no_number_is_refused_by_name(host: ControlStore) -> None:
-    request = Request("add", ("note",), b"1")
-    holder = ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)
-    with closing(holder), pytest.raises(RefitError, match=r"the note note .* is not a number"):
-        holder.perform(request)
+@pytest.mark.parametrize(
+    ("there", "added"),
+    [(b"here", b"1"), (b"1", b""), (b"1", b"-"), (b"1", b"1" * 21), (b"1" * 5000, b"1")],
+    ids=["words", "nothing", "a sign", "too long", "too long already"],
+)
+def test_a_sum_of_what_is_no_number_is_refused_by_name(host, there: bytes, added: bytes) -> None:
+    host.put("note", there)
+    with closing(ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)) as holder:
+        # Python reads no more than 4,300 digits.
+        for number in (added, b"1" * 5000, b"-" + b"1" * 5000):
+            with pytest.raises(RefitError, match=r"the note note .* is not a number of at most 20"):
+                holder.perform(Request("add", ("note",), number))
+        assert holder.perform(Request("get", ("note",))).body == there, "it goes on"
+        largest = b"9" * 20
+        for number, total in ((b"-" + largest, b"-" + largest), (largest, b"0")):
+            assert holder.perform(Request("add", ("sum",), number)).body == total
 
 
 @pytest.mark.parametrize("at_once", [1, 7])
