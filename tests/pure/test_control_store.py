@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -240,6 +241,34 @@ def test_a_sum_of_what_is_no_number_is_refused_by_name(host, there: bytes, added
         largest = b"9" * 20
         for number, total in ((b"-" + largest, b"-" + largest), (largest, b"0")):
             assert holder.perform(Request("add", ("sum",), number)).body == total
+
+
+def test_without_a_thread_that_bounds_it_no_connection_is_made_or_used(host, monkeypatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    client = ControlStore("127.0.0.1", host.port, 600.0, SECRET)
+    assert client.find("note") == b"here"
+    other = ControlStore("127.0.0.1", host.port, 600.0, SECRET)
+    monkeypatch.setattr(threading.Timer, "start", start)
+    for store in (client, other):  # at once, and not at the end of its time
+        with pytest.raises(RefitError, match="no thread can be started"):
+            store.find("note")
+    monkeypatch.undo()
+    for store in (client, other):
+        assert store.find("note") == b"here", "it goes on"
+
+
+def test_a_host_without_a_thread_that_serves_says_so_and_frees_its_port(monkeypatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with reserved_port() as port:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RefitError, match=f"hosted at 127.0.0.1:{port}: no thread can be start"):
+            ControlStore("127.0.0.1", port, 20.0, SECRET, host=True)
+        monkeypatch.undo()
+        ControlStore("127.0.0.1", port, 20.0, SECRET, host=True).close()
 
 
 @pytest.mark.parametrize("at_once", [1, 7])
