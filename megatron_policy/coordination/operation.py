@@ -174,7 +174,7 @@ class Operation:
         if (first := self._agree_on(name, own)) != own:
             raise self._kind.error(words.format(first=first, own=own))
 
-    def together(self, name: str, step: Callable[[], T]) -> T:
+    def run_together(self, name: str, step: Callable[[], T]) -> T:
         """What `step` returns on this rank, in a critical section; a failure fails all ranks."""
         with self.critical_section(name):
             outcome = step()
