@@ -6,6 +6,7 @@ background thread can run one.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -131,6 +132,7 @@ class Operation:
         self._coordinator, self._kind = coordinator, coordinator.kind
         self._timeout_s = timeout_s
         self._own, self._left = f"rank {coordinator.rank}: ", False
+        self._calls = Counter[str]()
         alone = coordinator.size == 1
         bound_s = None if alone else timeout_s
         self.call = StoreCalls(bound_s, self._kind.error, self._lose_a_rank)
@@ -205,7 +207,7 @@ class Operation:
 
     def broadcast(self, words: str | None) -> str:
         """The words that one rank passes, and the others pass None: for all ranks or for none."""
-        call = "broadcast"
+        call = self._next_call("broadcast")
         if words is not None:
             self._values.put(f"{call}/words", words)
         self._meet(call)
@@ -213,7 +215,7 @@ class Operation:
 
     def gather(self, words: str) -> list[str]:
         """On rank 0 the words of each rank, once all have come; nothing elsewhere."""
-        call = "gather"
+        call = self._next_call("gather")
         self._values.put(f"{call}/{self._coordinator.rank}", words)
         self.arrive(call)
         if self._coordinator.rank != 0:
@@ -225,7 +227,7 @@ class Operation:
         """Wait until every rank has come here. Return why ranks have failed: the reasons of some;
         empty if none has. An error has the reason of this rank, if it has one.
         """
-        call = "failures"
+        call = self._next_call("failures")
         try:
             if failure is not None and (number := self._values.add(call, 1)) <= _SHOWN_REASONS:
                 words = self._kind.describe(failure)
@@ -300,6 +302,13 @@ class Operation:
         if gone:
             self.delete_values()
         return in_time
+
+    def _next_call(self, kind: str) -> str:
+        """The name of this call, whose values are its own: all ranks make as many calls of a kind,
+        and count them.
+        """
+        self._calls[kind] += 1
+        return f"{kind} {self._calls[kind]}"
 
     def _meet(self, name: str) -> None:
         """Wait until every rank has come here. One to which the store does not answer leaves, and

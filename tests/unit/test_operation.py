@@ -224,6 +224,23 @@ def test_what_other_operations_leave_in_the_store_goes_with_the_next(kind, work)
         assert store.num_keys() == before
 
 
+@KINDS
+def test_no_call_in_an_operation_hears_what_an_earlier_one_wrote(kind) -> None:
+    def work(rank: int, operation: Operation) -> None:
+        for words in ("first", "second"):
+            parts = operation.gather(f"{words} of {rank}")
+            assert parts == ([f"{words} of {each}" for each in range(WORLD)] if rank == 0 else [])
+        for words in ("first", "second"):
+            assert operation.broadcast(words if rank == 1 else None) == words
+        for words in ("first", "second"):
+            failure = RuntimeError(words) if rank == 1 else None
+            reasons = operation.collect_failures(failure)
+            assert reasons.startswith("rank 1: ") and reasons.endswith(words)
+        assert operation.collect_failures(None) == ""
+
+    each_rank(begin_ranks(kind)[1], leaving(work))
+
+
 def test_silence_is_told_and_a_rank_that_arrives_after_another_has_given_up_gives_up_too() -> None:
     """Or it would go on, with what the other has not done."""
     waiting, late = begin()
