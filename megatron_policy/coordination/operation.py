@@ -206,22 +206,24 @@ class Operation:
         return self._await(name).removeprefix(_WORDS)
 
     def broadcast(self, words: str | None) -> str:
-        """The words that one rank passes, and the others pass None: for all ranks or for none."""
+        """The words that one rank passes, of any size, and the others pass None: for all ranks or
+        for none.
+        """
         call = self._next_call("broadcast")
         if words is not None:
-            self._values.put(f"{call}/words", words)
+            self._values.put_long(f"{call}/words", words)
         self._meet(call)
-        return self._values.get(f"{call}/words")
+        return self._values.get_long(f"{call}/words")
 
     def gather(self, words: str) -> list[str]:
-        """On rank 0 the words of each rank, once all have come; nothing elsewhere."""
+        """On rank 0 the words of each rank, of any size, once all have come; nothing elsewhere."""
         call = self._next_call("gather")
-        self._values.put(f"{call}/{self._coordinator.rank}", words)
+        self._values.put_long(f"{call}/{self._coordinator.rank}", words)
         self.arrive(call)
         if self._coordinator.rank != 0:
             return []
         self.wait_for_all(call)
-        return [self._values.get(f"{call}/{rank}") for rank in range(self._coordinator.size)]
+        return [self._values.get_long(f"{call}/{rank}") for rank in range(self._coordinator.size)]
 
     def collect_failures(self, failure: Exception | None) -> str:
         """Wait until every rank has come here. Return why ranks have failed: the reasons of some;

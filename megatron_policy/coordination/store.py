@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _BEATS = 8  # within the silence after which others give up
 _SHORTEST_S = 0.0005  # between two looks at the number
+_PIECE = 2**20  # characters; torch's TCPStore drops the connection at a value of more than 8 MiB
 
 
 class StoreCalls:
@@ -82,6 +83,17 @@ class OperationValues:
         """A value, which exists or is about to."""
         (key,) = self._use(name)
         return self._call(lambda: self._store.get(key)).decode()
+
+    def put_long(self, name: str, words: str) -> None:
+        """Set a value of any size, for `get_long`."""
+        pieces = [words[at : at + _PIECE] for at in range(0, len(words), _PIECE)]
+        for number, piece in enumerate(pieces):
+            self.put(f"{name}/{number}", piece)
+        self.put(name, str(len(pieces)))
+
+    def get_long(self, name: str) -> str:
+        """A value that was set by `put_long`, or is about to be."""
+        return "".join(self.get(f"{name}/{number}") for number in range(int(self.get(name))))
 
     def agree_on(self, name: str, words: str) -> str:
         """Set a value unless it is there already; return what is there then."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial, wraps
 
 import pytest
@@ -239,6 +240,28 @@ def test_no_call_in_an_operation_hears_what_an_earlier_one_wrote(kind) -> None:
         assert operation.collect_failures(None) == ""
 
     each_rank(begin_ranks(kind)[1], leaving(work))
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (8 * 2**20 + 1, 0), (1, 20 * 2**20)])
+def test_words_of_any_size_go_through_torchs_own_store(sizes: tuple[int, int]) -> None:
+    """It drops a connection at a value of more than 8 MiB. The digests of all tensors of a mixture
+    of experts, by name, can be as many bytes.
+    """
+    own = [str(rank) * size for rank, size in enumerate(sizes)]
+
+    def work(rank: int, operation: Operation) -> None:
+        assert operation.gather(own[rank]) == (own if rank == 0 else [])
+        assert operation.broadcast(own[1] if rank == 1 else None) == own[1]
+
+    timeout = timedelta(seconds=LONG_S)
+    host = dist.TCPStore("127.0.0.1", 0, 2, True, timeout, wait_for_workers=False)
+    guest = dist.TCPStore("127.0.0.1", host.port, 2, False, timeout, wait_for_workers=False)
+    coordinators = [
+        Coordinator(REFITS, store, rank, 2, LONG_S) for rank, store in enumerate((host, guest))
+    ]
+    before = host.num_keys()
+    each_rank(coordinators, leaving(work))
+    assert host.num_keys() == before
 
 
 def test_silence_is_told_and_a_rank_that_arrives_after_another_has_given_up_gives_up_too() -> None:
