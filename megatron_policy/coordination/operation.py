@@ -302,6 +302,7 @@ class Operation:
 
         in_time = self._wait_while_alive(over)
         if gone:
+            self._values.use("beats")  # of other ranks, if this one has not waited
             self.delete_values()
         return in_time
 

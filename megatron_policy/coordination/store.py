@@ -71,17 +71,17 @@ class OperationValues:
 
     def put(self, name: str, words: str) -> None:
         """Set a value. The store gives no answer."""
-        (key,) = self._use(name)
+        (key,) = self.use(name)
         self._call(lambda: self._store.set(key, words))
 
     def add(self, name: str, number: int) -> int:
         """Add to a number, which begins at 0; return the sum."""
-        (key,) = self._use(name)
+        (key,) = self.use(name)
         return self._call(lambda: self._store.add(key, number))
 
     def get(self, name: str) -> str:
         """A value, which exists or is about to."""
-        (key,) = self._use(name)
+        (key,) = self.use(name)
         return self._call(lambda: self._store.get(key)).decode()
 
     def put_long(self, name: str, words: str) -> None:
@@ -97,12 +97,12 @@ class OperationValues:
 
     def agree_on(self, name: str, words: str) -> str:
         """Set a value unless it is there already; return what is there then."""
-        (key,) = self._use(name)
+        (key,) = self.use(name)
         return self._call(lambda: self._store.compare_set(key, "", words)).decode()
 
     def have(self, names: Sequence[str]) -> bool:
         """Whether all these values exist."""
-        keys = self._use(*names)
+        keys = self.use(*names)
         return not keys or self._call(lambda: self._store.check(keys))
 
     def find(self, name: str, call: StoreCalls | None = None) -> str:
@@ -126,8 +126,8 @@ class OperationValues:
         """Leave it to another rank to delete the values."""
         self._used.clear()
 
-    def _use(self, *names: str) -> list[str]:
-        """The keys of these names."""
+    def use(self, *names: str) -> list[str]:
+        """The keys of these names, which this rank deletes with the others."""
         keys = [self._prefix + name for name in names]
         self._used.update(keys)
         return keys

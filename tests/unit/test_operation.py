@@ -203,6 +203,19 @@ def test_of_an_operation_that_all_have_left_nothing_stays_in_the_store(kind, wor
         assert store.num_keys() == before
 
 
+def test_signs_of_life_that_only_others_have_given_go_too() -> None:
+    store, coordinators = begin_ranks(SAVES)
+    before = store.num_keys()
+
+    def give_signs(rank: int, operation: Operation) -> None:
+        if rank:
+            operation.beat()
+        meet(rank, operation)
+
+    each_rank(coordinators, leaving(give_signs))
+    assert store.num_keys() == before
+
+
 @pytest.mark.parametrize(
     "work",
     [
