@@ -207,12 +207,11 @@ def test_signs_of_life_that_only_others_have_given_go_too() -> None:
     store, coordinators = begin_ranks(SAVES)
     before = store.num_keys()
 
-    def give_signs(rank: int, operation: Operation) -> None:
-        if rank:
-            operation.beat()
-        meet(rank, operation)
-
-    each_rank(coordinators, leaving(give_signs))
+    last, *others = (each.begin() for each in coordinators)
+    for each in others:
+        each.beat()
+        each.go_last()
+    last.go_last()  # at once: it has not looked at signs of life
     assert store.num_keys() == before
 
 
