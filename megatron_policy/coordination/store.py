@@ -96,7 +96,7 @@ class OperationValues:
         return "".join(self.get(f"{name}/{number}") for number in range(int(self.get(name))))
 
     def agree_on(self, name: str, words: str) -> str:
-        """Set a value unless it is there already; return what is there then."""
+        """Set a value unless it exists already; return the one that exists then."""
         (key,) = self.use(name)
         return self._call(lambda: self._store.compare_set(key, "", words)).decode()
 
