@@ -101,7 +101,7 @@ def operation_check_same(_: Place, operation: Operation, suffer: Suffer) -> str:
         suffer()
         operation.check_same("value", "a save", "found {own}, the other {first}")
 
-    operation.together("found", check)
+    operation.run_together("found", check)
     return "all have found the same"
 
 

@@ -93,7 +93,7 @@ class Loader:
             )
             return found
 
-        return self.under.together("found", step)
+        return self.under.run_together("found", step)
 
     def verify(self, found: FoundCheckpoint) -> None:
         """Compare all records with their digests; each rank checks its share."""
@@ -104,13 +104,13 @@ class Loader:
                 share = records_share(stated, rank, size)
                 verify_records(root, share, threads=spare_cores())
 
-        self.under.together("verified", step)
+        self.under.run_together("verified", step)
 
     @contextmanager
     def opened(self, prepare: Callable[[RawFiles], T]) -> Iterator[T]:
         """Yield what `prepare` makes of the open files; CheckpointError on all ranks on failure."""
         with RawFiles() as files:
-            yield self.under.together("mapped", lambda: prepare(files))
+            yield self.under.run_together("mapped", lambda: prepare(files))
 
     def _examined(
         self,

@@ -110,8 +110,10 @@ class Saver:
         """
         began = time.perf_counter()
         under = self._coordinator.begin(purpose)
-        under.together("checked", lambda: (self.finish(), check()))
-        job = under.together("ready", lambda: self._job(under, step, tuple(parts()), wait, began))
+        under.run_together("checked", lambda: (self.finish(), check()))
+        job = under.run_together(
+            "ready", lambda: self._job(under, step, tuple(parts()), wait, began)
+        )
         if wait:
             return self._carry_out(job)
         self._thread = threading.Thread(
@@ -221,7 +223,7 @@ class Saver:
             for part, ready, partial in zip(job.parts, job.ready, partials, strict=True):
                 write_records(partial, self._coordinator.rank, ready, part.objects)
 
-        job.under.together("written", write)
+        job.under.run_together("written", write)
 
     def _complete(self, job: _Job, part: DirectoryContents, partial: Path) -> int:
         """Rank 0's final work: write everything besides the records. Returns the bytes of all."""

@@ -58,7 +58,8 @@ class AuthenticatedConnection:
 
     def __init__(self, end: socket.socket, secret: bytes, *, host: bool, timeout_s: float) -> None:
         """Shake hands over `end` within `timeout_s` seconds. WrongSecret if the other side does not
-        have the secret; RefitError from a guest whose host is not of this kind.
+        have the secret; RefitError from a guest whose host is not of this kind, and as
+        `limit_time`.
         """
         end.settimeout(None)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -67,7 +68,7 @@ class AuthenticatedConnection:
         self._connection = Connection(os.dup(end.fileno()))
         self._sent = self._received = 0
         self._most = (0, 0)
-        with self.within(timeout_s):
+        with self.limit_time(timeout_s):
             if host:
                 end.sendall(_GREETING)
             else:
@@ -93,8 +94,10 @@ class AuthenticatedConnection:
         self._most = (_HEADER_BYTES, _BODY_BYTES)
 
     @contextlib.contextmanager
-    def within(self, timeout_s: float) -> Iterator[None]:
-        """Close the connection if the body takes longer: what it waits for raises TimeoutError."""
+    def limit_time(self, timeout_s: float) -> Iterator[None]:
+        """Close the connection if the body takes more than `timeout_s` seconds: what it waits for
+        raises TimeoutError. RefitError, before the body, if no thread can be started to watch it.
+        """
         late = threading.Event()
 
         def end() -> None:
@@ -103,7 +106,9 @@ class AuthenticatedConnection:
 
         timer = threading.Timer(timeout_s, end)
         timer.daemon = True
-        start_thread(timer)
+        if not start_thread(timer):
+            # No OSError, after which a client would connect again until its time is up.
+            raise RefitError("no thread can be started to watch a connection of the refit group")
         try:
             yield
         except OSError as error:
@@ -134,9 +139,12 @@ class AuthenticatedConnection:
         hang_up(self._end)
 
     def _check_greeting(self) -> None:
-        greeting = self._end.recv(len(_GREETING), socket.MSG_WAITALL)
-        if len(greeting) < len(_GREETING):
-            raise ConnectionResetError("the other side hung up")
+        greeting = b""
+        while missing := len(_GREETING) - len(greeting):
+            part = self._end.recv(missing)
+            if not part:
+                raise ConnectionResetError("the other side hung up")
+            greeting += part
         if greeting != _GREETING:
             raise RefitError(
                 "the process listening there is not a refit group of this version of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket
 import threading
@@ -19,6 +20,7 @@ _HANDSHAKE_S = 10.0
 _AT_ONCE = 64  # connections that have not authenticated: beyond that the oldest is closed
 _SENDING_S = 120.0
 _PAUSE_S = 0.05
+_DIGITS = 20  # of a number; int() refuses more than 4,300
 _GRACE_S = 1.0  # for the answer that a key has not appeared in time
 
 
@@ -28,7 +30,8 @@ class Request:
 
     put     set the value of the first to `body`
     get     the value of the first, once all exist; that takes `timeout_s` seconds at most
-    add     `body` to the first; both are numbers in digits, and what does not exist is 0
+    add     `body` to the first; both are numbers of at most 20 digits, and what does not exist
+            is 0
     drop    delete all of them
     """
 
@@ -113,10 +116,11 @@ class KeyValueStore:
                 case "add":
                     numbers = contents.get(first, b"0"), request.body
                     for each in numbers:
-                        if not each.removeprefix(b"-").isdigit():
+                        digits = each.removeprefix(b"-")
+                        if not digits.isdigit() or len(digits) > _DIGITS:
                             raise RefitError(
-                                f"the note {first} of the refit group is not a number: "
-                                f"{each[:80]!a}"
+                                f"the note {first} of the refit group is not a number of at most "
+                                f"{_DIGITS} digits: {each[:80]!a}"
                             )
                     body = contents[first] = b"%d" % sum(map(int, numbers))
                 case "drop":
@@ -139,7 +143,10 @@ class ControlServer:
         self._guests: dict[socket.socket, bool] = {}  # whether each has authenticated
         self._lock = threading.Lock()
         self._closed = False
-        start_thread(threading.Thread(target=self._accept, daemon=True, name="control-store"))
+        accepting = threading.Thread(target=self._accept, daemon=True, name="control-store")
+        if not start_thread(accepting):
+            self._listener.close()
+            raise OSError(errno.EAGAIN, "no thread can be started")
 
     def close(self) -> None:
         """Stop listening and close all connections."""
@@ -182,7 +189,7 @@ class ControlServer:
                         reply = self._values.perform(Request.parse(*message))
                     except RefitError as error:
                         reply = Reply(error=str(error))
-                    with guest.within(_SENDING_S):
+                    with guest.limit_time(_SENDING_S):
                         guest.send(reply.header(), reply.body)
         finally:
             self._forget(end)
@@ -211,8 +218,8 @@ class ControlClient:
         self._timeout_s = timeout_s
 
     def perform(self, request: Request) -> Reply:
-        """As `KeyValueStore.perform`; OSError if the server does not answer."""
-        with self._host.within(
+        """As `KeyValueStore.perform`, in limited time; OSError if the server does not answer."""
+        with self._host.limit_time(
             request.timeout_s + _GRACE_S if request.timeout_s else self._timeout_s
         ):
             self._host.send(request.header(), request.body)

@@ -94,7 +94,8 @@ class ControlStore:
     ) -> BoundedProcessGroup:
         """Meet the other `size - 1` processes under a name that is new to this store."""
         # A connection of its own: a group may wait in it, and from a thread of torch's.
-        keeper = self._values or self._connect(timeout_s)
+        own: KeyValueStore | ControlClient | None = self._values
+        keeper = self._connect(timeout_s) if own is None else own
         store = TorchControlStore(keeper, timeout_s)
         try:
             return run_with_timeout(

@@ -6,6 +6,7 @@ background thread can run one.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron_policy.coordination.store import Heartbeat, StoreCalls
+from megatron_policy.coordination.store import Heartbeat, OperationValues, StoreCalls
 from megatron_policy.errors import CheckpointError, ConfigError, RefitError
 
 _log = logging.getLogger(__name__)
@@ -108,12 +109,12 @@ class Coordinator:
                 operation.check_same("purpose", purpose, words)
         return operation
 
-    def clean_up_before(self, number: int) -> None:
-        """Delete the keys of earlier operations: every rank has come to that one."""
-        while self._kept and self._kept[0].number < number:
-            keys = self._kept.pop(0).keys
-            for key in sorted(keys) if self.rank == 0 else ():
-                self.store.delete_key(key)
+    def clean_up_before(self, operation: Operation) -> None:
+        """Delete what is left of this rank's values of earlier operations: every rank has come to
+        that one.
+        """
+        while self._kept and self._kept[0].number < operation.number:
+            self._kept.pop(0).delete_values(operation.call)
 
     def shut_down(self) -> None:
         """No operation follows and no rank has failed: rank 0 leaves after the others."""
@@ -128,22 +129,24 @@ class Operation:
 
     def __init__(self, coordinator: Coordinator, number: int, timeout_s: float) -> None:
         self.number = number
-        self.keys: set[str] = set()
-        """Those that this rank has used in the store."""
         self._coordinator, self._kind = coordinator, coordinator.kind
-        self._store, self._timeout_s = coordinator.store, timeout_s
+        self._timeout_s = timeout_s
         self._own, self._left = f"rank {coordinator.rank}: ", False
-        self._meetings = 0
+        self._calls = Counter[str]()
         alone = coordinator.size == 1
         bound_s = None if alone else timeout_s
         self.call = StoreCalls(bound_s, self._kind.error, self._lose_a_rank)
+        self._values = OperationValues(
+            coordinator.store, f"{coordinator.root}/{number}/", self.call
+        )
         pause_s = self._kind.longest_pause_s
-        heartbeat = Heartbeat(lambda by: self._add("beats", by), timeout_s, pause_s)
+        heartbeat = Heartbeat(lambda by: self._values.add("beats", by), timeout_s, pause_s)
         self.beat = heartbeat.beat
         self.beating: Callable[[], AbstractContextManager[None]] = heartbeat.beating
         if alone:
             self.beating = nullcontext
         self._wait_while_alive = heartbeat.wait_while_alive
+        self.delete_values = self._values.delete
 
     @contextmanager
     def critical_section(self, name: str = "") -> Iterator[None]:
@@ -171,10 +174,10 @@ class Operation:
         """An error in these `words` if another rank has passed something else as its own. For a
         `critical_section`.
         """
-        if (first := self._agree_on(name, own)) != own:
+        if (first := self._values.agree_on(name, own)) != own:
             raise self._kind.error(words.format(first=first, own=own))
 
-    def together(self, name: str, step: Callable[[], T]) -> T:
+    def run_together(self, name: str, step: Callable[[], T]) -> T:
         """What `step` returns on this rank, in a critical section; a failure fails all ranks."""
         with self.critical_section(name):
             outcome = step()
@@ -183,8 +186,8 @@ class Operation:
 
     def arrive(self, name: str) -> None:
         """Say that this rank has come to the barrier `name`."""
-        if self._add(f"{name}/arrived", 1) == self._coordinator.size:
-            self._agree_on(name, _ALL)
+        if self._values.add(f"{name}/arrived", 1) == self._coordinator.size:
+            self._values.agree_on(name, _ALL)
 
     def wait_for_all(self, name: str) -> None:
         """Wait until every rank has arrived at the barrier `name`. An error, with the first
@@ -192,46 +195,49 @@ class Operation:
         arrived is not raised here: either every rank goes on or none does.
         """
         self._await(name)
-        self.call(lambda: self._coordinator.clean_up_before(self.number))
+        self._coordinator.clean_up_before(self)
 
     def publish(self, name: str, words: str) -> None:
         """Publish a message to the other ranks."""
-        key = self._key(name)
-        self.call(lambda: self._store.set(key, f"{_WORDS}{words}"))
+        self._values.put(name, f"{_WORDS}{words}")
 
     def wait_for(self, name: str) -> str:
         """The message that another rank publishes; fails as `wait_for_all` does."""
-        self._await(name)
-        return self._read(name)
+        return self._await(name).removeprefix(_WORDS)
 
     def broadcast(self, words: str | None) -> str:
-        """The words that one rank passes, and the others pass None: for all ranks or for none."""
+        """The words that one rank passes, of any size, and the others pass None: for all ranks or
+        for none.
+        """
+        call = self._next_call("broadcast")
         if words is not None:
-            self.publish("words", words)
-        self._meet()
-        return self._read("words")
+            self._values.put_long(f"{call}/words", words)
+        self._meet(call)
+        return self._values.get_long(f"{call}/words")
 
     def gather(self, words: str) -> list[str]:
-        """On rank 0 what each rank passes, once all have come; nothing on the others."""
-        self.publish(f"part/{self._coordinator.rank}", words)
-        self.arrive("gathered")
+        """On rank 0 the words of each rank, of any size, once all have come; nothing elsewhere."""
+        call = self._next_call("gather")
+        self._values.put_long(f"{call}/{self._coordinator.rank}", words)
+        self.arrive(call)
         if self._coordinator.rank != 0:
             return []
-        self.wait_for_all("gathered")
-        return [self._read(f"part/{rank}") for rank in range(self._coordinator.size)]
+        self.wait_for_all(call)
+        return [self._values.get_long(f"{call}/{rank}") for rank in range(self._coordinator.size)]
 
     def collect_failures(self, failure: Exception | None) -> str:
         """Wait until every rank has come here. Return why ranks have failed: the reasons of some;
         empty if none has. An error has the reason of this rank, if it has one.
         """
+        call = self._next_call("failures")
         try:
-            if failure is not None and (number := self._add("failures", 1)) <= _SHOWN_REASONS:
+            if failure is not None and (number := self._values.add(call, 1)) <= _SHOWN_REASONS:
                 words = self._kind.describe(failure)
-                self.publish(f"failure/{number}", f"{self._coordinator.rank} {words}")
-            self._meet()
-            count = self._add("failures", 0)
+                self._values.put(f"{call}/{number}", f"{self._coordinator.rank} {words}")
+            self._meet(call)
+            count = self._values.add(call, 0)
             notes = range(1, min(count, _SHOWN_REASONS) + 1)
-            found = [self._read(f"failure/{number}").partition(" ") for number in notes]
+            found = [self._values.get(f"{call}/{number}").partition(" ") for number in notes]
         except self._kind.error as error:
             if failure is None:
                 raise
@@ -249,10 +255,7 @@ class Operation:
         """The first failure of any rank; empty if none has failed. `call` calls the store in place
         of this operation's own calls.
         """
-        key = self._key("failed")
-        return (call or self.call)(
-            lambda: self._store.get(key).decode() if self._store.check([key]) else ""
-        )
+        return self._values.find("failed", call)
 
     def leave_together(self) -> None:
         """Call it last, after success. It returns when no other rank needs this one any more, in
@@ -262,12 +265,12 @@ class Operation:
 
         def over() -> bool:
             nonlocal why
-            done = self._add("done", 0) >= self._coordinator.size
+            done = self._values.add("done", 0) >= self._coordinator.size
             why = "" if done else self.first_failure()
             return done or bool(why)
 
         try:
-            self._add("done", 1)
+            self._values.add("done", 1)
             silent = not self._wait_while_alive(over)
             if self._coordinator.rank != 0 or not (silent or why):
                 silent = not self.go_last() or silent
@@ -279,62 +282,59 @@ class Operation:
             self._lose_a_rank()
             _log.warning("done here, but a rank may not know that all are: %s", why)
             self._leave(with_all=False)  # all have done their work: one that has failed can go
+        else:
+            self._values.forget()  # rank 0 deletes all
 
     def go_last(self, given_up: Callable[[], bool] = lambda: False) -> bool:
         """This rank needs nothing any more. Rank 0 waits until all others have said the same, or
-        `given_up`; return whether that came in time.
+        `given_up`; return whether that came in time. Once all have, it deletes the values.
         """
-        keys = [self._key(f"gone/{rank}") for rank in range(self._coordinator.size)]
         if rank := self._coordinator.rank:
-            # The last call of this rank. `set` gets no answer, so rank 0 can go at once.
-            self.call(lambda: self._store.set(keys[rank], ""))
+            # The last call of this rank. It gets no answer, so rank 0 can go at once.
+            self._values.put(f"gone/{rank}", "")
             return True
-        return self._wait_while_alive(
-            lambda: not keys[1:] or self.call(lambda: self._store.check(keys[1:])) or given_up()
-        )
+        others, gone = [f"gone/{other}" for other in range(1, self._coordinator.size)], False
 
-    def _meet(self) -> None:
+        def over() -> bool:
+            nonlocal gone
+            gone = self._values.have(others)
+            return gone or given_up()
+
+        in_time = self._wait_while_alive(over)
+        if gone:
+            self._values.use("beats")  # of other ranks, if this one has not waited
+            self.delete_values()
+        return in_time
+
+    def _next_call(self, kind: str) -> str:
+        """The name of this call, whose values are its own: all ranks make as many calls of a kind,
+        and count them.
+        """
+        self._calls[kind] += 1
+        return f"{kind} {self._calls[kind]}"
+
+    def _meet(self, name: str) -> None:
         """Wait until every rank has come here. One to which the store does not answer leaves, and
         cannot take back that it has come: it is missed the second time.
         """
-        self._meetings += 1
-        for name in (f"meeting {self._meetings}", f"meeting {self._meetings}, again"):
-            self.arrive(name)
-            self.wait_for_all(name)
-
-    def _key(self, name: str) -> str:
-        key = f"{self._coordinator.root}/{self.number}/{name}"
-        self.keys.add(key)
-        return key
-
-    def _add(self, name: str, number: int) -> int:
-        key = self._key(name)
-        return self.call(lambda: self._store.add(key, number))
-
-    def _read(self, name: str) -> str:
-        key = self._key(name)
-        return self.call(lambda: self._store.get(key)).decode().removeprefix(_WORDS)
-
-    def _agree_on(self, name: str, words: str) -> str:
-        """What the first rank has said that has come here."""
-        key = self._key(name)
-        return self.call(lambda: self._store.compare_set(key, "", words)).decode()
+        for each in (f"{name}/met", f"{name}/met again"):
+            self.arrive(each)
+            self.wait_for_all(each)
 
     def _fail(self, words: str) -> str:
         """Publish why this rank gives up; return the first failure of any rank."""
-        return self._agree_on("failed", f"{self._own}{words}")
+        return self._values.agree_on("failed", f"{self._own}{words}")
 
-    def _await(self, name: str) -> None:
-        key = self._key(name)
+    def _await(self, name: str) -> str:
+        """What is published under that name; an error as `wait_for_all` says."""
 
         def published() -> bool:
-            given_up = _GIVEN_UP.encode()
-            return self.call(lambda: self._store.check([key]) and self._store.get(key) != given_up)
+            return self._values.find(name) not in ("", _GIVEN_UP)
 
         self._wait_while_alive(lambda: published() or bool(self.first_failure()))
-        if published() or self._agree_on(name, _GIVEN_UP) != _GIVEN_UP:
+        if (found := self._values.agree_on(name, _GIVEN_UP)) != _GIVEN_UP:
             # A later failure is raised later: the others can have gone on already.
-            return
+            return found
         if words := self.first_failure():
             self._leave()
             raise self._kind.error(words)
@@ -352,9 +352,11 @@ class Operation:
             return
         self._left, size = True, self._coordinator.size
         with suppress(self._kind.error):
-            self._add("left", 1)
-            if not (with_all and self._wait_while_alive(lambda: self._add("left", 0) >= size)):
-                self._add("left", size)  # nothing has to wait any longer
+            self._values.add("left", 1)
+            if not (
+                with_all and self._wait_while_alive(lambda: self._values.add("left", 0) >= size)
+            ):
+                self._values.add("left", size)  # nothing has to wait any longer
 
     def _lose_a_rank(self) -> None:
         self._coordinator.lost_a_rank = True

@@ -1,12 +1,12 @@
-"""The torch store in which the ranks of a policy meet: calls of it, each bounded in time, and
-heartbeats in it for those that wait.
+"""The torch store in which the ranks of a policy meet: calls of it, each bounded in time, values of
+an operation, and heartbeats for those that wait.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _BEATS = 8  # within the silence after which others give up
 _SHORTEST_S = 0.0005  # between two looks at the number
+_PIECE = 2**20  # characters; torch's TCPStore drops the connection at a value of more than 8 MiB
 
 
 class StoreCalls:
@@ -56,6 +57,80 @@ class StoreCalls:
             self.failure = f"the rendezvous on rank 0 {what} ({line}); check its log"
             self._on_failure()
             raise self._error(self.failure) from error
+
+
+class OperationValues:
+    """One rank's access to the values of an operation in the store. It remembers the names that it
+    uses, so that they can be deleted.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, call: StoreCalls) -> None:
+        """A key is `prefix` and the value's name; `call` calls the store."""
+        self._store, self._prefix, self._call = store, prefix, call
+        self._used: set[str] = set()
+
+    def put(self, name: str, words: str) -> None:
+        """Set a value. The store gives no answer."""
+        (key,) = self.use(name)
+        self._call(lambda: self._store.set(key, words))
+
+    def add(self, name: str, number: int) -> int:
+        """Add to a number, which begins at 0; return the sum."""
+        (key,) = self.use(name)
+        return self._call(lambda: self._store.add(key, number))
+
+    def get(self, name: str) -> str:
+        """A value, which exists or is about to."""
+        (key,) = self.use(name)
+        return self._call(lambda: self._store.get(key)).decode()
+
+    def put_long(self, name: str, words: str) -> None:
+        """Set a value of any size, for `get_long`."""
+        pieces = [words[at : at + _PIECE] for at in range(0, len(words), _PIECE)]
+        for number, piece in enumerate(pieces):
+            self.put(f"{name}/{number}", piece)
+        self.put(name, str(len(pieces)))
+
+    def get_long(self, name: str) -> str:
+        """A value that was set by `put_long`, or is about to be."""
+        return "".join(self.get(f"{name}/{number}") for number in range(int(self.get(name))))
+
+    def agree_on(self, name: str, words: str) -> str:
+        """Set a value unless it exists already; return the one that exists then."""
+        (key,) = self.use(name)
+        return self._call(lambda: self._store.compare_set(key, "", words)).decode()
+
+    def have(self, names: Sequence[str]) -> bool:
+        """Whether all these values exist."""
+        keys = self.use(*names)
+        return not keys or self._call(lambda: self._store.check(keys))
+
+    def find(self, name: str, call: StoreCalls | None = None) -> str:
+        """A value; empty if it does not exist now. Who has set it deletes it. `call` calls the
+        store in place of this rank's own.
+        """
+        key = self._prefix + name
+        return (call or self._call)(
+            lambda: self._store.get(key).decode() if self._store.check([key]) else ""
+        )
+
+    def delete(self, call: StoreCalls | None = None) -> None:
+        """Delete the values that this rank has used, with `call` in place of its own. No rank uses
+        them any more.
+        """
+        keys = sorted(self._used)
+        (call or self._call)(lambda: [self._store.delete_key(key) for key in keys])
+        self.forget()
+
+    def forget(self) -> None:
+        """Leave it to another rank to delete the values."""
+        self._used.clear()
+
+    def use(self, *names: str) -> list[str]:
+        """The keys of these names, which this rank deletes with the others."""
+        keys = [self._prefix + name for name in names]
+        self._used.update(keys)
+        return keys
 
 
 class Heartbeat:

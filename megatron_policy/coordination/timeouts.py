@@ -46,6 +46,7 @@ def run_with_timeout(timeout_s: float, step: Callable[[], T]) -> T:
 
     After a timeout, `step` goes on in a thread that nothing waits for: it must not touch what
     others use. Made for torch's store, whose client waits without end for a host that is stopped.
+    Where no thread can be started, as while the interpreter is ending, `step` runs here, unbounded.
     """
     outcome: list[tuple[Any, Exception | None]] = []
 

@@ -58,20 +58,22 @@ class StepSpeed:
 
     @classmethod
     def of(cls, speeds: Sequence[Numbers]) -> StepSpeed:
-        """From the `speed` of each call's result."""
+        """From the `speed` of each call's result; KeyError for one without a time or its tokens."""
 
-        total = {each: sum(speed.get(each, 0.0) for speed in speeds) for each in speeds[0]}
+        def total(name: str) -> float:
+            return sum(each[name] for each in speeds)
+
+        seconds, tokens = total("seconds"), total("tokens")
         known = all("mfu" in each for each in speeds)
-        mfu = sum(each["mfu"] * each["seconds"] for each in speeds) if known else None
         return cls(
             len(speeds),
-            total["seconds"],
-            total["forward_backward_seconds"],
-            total["reduce_seconds"],
-            total["step_seconds"],
-            total["tokens"],
-            total["tokens"] / total["seconds"],
-            None if mfu is None else mfu / total["seconds"],
+            seconds,
+            total("forward_backward_seconds"),
+            total("reduce_seconds"),
+            total("step_seconds"),
+            tokens,
+            tokens / seconds,
+            sum(each["mfu"] * each["seconds"] for each in speeds) / seconds if known else None,
         )
 
     @property

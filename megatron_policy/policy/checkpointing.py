@@ -157,15 +157,17 @@ class Checkpoints:
             need = SAVE if self._contents.has_optimizer else SEND_WEIGHTS
             self._session.memory.ready("load_checkpoint()", need, repairs=True)
 
-        loader.under.together("ready", prepare)
+        loader.under.run_together("ready", prepare)
         moments = self._contents.kept_states
         found = loader.find(weights, optimizer, moments=moments, fresh=fresh_optimizer)
         loader.verify(found)
         state = self._session.state
         with loader.opened(partial(self._look_up, found)) as (plan, rest):
             state.begin_load(str(found.root))  # unusable until all of it has succeeded
-            loader.under.together("read", lambda: self._fill(plan))
-            report = loader.under.together("restored", lambda: self._contents.restored(found, rest))
+            loader.under.run_together("read", lambda: self._fill(plan))
+            report = loader.under.run_together(
+                "restored", lambda: self._contents.restored(found, rest)
+            )
             state.end_load()
             state.steps = report.step
         loader.under.leave_together()

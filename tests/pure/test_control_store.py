@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_policy.coordination import control_server
+from megatron_policy.coordination import control_server, control_store
 from megatron_policy.coordination.authenticated_connection import (
     AuthenticatedConnection,
     new_secret,
@@ -47,6 +48,21 @@ def test_notes_of_any_size_arrive_whole_and_go_whole() -> None:
 def test_a_board_without_a_host_says_so() -> None:
     with reserved_port() as port, pytest.raises(RefitError, match=f"at 127.0.0.1:{port}, cannot"):
         ControlStore("127.0.0.1", port, 1.0, SECRET).get("note", 1.0, "missing")
+
+
+def test_a_host_reads_its_own_values_and_does_not_connect_to_itself(monkeypatch) -> None:
+    def connect(*_: Any) -> None:
+        raise AssertionError("the values are in this process")
+
+    monkeypatch.setattr(control_store, "ControlClient", connect)
+    with (
+        reserved_port() as port,
+        closing(ControlStore("127.0.0.1", port, 20.0, SECRET, host=True)) as host,
+    ):
+        for size in (0, 1):  # with no value in it, and with one
+            assert host.count() == size
+            host.process_group("group", 0, 1, 20.0).close()
+            host.put("note", b"here")
 
 
 def test_a_step_that_hangs_is_left_behind_and_one_that_fails_raises_what_it_raised() -> None:
@@ -209,11 +225,69 @@ def test_a_request_that_means_nothing_is_answered_with_its_words(
         )
 
 
-def test_a_sum_of_what_is_no_number_is_refused_by_name(host: ControlStore) -> None:
-    request = Request("add", ("note",), b"1")
-    holder = ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)
-    with closing(holder), pytest.raises(RefitError, match=r"the note note .* is not a number"):
-        holder.perform(request)
+@pytest.mark.parametrize(
+    ("there", "added"),
+    [(b"here", b"1"), (b"1", b""), (b"1", b"-"), (b"1", b"1" * 21), (b"1" * 5000, b"1")],
+    ids=["words", "nothing", "a sign", "too long", "too long already"],
+)
+def test_a_sum_of_what_is_no_number_is_refused_by_name(host, there: bytes, added: bytes) -> None:
+    host.put("note", there)
+    with closing(ControlClient("127.0.0.1", host.port, SECRET.encode(), 20.0, 20.0)) as holder:
+        # Python reads no more than 4,300 digits.
+        for number in (added, b"1" * 5000, b"-" + b"1" * 5000):
+            with pytest.raises(RefitError, match=r"the note note .* is not a number of at most 20"):
+                holder.perform(Request("add", ("note",), number))
+        assert holder.perform(Request("get", ("note",))).body == there, "it goes on"
+        largest = b"9" * 20
+        for number, total in ((b"-" + largest, b"-" + largest), (largest, b"0")):
+            assert holder.perform(Request("add", ("sum",), number)).body == total
+
+
+def test_without_a_thread_that_bounds_it_no_connection_is_made_or_used(host, monkeypatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    client = ControlStore("127.0.0.1", host.port, 600.0, SECRET)
+    assert client.find("note") == b"here"
+    other = ControlStore("127.0.0.1", host.port, 600.0, SECRET)
+    monkeypatch.setattr(threading.Timer, "start", start)
+    for store in (client, other):  # at once, and not at the end of its time
+        with pytest.raises(RefitError, match="no thread can be started"):
+            store.find("note")
+    monkeypatch.undo()
+    for store in (client, other):
+        assert store.find("note") == b"here", "it goes on"
+
+
+def test_a_host_without_a_thread_that_serves_says_so_and_frees_its_port(monkeypatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with reserved_port() as port:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RefitError, match=f"hosted at 127.0.0.1:{port}: no thread can be start"):
+            ControlStore("127.0.0.1", port, 20.0, SECRET, host=True)
+        monkeypatch.undo()
+        ControlStore("127.0.0.1", port, 20.0, SECRET, host=True).close()
+
+
+@pytest.mark.parametrize("at_once", [1, 7])
+def test_a_greeting_that_comes_in_parts_is_read_whole(host: ControlStore, at_once: int) -> None:
+    class Dribbling:
+        def __init__(self, inner: socket.socket) -> None:
+            self.inner = inner
+
+        def recv(self, count: int, *_: int) -> bytes:
+            return self.inner.recv(min(count, at_once))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    with socket.create_connection(("127.0.0.1", host.port), 20.0) as connection:
+        end: Any = Dribbling(connection)
+        sealed = AuthenticatedConnection(end, SECRET.encode(), host=False, timeout_s=20.0)
+        sealed.send(Request("get", ("note",)).header(), b"")
+        assert Reply.parse(*sealed.receive()).body == b"here"
 
 
 def test_strangers_who_say_nothing_do_not_keep_holders_away(host: ControlStore) -> None:

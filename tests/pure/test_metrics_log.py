@@ -154,3 +154,11 @@ def test_a_report_of_several_ranks_has_most_and_least_and_the_slowest_rank() -> 
     assert table.splitlines()[4] == "  optimizer                    120 B      30 B"
     assert "activations" not in table and "not known" in table
     assert "nothing was trained yet" in str(PolicyReport.of_rank(0, memory(1, 5), ()))
+
+
+@pytest.mark.parametrize("name", ["seconds", "step_seconds", "tokens"])
+def test_a_number_that_a_call_has_not_reported_is_not_taken_for_zero(name: str) -> None:
+    lacking = {key: value for key, value in SPEED.items() if key != name}
+    for speeds in ([SPEED, lacking], [lacking, SPEED]):
+        with pytest.raises(KeyError, match=name):
+            PolicyReport.of_rank(2, memory(1), speeds)
