@@ -60,6 +60,14 @@ class Architecture:
     """What the config says of dense MLPs where every layer is a mixture of experts: Megatron-Core
     wants to know it, and the digests of checkpoints contain it.
     """
+    unused_rope: Rope | None = None
+    """What the config says of the rotary embedding of layers without a window, where none of them
+    has it: the digests of checkpoints contain it.
+    """
+    window_rope: Rope | None = None
+    """What the config says of the rotary embedding of layers with a window, also where it is that
+    of all others: as above.
+    """
     further_layers: int = 0
     """Multi-token-prediction layers that checkpoints can hold, numbered after all others."""
     mtp_layers: int = 0
@@ -140,12 +148,12 @@ class Architecture:
         last = self.expert_layers[-1] if self.expert_layers else -1
         return self.layers[last]
 
-    @property
+    @cached_property
     def expert_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that are mixtures of experts."""
         return tuple(n for n, layer in enumerate(self.layers) if isinstance(layer.feed, Moe))
 
-    @property
+    @cached_property
     def uniform_layers(self) -> bool:
         """Whether all layers have parameters of the same names and shapes."""
         return len({(type(layer.mixer), type(layer.feed)) for layer in set(self.layers)}) == 1

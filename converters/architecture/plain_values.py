@@ -28,7 +28,7 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
     values = {
         each.name: getattr(architecture, each.name)
         for each in dataclasses.fields(architecture)
-        if each.name not in ("layers", "unused_ffn_hidden_size")
+        if each.name not in ("layers", "unused_ffn_hidden_size", "unused_rope")
     }
     norms = layers[0].norms
     return {
@@ -42,10 +42,9 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
         "mlp_bias": feed.mlp_bias,
         "gated": feed.gated,
         "ffn_hidden_size": architecture.unused_ffn_hidden_size or feed.ffn_hidden_size,
-        "rope": rope,
+        "rope": architecture.unused_rope or rope,
         "window": next((window for window, _ in pairs if window is not None), None),
         "windowed": _of_some([window is not None for window, _ in pairs]),
-        "window_rope": next((each for each in windowed if whole and each != rope), None),
         "without_rope": tuple(each is None for each in ropes) if None in ropes else (),
         "moe": architecture.moe,
         "moe_layers": _of_some([isinstance(layer.feed, Moe) for layer in layers]),
@@ -63,7 +62,7 @@ def _of_some(layers: list[bool]) -> tuple[bool, ...]:
 _LAYERS: dict[str, Any] = {
     "pre_norm": True,
     **dict.fromkeys(("post_norm", "parallel"), False),
-    **dict.fromkeys(("window", "window_rope", "moe", "mla")),
+    **dict.fromkeys(("window", "moe", "mla")),
     **dict.fromkeys(("windowed", "without_rope", "moe_layers"), ()),
 }
 _DEFAULTS = _LAYERS | {

@@ -5,6 +5,7 @@ pairs of neighbours.
 from __future__ import annotations
 
 from megatron_policy.converters.architecture import Architecture, Moe, Scoring
+from megatron_policy.converters.architecture.layer import check_number
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.families.shared import dense, experts
@@ -69,6 +70,7 @@ def architecture(fields: Fields) -> Architecture:
 def _take_layers(fields: Fields) -> tuple[bool, ...]:
     """Which layers have experts: every n-th between the first and the last that can have them."""
     number, step = fields.take("num_hidden_layers"), fields.take("moe_layer_interval", 1)
+    check_number(number)
     if step < 1:
         fields.refuse("moe_layer_interval", step, "every 1st, 2nd, ... layer has experts")
     first, last = fields.take("moe_layer_start_index", 0), fields.take("moe_layer_end_index", -1)

@@ -26,4 +26,5 @@ def architecture(fields: Fields) -> Architecture:
     if fields.take("sliding_window", None) is not None:
         unrotated = replace(attention, rope=None)
         layers = [unrotated if layer.window is None else layer for layer in layers]
-    return dense.architecture(fields, layers, norms=Norms.AFTER)
+    unused = None if any(layer.rope for layer in layers) else attention.rope
+    return dense.architecture(fields, layers, norms=Norms.AFTER, unused_rope=unused)

@@ -31,8 +31,8 @@ def take_attention(fields: Fields, **traits: Any) -> Attention:
     return dense.take_attention(fields, bias=bias, attention_scale=scale, **traits)
 
 
-def describe(fields: Fields, attention: list[Attention]) -> Architecture:
-    """The architecture with the attention of each layer."""
+def describe(fields: Fields, attention: list[Attention], **traits: Any) -> Architecture:
+    """The architecture with the attention of each layer, and further `traits`."""
     fields.expect("use_bidirectional_attention", (False,), "attention is causal")
     fields.ignore("cache_implementation", "how Hugging Face generates")
     fields.ignore("hidden_act", "hidden_activation takes precedence")
@@ -44,4 +44,5 @@ def describe(fields: Fields, attention: list[Attention]) -> Architecture:
         norm=Norm.RMS_PLUS_ONE,
         embedding_scale=fields.take("hidden_size") ** 0.5,
         logit_softcap=fields.take("final_logit_softcapping", None),
+        **traits,
     )

@@ -27,4 +27,5 @@ def architecture(fields: Fields) -> Architecture:
         fields.ignore(name, "layer_types states it for each layer")
     whole, of_windowed = take_ropes_by_window(fields)
     attention = gemma2.take_attention(fields, rope=whole, qk_norm=QkNorm.PER_HEAD)
-    return gemma2.describe(fields, dense.take_windows(fields, attention, of_windowed))
+    layers = dense.take_windows(fields, attention, of_windowed)
+    return gemma2.describe(fields, layers, **dense.state_ropes(layers, whole, of_windowed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture.layer import check_number
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, experts, mla, mtp
 
@@ -27,9 +28,11 @@ def architecture(fields: Fields) -> Architecture:
 def _take_layers(fields: Fields) -> tuple[bool, ...]:
     """Which layers have experts: all but the first, unless the config says otherwise."""
     number = fields.take("num_hidden_layers")
+    check_number(number)
     kinds = fields.take("mlp_layer_types", None) or ["dense"] + ["sparse"] * (number - 1)
     if len(kinds) != number:
         fields.refuse("mlp_layer_types", kinds, "must name every layer")
+        return (True,) * number
     for kind in dict.fromkeys(kinds):
         if kind not in ("dense", "sparse"):
             fields.refuse("mlp_layer_types", kind, "must be dense or sparse")

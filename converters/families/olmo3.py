@@ -16,4 +16,5 @@ def architecture(fields: Fields) -> Architecture:
     """The architecture an Olmo3Config describes."""
     whole, of_windowed = take_ropes_by_window(fields, base_of_windowed="rope_theta")
     layers = dense.take_windows(fields, olmo2.take_attention(fields, whole), of_windowed)
-    return dense.architecture(fields, layers, norms=Norms.AFTER)
+    stated = dense.state_ropes(layers, whole, of_windowed)
+    return dense.architecture(fields, layers, norms=Norms.AFTER, **stated)

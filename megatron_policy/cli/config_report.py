@@ -235,7 +235,6 @@ def fewest_ranks(config: PolicyConfig) -> int:
 
 
 def _summary(checked: CheckedConfig) -> Table:
-
     config, topology, architecture = checked.config, checked.topology, checked.model.architecture
     axes = " x ".join(f"{axis}={getattr(topology, axis)}" for axis in _AXES)
     table = Table(show_header=False, box=None)
@@ -283,7 +282,6 @@ def legal_world_sizes(config: PolicyConfig) -> Iterator[int]:
 
 def _nearest_world_sizes(config: PolicyConfig, architecture: Architecture, wanted: int) -> str:
     """A line of a refusal: the numbers of ranks next to `wanted` that fit; "" if neither does."""
-
     legal = list(legal_world_sizes(config))
     below = max((size for size in legal if size < wanted), default=None)
     above = min((size for size in legal if size > wanted), default=None)

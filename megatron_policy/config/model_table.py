@@ -19,7 +19,7 @@ from megatron_policy.converters.architecture import (
     ScalarHead,
     stack,
 )
-from megatron_policy.converters.architecture.plain_values import flatten
+from megatron_policy.converters.architecture.plain_values import flatten, plain
 from megatron_policy.converters.formats.hf_config import (
     has_family,
     in_kind,
@@ -186,7 +186,7 @@ def _refuse_other_architecture(own: Architecture, other: Architecture) -> None:
     different = [
         f"{name} is {value!r:.200}, not {values[name]!r:.200}"
         for name, value in flatten(other).items()
-        if value != values[name]
+        if plain(value) != plain(values[name])  # `mla` and `moe` without what is a name itself
     ]
     if different:
         raise ConfigError(

@@ -172,7 +172,7 @@ def _draw_axis(canvas: Canvas, scale: _Scale, y: float) -> None:
         factor, unit = 1e6, "us"
     whole = scale.seconds * factor
     # 1, 2 or 5 times a power of ten.
-    steps = (factor * 10.0**power for power in count(-9) for factor in (1, 2, 5))
+    steps = (digit * 10.0**power for power in count(-9) for digit in (1, 2, 5))
     step = next(step for step in steps if step >= whole / 8)
     canvas.line(_LEFT, y, _RIGHT, y)
     for number in range(int(whole / step) + 1):

@@ -35,7 +35,7 @@ SAMPLES = Samples(
     ),
     refused=(
         ({"num_key_value_heads": 4, "rope_interleave": False}, "rope_interleave"),
-        ({"num_key_value_heads": 4, "mlp_layer_types": ["sparse"]}, "every layer"),
+        ({"num_key_value_heads": 4, "mlp_layer_types": ["sparse"]}, "mlp_layer_types = ['sparse']"),
         (
             {"num_key_value_heads": 4, "mlp_layer_types": ["dense", "linear", "sparse"]},
             "mlp_layer_types = 'linear': must be dense or sparse",

@@ -181,6 +181,14 @@ SAVED_DIGESTS = {
     "GLM-4.5-Air": "dc1a7e35311a09d2",
 }
 """What checkpoints of these models have in their manifests since November 2026."""
+FULL, WINDOWED = "full_attention", "sliding_attention"
+DIGESTS_OF_ROPES = {
+    ("Olmo-3-1025-7B", None, None): "09cb1e9ca5a59c96",
+    ("Olmo-3-1025-7B", None, WINDOWED): "594f34aaf0f3d54f",
+    ("gemma-3-1b-it", None, WINDOWED): "64065408fab3ea59",
+    ("EXAONE-4.0-32B", 4096, FULL): "c1c5ba9c807578d1",
+}
+"""The same of models with another window, and layers of one kind, without scaled positions."""
 
 
 def test_checkpoints_of_before_are_of_the_same_model() -> None:
@@ -192,6 +200,18 @@ def test_checkpoints_of_before_are_of_the_same_model() -> None:
     assert {
         model: digest_of(table.architecture) for model, table in tables.items()
     } == SAVED_DIGESTS
+
+
+@pytest.mark.parametrize("case", DIGESTS_OF_ROPES)
+def test_rotary_embeddings_that_no_layer_shows_are_in_the_digest(case: Any, tmp_path: Path) -> None:
+    model, window, kind = case
+    config = PUBLISHED[model][1] | ({} if window is None else {"sliding_window": window})
+    if kind is None:
+        config = {name: value for name, value in config.items() if name != "rope_scaling"}
+    else:
+        config["layer_types"] = [kind] * config["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert digest_of(bind(read_config(tmp_path)).architecture) == DIGESTS_OF_ROPES[case]
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,28 @@ def test_a_config_that_would_change_the_result_is_refused_by_name(
         assert said in str(caught.value), fields
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "glm4_moe_lite", "ernie4_5_moe"])
+def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(
+    tmp_path: Path, family: str
+) -> None:
+    config = json.loads((edited(tmp_path, family) / "config.json").read_text())
+    config |= {"num_hidden_layers": 10_001, "mlp_layer_types": None, "layer_types": None}
+    with pytest.raises(ConversionError, match="10001 layers are more than 10000"):
+        bind({name: value for name, value in config.items() if value is not None})
+
+
+@pytest.mark.parametrize("kinds", [[], ["full_attention"]])
+@pytest.mark.parametrize("family", ["qwen3", "olmo3"])
+def test_kinds_of_too_few_layers_hide_no_other_mistake(
+    tmp_path: Path, family: str, kinds: list[str]
+) -> None:
+    config = json.loads((edited(tmp_path, family) / "config.json").read_text())
+    with pytest.raises(ConversionError) as caught:
+        bind(config | {"layer_types": kinds, "hidden_act": "relu"})
+    for said in (f"layer_types = {kinds!r}: must name every layer", "hidden_act = 'relu'"):
+        assert said in str(caught.value)
+
+
 def test_a_config_with_everything_transformers_itself_adds_is_translated(tmp_path: Path) -> None:
     path = edited(
         tmp_path,

@@ -116,15 +116,12 @@ def ungated_mlp(up: str, down: str, *, biases: bool = False) -> tuple[RowBase, .
     first, last = M + "mlp.linear_fc1.", M + "mlp.linear_fc2."
     up, down = f"{H}mlp.{up}.", f"{H}mlp.{down}."
     bias: dict[str, Any] = {"when": "mlp_bias", "role": Role.BIAS}
-    weights = assign_part(
+    return assign_part(
         Mlp,
         Columns(first + "weight", (up + "weight",), ("ffn_hidden_size", "hidden_size")),
+        *biases * (Columns(first + "bias", (up + "bias",), ("ffn_hidden_size",), **bias),),
         Rows(last + "weight", (down + "weight",), ("hidden_size", "ffn_hidden_size")),
-    )
-    return weights + biases * assign_part(
-        Mlp,
-        Columns(first + "bias", (up + "bias",), ("ffn_hidden_size",), **bias),
-        Whole(last + "bias", (down + "bias",), ("hidden_size",), **bias),
+        *biases * (Whole(last + "bias", (down + "bias",), ("hidden_size",), **bias),),
     )
 
 
@@ -212,7 +209,12 @@ def architecture(
     `Architecture`.
     """
     number = fields.take("num_hidden_layers")
-    layers = stack(number, mixer or take_attention(fields), feed or take_mlp(fields), norms)
+    layers = stack(
+        number,
+        take_attention(fields) if mixer is None else mixer,
+        take_mlp(fields) if feed is None else feed,
+        norms,
+    )
     dense = any(isinstance(layer.feed, Mlp) for layer in layers)
     return Architecture(
         layers=layers,
@@ -271,6 +273,7 @@ def take_windows(fields: Fields, attention: Attention, rope: Rope | None = None)
     layers = fields.take("layer_types")
     if len(layers) != fields.take("num_hidden_layers"):
         fields.refuse("layer_types", layers, "must name every layer")
+        return [attention] * fields.take("num_hidden_layers")
     for kind in dict.fromkeys(layers):
         if kind not in ("full_attention", "sliding_attention"):
             fields.refuse("layer_types", kind, "must be full_attention or sliding_attention")
@@ -282,3 +285,12 @@ def take_windows(fields: Fields, attention: Attention, rope: Rope | None = None)
     if window is not None:
         narrow = replace(attention, window=window, rope=rope or attention.rope)
     return [narrow if kind == "sliding_attention" else attention for kind in layers]
+
+
+def state_ropes(layers: Sequence[Attention], whole: Rope, of_windowed: Rope) -> dict[str, Rope]:
+    """What `Architecture` says of rotary embeddings beside the layers: the config has one for
+    layers without a window and one for those with it.
+    """
+    windowed = [layer.window is not None for layer in layers]
+    stated = {"window_rope": of_windowed} if any(windowed) else {}
+    return stated | ({"unused_rope": whole} if all(windowed) else {})

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from megatron_policy.converters.architecture import Feed, Mlp, Moe, Scoring
+from megatron_policy.converters.architecture.layer import check_number
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.rows import GateUp, Role, Row, Rows, Whole, assign_part
 
@@ -130,8 +131,9 @@ def take_sparse_layers(fields: Fields) -> tuple[bool, ...]:
     step, dense = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", ())
     if step < 1:
         fields.refuse("decoder_sparse_step", step, "every 1st, 2nd, ... layer has experts")
-    layers = range(fields.take("num_hidden_layers"))
-    return tuple(layer not in dense and (layer + 1) % max(step, 1) == 0 for layer in layers)
+    number = fields.take("num_hidden_layers")
+    check_number(number)
+    return tuple(layer not in dense and (layer + 1) % max(step, 1) == 0 for layer in range(number))
 
 
 def take_sigmoid_moe(fields: Fields) -> Moe:
@@ -156,5 +158,6 @@ def take_sigmoid_moe(fields: Fields) -> Moe:
 def take_layers_after_dense(fields: Fields) -> tuple[bool, ...]:
     """Which layers have experts when the first `first_k_dense_replace` are dense."""
     fields.expect("moe_layer_freq", (1,), "every layer after the first dense ones has experts")
-    first = fields.take("first_k_dense_replace", 0)
-    return tuple(layer >= first for layer in range(fields.take("num_hidden_layers")))
+    first, number = fields.take("first_k_dense_replace", 0), fields.take("num_hidden_layers")
+    check_number(number)
+    return tuple(layer >= first for layer in range(number))
