@@ -191,36 +191,20 @@ def bind(
     mtp_layers: int = 0,
     head: ScalarHead | None = None,
     left_out: Collection[str] = (),
+    tensors: Collection[str] = (),
 ) -> Table:
     """The table of one HF config, a mapping of all its fields; its model_type names the family.
-    The model has `mtp_layers` of the layers for multi-token prediction, and the scalar `head`; if
-    that is None, the head that its checkpoint has. `left_out` names fields that are not the
-    model's, if the family does not know them.
+    The model has `mtp_layers` of the layers for multi-token prediction, or those that are among the
+    HF `tensors` of its checkpoint, and the scalar `head`; if that is None, the head that its
+    checkpoint has. `left_out` names fields that are not the model's, if the family does not know
+    them.
 
     ConversionError for a config that cannot be translated faithfully, or a faulty table.
     """
     fields = Fields(raw)
-    table = draft(fields, family, mtp_layers, head)
+    table = draft(fields, family, mtp_layers, head, tensors)
     fields.finish({**IGNORED, **dict.fromkeys(left_out, "overridden by null")})
     return table
-
-
-def bind_to(raw: Mapping[str, Any], names: Collection[str]) -> Table:
-    """As `bind`, with those layers for multi-token prediction that are in a checkpoint whose HF
-    tensors are `names`.
-    """
-    return bind(raw, mtp_layers=mtp_layers_in(bind(raw), names))
-
-
-def mtp_layers_in(table: Table, names: Collection[str]) -> int:
-    """How many layers for multi-token prediction, from the first on, have tensors in `names`;
-    `table` leaves them all out.
-    """
-    arch = table.architecture
-    templates = {row.hf for row in table.ignored.values() if row.carried}
-    left_out = [found for hf in templates if (found := _predicting(hf, arch)) not in ([], [hf])]
-    present = [any(name in names for name in layer) for layer in zip(*left_out, strict=True)]
-    return (*present, False).index(False)
 
 
 def draft(
@@ -228,6 +212,7 @@ def draft(
     family: Family | None = None,
     mtp_layers: int = 0,
     head: ScalarHead | None = None,
+    tensors: Collection[str] = (),
 ) -> Table:
     """The table from `fields`, without checking that all of them were understood.
 
@@ -245,17 +230,19 @@ def draft(
                 f"{family.name} converts {' or '.join(family.hf_architectures)}",
             )
     source = source_of(fields, names, family.scalar_classes, head)
+    rows = family.table if source.head is None else with_scalar_head(family.table)
     try:
-        architecture = replace(family.architecture(fields), mtp_layers=mtp_layers)
+        architecture = family.architecture(fields)
         if source.head is not None:
             architecture = replace(architecture, tied=False, head=source.head)
+        mtp_layers = mtp_layers or _count_mtp_layers(rows, architecture, tensors)
+        architecture = replace(architecture, mtp_layers=mtp_layers)
     except ConversionError:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
         raise ConversionError(
             f"config.json has a value that a {family.name} model cannot have: {error}"
         ) from error
-    rows = family.table if source.head is None else with_scalar_head(family.table)
     entries = _entries([row for row in rows if not isinstance(row, Ignore)], architecture)
     _refuse_duplicates(family.name, entries)
     _refuse_vectors_as_matrices(family.name, entries, architecture)
@@ -266,6 +253,21 @@ def draft(
         for name in _ignored_names(row, architecture)
     }
     return Table(family.name, architecture, entries, ignored, source.fields, source.fresh)
+
+
+def _count_mtp_layers(
+    rows: Iterable[Row | Ignore], architecture: Architecture, tensors: Collection[str]
+) -> int:
+    """How many layers for multi-token prediction, from the first on, have some of the `tensors`;
+    `architecture` leaves them all out.
+    """
+    carried = (row for row in rows if isinstance(row, Ignore) and row.carried)
+    templates = {row.hf for row in carried if architecture.holds(row.when)}
+    left_out = [
+        found for hf in templates if (found := _predicting(hf, architecture)) not in ([], [hf])
+    ]
+    present = [any(name in tensors for name in layer) for layer in zip(*left_out, strict=True)]
+    return (*present, False).index(False)
 
 
 def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:

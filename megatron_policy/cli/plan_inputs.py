@@ -18,8 +18,8 @@ from megatron_policy.config.composed import compose
 from megatron_policy.config.parallel_sizes import keys_of_sizes
 from megatron_policy.config.policy_config import least_section
 from megatron_policy.convert.headers import read_headers
-from megatron_policy.converters.formats.hf_config import CONFIG, read_config
-from megatron_policy.converters.table import bind
+from megatron_policy.converters.formats.hf_config import CONFIG
+from megatron_policy.converters.opening import open_model
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.devices import SHORT, DeviceFigures
 from megatron_policy.estimate.plan import SearchResult, StepPlan, plan_of, search
@@ -130,7 +130,7 @@ def plan_model(
     """The plan of a layout of the model of `base`, or without one a search."""
     source = with_config(base["model_name"])
     alone = Path(source).name == CONFIG
-    rows = ModelRows.of(bind(read_config(source) if alone else read_headers(source).config))
+    rows = ModelRows.of(open_model(source).table if alone else read_headers(source).bind_table())
     if all(size is None for size in layout.values()):
         if gpus is None:
             raise ConfigError("--gpus is missing: give the number of GPUs, or a layout")

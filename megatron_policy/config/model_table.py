@@ -28,7 +28,8 @@ from megatron_policy.converters.formats.hf_config import (
     written_config,
 )
 from megatron_policy.converters.formats.peft_files import is_peft
-from megatron_policy.converters.table import Table, bind
+from megatron_policy.converters.opening import open_model
+from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 
 _KEY = "policy.hf_config_overrides"
@@ -52,7 +53,7 @@ _UNLIMITED = 2**20
 def model_table(config: PolicyConfig) -> Table:
     """The table of `config.model_name`, bound to its config.json with `hf_config_overrides`.
 
-    ConfigError, beside those of `read_config` and `bind`, for an override that the model's config
+    ConfigError, beside the errors of `open_model`, for an override that the model's config
     does not have or cannot have, or that changes which weights there are or their shapes; and for a
     checkpoint with a scalar head where the configuration has none. The engine over transformers'
     modules also takes models without a family, see `_unlisted_table`.
@@ -62,23 +63,26 @@ def model_table(config: PolicyConfig) -> Table:
         if not has_family(found.model_type):
             return _unlisted_table(found, dict(config.hf_config_overrides or {}))
     layers, head = mtp_layers(config.megatron_cfg), scalar_head(config)
-    written = read_config(config.model_name)
-    given = config.hf_config_overrides or {}
-    overrides = in_kind(given, written, written_config(config.model_name)) if given else {}
+    overrides = _overrides_of(config.model_name, config.hf_config_overrides or {})
     left_out = [name for name, value in overrides.items() if value is None]
-    table = bind(written, mtp_layers=layers, head=head, left_out=left_out)
+    opened = open_model(config.model_name, mtp_layers=layers, head=head, left_out=left_out)
+    table = opened.table
     _refuse_unwanted_head(table, head)
-    if overrides.keys() == {_COEFFICIENT} and _COEFFICIENT not in written:
+    if overrides.keys() == {_COEFFICIENT} and _COEFFICIENT not in opened.fields:
         return table  # only megatron_cfg.moe_aux_loss_coeff takes it
     if not overrides:
         return table
     try:
-        changed = read_config(config.model_name, overrides)
-        other = bind(changed, mtp_layers=layers, head=head)
+        other = open_model(config.model_name, overrides, mtp_layers=layers, head=head).table
     except (ConfigError, ConversionError) as error:
         raise ConfigError(f"{_KEY} ({', '.join(overrides)}): {error}") from error
     _refuse_other_weights(table, other, overrides)
     return replace(other, overrides={**other.overrides, **overrides})
+
+
+def _overrides_of(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `given` as the model's config.json has such values."""
+    return in_kind(given, read_config(model), written_config(model)) if given else {}
 
 
 def _unlisted_table(config: Any, overrides: dict[str, Any]) -> Table:
@@ -162,8 +166,8 @@ def reference_table(config: PolicyConfig, table: Table) -> Table | None:
     given = dict(config.hf_config_overrides or {})
     given.pop(_COEFFICIENT, None)  # of use in training only
     try:
-        overrides = in_kind(given, read_config(name), written_config(name)) if given else given
-        found = bind(read_config(name, overrides), mtp_layers=layers, head=head)
+        overrides = _overrides_of(name, given)
+        found = open_model(name, overrides, mtp_layers=layers, head=head).table
     except (ConfigError, ConversionError) as error:
         raise ConfigError(f"{_REFERENCE}: {error}") from error
     if found.family != table.family:

@@ -24,7 +24,6 @@ from megatron_policy.converters.adapters import (
 from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.formats.dist_files import DistReader
-from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader, has_weights
 from megatron_policy.converters.formats.hf_location import locate
 from megatron_policy.converters.formats.peft_base import architecture_of, base_digest
@@ -37,9 +36,10 @@ from megatron_policy.converters.formats.peft_files import (
 )
 from megatron_policy.converters.formats.side_files import SideFiles, side_files
 from megatron_policy.converters.mismatch import either
+from megatron_policy.converters.opening import open_model
 from megatron_policy.converters.scalar_head import FIELDS as OF_HEAD
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
-from megatron_policy.converters.table import WEIGHT_DTYPES, Entry, Table, bind, mtp_layers_in
+from megatron_policy.converters.table import WEIGHT_DTYPES, Entry, Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.formats.tensors import Info, Tensors
 
@@ -124,12 +124,10 @@ def model_of(
     """
     overrides = found.stated.overrides if found.stated else {}
     own = {name: value for name, value in overrides.items() if name not in OF_HEAD}
-    config, head = read_config(base.root, own), None
+    head = None
     if found.settings.has_head:
         head = ScalarHead(per_token=PREFIX + SCALAR[1] in infos)
-    model = bind(config, head=head)
-    if layers := mtp_layers_in(model, names):
-        model = bind(config, mtp_layers=layers, head=head)
+    model = open_model(base.root, own, head=head, tensors=names).table
     if found.settings.of_head and model.architecture.head is None:
         raise ConversionError(
             f"{found.root} has adapters of a model with a scalar head (task_type), which "

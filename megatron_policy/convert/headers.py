@@ -37,6 +37,7 @@ from megatron_policy.converters.formats.peft_files import (
     read_object,
 )
 from megatron_policy.converters.formats.quantised import as_read
+from megatron_policy.converters.opening import open_model
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
 from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind, draft
@@ -58,6 +59,12 @@ class Headers:
     """What is wrong with keys that belong to a parameter."""
     config_only: bool = False
     """Whether there is only a config, and the tensors are those that its model would have."""
+
+    def bind_table(self) -> Table:
+        """The table of the model without layers for multi-token prediction, whatever tensors there
+        are; ConversionError for a config that cannot be translated.
+        """
+        return bind(self.config)
 
 
 def read_headers(source: str | Path, config: str | Path | None = None) -> Headers:
@@ -92,6 +99,18 @@ def read_headers(source: str | Path, config: str | Path | None = None) -> Header
     )
 
 
+def open_headers(source: str | Path) -> tuple[Headers, Table]:
+    """Read the headers of a checkpoint, and bind its table; ConversionError unless it has the
+    tensors of its model.
+    """
+    seen = read_headers(source)
+    table = seen.bind_table()
+    if seen.problems:
+        raise ConversionError("; ".join(seen.problems))
+    table.check_hf(seen.shapes, seen.dtypes)
+    return seen, table
+
+
 @dataclass(frozen=True)
 class AdapterHeaders:
     """As `Headers`, of adapters alone: their table, and the `fields` of their config."""
@@ -113,7 +132,7 @@ def read_adapter_headers(
     if root is not None and is_saved(root) and saved_state(root).of_adapters:
         with RawFiles() as files:
             reader = dist_files.DistReader(root, files)
-            model = bind(read_config(inside(root, SIDE)))
+            model = open_model(inside(root, SIDE)).table
             found, _, table = saved_adapters(root, SIDE, reader, model)
             seen = _as_hf(reader, table, {}, {})
             return AdapterHeaders(table, found.config, seen.shapes, seen.dtypes, seen.problems)
@@ -125,7 +144,9 @@ def read_adapter_headers(
     shapes = {name: shape for name, (_, shape) in tensors.items()}
     dtypes = {name: dtype for name, (dtype, _) in tensors.items()}
     fields = read_object(folder, ADAPTER_CONFIG)
-    model = _model_of(read_config(_config_of(folder, fields, config)), shapes)
+    weight, bias = (PREFIX + name for name in SCALAR)
+    head = ScalarHead(per_token=bias in shapes) if weight in shapes else None
+    model = open_model(_config_of(folder, fields, config), head=head).table
     problems: list[str] = []
     parameters: list[str] = []
     try:
@@ -150,12 +171,6 @@ def _config_of(folder: Path, fields: Mapping[str, Any], config: str | Path | Non
             "on the hub, with --config"
         )
     return expanded(place)
-
-
-def _model_of(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Table:
-    """The table of the model that adapters are of, with the head that comes with them."""
-    weight, bias = (PREFIX + name for name in SCALAR)
-    return bind(config, head=ScalarHead(per_token=bias in shapes) if weight in shapes else None)
 
 
 def _adapter_table(

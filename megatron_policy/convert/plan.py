@@ -27,8 +27,9 @@ from megatron_policy.convert.training_checkpoint import is_saved, state_of_adapt
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dequantising import QuantisedTensor
-from megatron_policy.converters.formats.hf_config import in_kind, read_config, written_config
-from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind_to
+from megatron_policy.converters.formats.hf_config import in_kind, written_config
+from megatron_policy.converters.opening import open_model
+from megatron_policy.converters.table import WEIGHT_DTYPES, Table
 from megatron_policy.errors import ConfigError
 from megatron_policy.formats.tensors import Info
 
@@ -210,7 +211,7 @@ def _bound(checkpoint: OpenCheckpoint) -> Table:
     table = checkpoint.table
     if checkpoint.kind == HF and checkpoint.merged is None:
         # Again, to raise the error if there is one.
-        table = bind_to(read_config(checkpoint.root, checkpoint.overrides), checkpoint.infos)
+        table = open_model(checkpoint.root, checkpoint.overrides, tensors=checkpoint.infos).table
     assert table is not None
     shapes = {name: info.shape for name, info in checkpoint.infos.items()}
     table.check_hf(shapes, {name: info.dtype for name, info in checkpoint.infos.items()})

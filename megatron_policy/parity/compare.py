@@ -6,9 +6,8 @@ import math
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import checked_topology
-from megatron_policy.convert.headers import read_headers
+from megatron_policy.convert.headers import open_headers
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.table import Table, bind
 from megatron_policy.coordination.timeouts import COLLECTIVE_TIMEOUT_S, checked_timeout
 from megatron_policy.device import accelerators
 from megatron_policy.errors import ConfigError
@@ -60,7 +59,7 @@ def compare(
     checked_timeout(timeout_s)
     if tolerance is not None and not 0.0 <= tolerance < math.inf:
         raise ConfigError(f"tolerance is {tolerance}: give a finite number, 0 or more")
-    table = _bind_table(model)
+    _, table = open_headers(model)
     arch = table.architecture
     _check(arch, tokens, tp * pp)
     job = Job(
@@ -94,13 +93,6 @@ def compare(
         layers,
         *limits,
     )
-
-
-def _bind_table(model: str) -> Table:
-    seen = read_headers(model)
-    table = bind(seen.config)
-    table.check_hf(seen.shapes, seen.dtypes)
-    return table
 
 
 def _check(arch: Architecture, tokens: int, world: int) -> None:
