@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from megatron_policy.adapters.table import same_base
 from megatron_policy.checkpoint import local_shards, manifest
 from megatron_policy.checkpoint.common_state import OURS, read_ours
 from megatron_policy.checkpoint.loading import FoundCheckpoint, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport
 from megatron_policy.checkpoint.saving import DirectoryContents, layout_of
-from megatron_policy.converters.adapters import same_base
 from megatron_policy.converters.formats.dist_keys import extra_states
 from megatron_policy.converters.formats.dist_records import empty_object
 from megatron_policy.converters.table import Table

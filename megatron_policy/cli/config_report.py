@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_policy.adapters.targets import model_tables
 from megatron_policy.cli.output import printable
 from megatron_policy.cli.report import CommandReport, layout_data
 from megatron_policy.config import PolicyConfig, ignored_keys
-from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.composed import compose
 from megatron_policy.config.layout import (

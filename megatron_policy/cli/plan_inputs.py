@@ -7,19 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_policy.adapters.targets import trained_table
 from megatron_policy.cli.config_report import fewest_ranks
 from megatron_policy.cli.options import Precision, keys_as_options
 from megatron_policy.cli.output import say
 from megatron_policy.cli.plan_options import parse_recompute
 from megatron_policy.cli.plan_refit import with_config
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import trained_table
 from megatron_policy.config.composed import compose
 from megatron_policy.config.parallel_sizes import keys_of_sizes
 from megatron_policy.config.policy_config import least_section
 from megatron_policy.convert.headers import read_headers
 from megatron_policy.converters.formats.hf_config import CONFIG
-from megatron_policy.converters.opening import open_model
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.devices import SHORT, DeviceFigures
 from megatron_policy.estimate.plan import SearchResult, StepPlan, plan_of, search

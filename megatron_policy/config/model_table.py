@@ -27,8 +27,8 @@ from megatron_policy.converters.formats.hf_config import (
     transformers_config,
     written_config,
 )
-from megatron_policy.converters.formats.peft_files import is_peft
-from megatron_policy.converters.opening import open_model
+from megatron_policy.converters.formats.hf_files import is_peft
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 

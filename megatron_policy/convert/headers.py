@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 
-from megatron_policy.convert.adapters import saved_adapters
-from megatron_policy.convert.open_checkpoint import SIDE, config_place
-from megatron_policy.convert.training_checkpoint import is_saved, saved_state
-from megatron_policy.converters.adapters import (
+from megatron_policy.adapters.opening import saved_adapters
+from megatron_policy.adapters.peft_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    described,
+    read_object,
+)
+from megatron_policy.adapters.table import (
     PREFIX,
     adapters_on,
     is_adaptable,
@@ -23,21 +27,16 @@ from megatron_policy.converters.adapters import (
     stacked_parameters,
     without_head,
 )
+from megatron_policy.convert.open_checkpoint import SIDE, config_place
+from megatron_policy.convert.training_checkpoint import is_saved, saved_state
 from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats import dist_files, hf_files, hf_names
 from megatron_policy.converters.formats.hf_config import CONFIG, read_config, written_config
-from megatron_policy.converters.formats.peft_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_MODEL,
-    described,
-    is_peft,
-    read_object,
-)
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.formats.quantised import as_read
-from megatron_policy.converters.opening import open_model
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
 from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind, draft
@@ -137,7 +136,7 @@ def read_adapter_headers(
             seen = _as_hf(reader, table, {}, {})
             return AdapterHeaders(table, found.config, seen.shapes, seen.dtypes, seen.problems)
     folder = expanded(source)
-    if root is not None or not is_peft(folder):
+    if root is not None or not hf_files.is_peft(folder):
         return None
     read_manifest(folder)
     tensors = as_read(hf_files.inventory(folder, ADAPTER_MODEL), {})

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_policy.convert.adapters import Base, model_of
+from megatron_policy.adapters.opening import Base, model_of
+from megatron_policy.adapters.table import PREFIX, WEIGHT, A, B
 from megatron_policy.convert.open_checkpoint import (
     OpenCheckpoint,
     damaged_tensor,
 )
-from megatron_policy.converters.adapters import PREFIX, WEIGHT, A, B
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
 from megatron_policy.errors import ConversionError

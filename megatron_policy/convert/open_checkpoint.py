@@ -10,28 +10,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.convert.adapters import saved_adapters
+from megatron_policy.adapters.opening import saved_adapters
+from megatron_policy.adapters.peft_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    BASE,
+    PeftAdapters,
+    read_peft,
+)
+from megatron_policy.adapters.table import AdapterSpec
 from megatron_policy.convert.blockwise import BlockBuffer, cut
 from megatron_policy.convert.training_checkpoint import is_saved, saved_state
-from megatron_policy.converters.adapters import AdapterSpec
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats import dist_files, dist_metadata, hf_files, hf_names
 from megatron_policy.converters.formats.dequantising import QuantisedTensor
 from megatron_policy.converters.formats.dist_keys import readable
 from megatron_policy.converters.formats.hf_location import SIDE_FILES, instead_of, locate
-from megatron_policy.converters.formats.peft_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_MODEL,
-    BASE,
-    PeftAdapters,
-    is_peft,
-    read_peft,
-)
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.formats.quantised import Inventory, as_read
 from megatron_policy.converters.formats.side_files import side_paths
 from megatron_policy.converters.formats.stored import Stored
-from megatron_policy.converters.opening import open_model
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.formats import digests
@@ -109,7 +108,7 @@ def open_checkpoint(
     if (found := dist_files.find(path)) is not None:
         given = None if config is None else config_place(config)
         return _opened(found, files, lambda manifest: _open_mcore(found, files, manifest, given))
-    if is_peft(folder := expanded(path)):
+    if hf_files.is_peft(folder := expanded(path)):
         return _opened(folder, files, lambda manifest: _open_peft(folder, files, manifest))
     _refuse_others(path)
     root = hf_files.locate(path)

@@ -28,7 +28,7 @@ from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dequantising import QuantisedTensor
 from megatron_policy.converters.formats.hf_config import in_kind, written_config
-from megatron_policy.converters.opening import open_model
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.table import WEIGHT_DTYPES, Table
 from megatron_policy.errors import ConfigError
 from megatron_policy.formats.tensors import Info

@@ -12,14 +12,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from megatron_policy.adapters.rows import Concatenated
+from megatron_policy.adapters.table import joined
+from megatron_policy.adapters.targets import adapters_of
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.part import Linears, Place, RankShare
 from megatron_policy.converters.rows import Row
-from megatron_policy.converters.rows.adapter_rows import Concatenated
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.estimate.states import ModelRows
 from megatron_policy.parallel.topology import Topology

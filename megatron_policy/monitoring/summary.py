@@ -11,13 +11,13 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
+from megatron_policy.adapters.table import joined
+from megatron_policy.adapters.targets import adapters_of
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.layout import layer_split
 from megatron_policy.config.notes import notes_of
 from megatron_policy.config.parallel_sizes import Engine, engine_of
-from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.device import is_accelerated, memory_info
 from megatron_policy.device.profiling import device_name

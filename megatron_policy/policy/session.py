@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy import device
+from megatron_policy.adapters.targets import model_tables
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.layout import checked_topology
 from megatron_policy.config.parallel_sizes import parallel_sizes
 from megatron_policy.coordination.timeouts import checked_timeout

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_policy.adapters.targets import model_tables
 from megatron_policy.config import MetricsConfig, PolicyConfig
-from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.described import described
 from megatron_policy.config.layout import checked_topology
 from megatron_policy.config.parallel_sizes import env_vars_of

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.adapters.targets import trained_table
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.contents import Contents
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import trained_table
 from megatron_policy.config.layout import layer_split, topology_of
 from megatron_policy.converters.architecture.part import Kernels
 from megatron_policy.converters.formats.hf_config import read_config

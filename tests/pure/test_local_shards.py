@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 import torch
 
+from megatron_policy.adapters.targets import adapters_of
 from megatron_policy.checkpoint import local_shards
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import adapters_of
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.parallel.topology import LayerSplit, Placement, Topology

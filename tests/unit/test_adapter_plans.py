@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from megatron_policy.adapters.targets import trained_table
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import trained_table
 from megatron_policy.estimate.devices import SHORT
 from megatron_policy.estimate.flops import forward_flops
 from megatron_policy.estimate.plan import StepPlan, plan_of

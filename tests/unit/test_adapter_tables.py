@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.adapters.table import joined, target_parameters
+from megatron_policy.adapters.targets import adapters_of
 from megatron_policy.config import MegatronConfig, PolicyConfig
-from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.param_groups import ParamGroups
-from megatron_policy.converters.adapters import joined, target_parameters
 from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.rows.blocks import fill_parts, fill_shard

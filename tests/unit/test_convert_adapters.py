@@ -18,19 +18,19 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from megatron_policy.checkpoint import common_state, manifest, tracker, verifying
-from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import adapter_spec, adapters_of
-from megatron_policy.config.model_table import model_table
-from megatron_policy.convert import convert, plan_conversion, verify
-from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_base import architecture_of, base_digest
-from megatron_policy.converters.formats.peft_files import (
+from megatron_policy.adapters.base import architecture_of, base_digest
+from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
     BASE,
     read_peft,
 )
+from megatron_policy.adapters.targets import adapter_spec, adapters_of
+from megatron_policy.checkpoint import common_state, manifest, tracker, verifying
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.model_table import model_table
+from megatron_policy.convert import convert, plan_conversion, verify
+from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.errors import ConfigError, ConversionError
 from tests import peft_models
 from tests.exact import load_hf

@@ -16,9 +16,9 @@ import pytest
 import torch
 import yaml
 
+from megatron_policy.adapters.targets import trained_table
 from megatron_policy.cli.plan_report import lines
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import trained_table
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.estimate.devices import SHORT

@@ -15,8 +15,8 @@ from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import DistReader
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.inspection import inspect
-from megatron_policy.converters.opening import open_model
 from megatron_policy.converters.rows import fill_parts, fill_shard
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConversionError

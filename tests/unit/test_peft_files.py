@@ -15,23 +15,23 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 
-from megatron_policy.converters.adapters import (
-    AdapterSpec,
-    adapters_on,
-    stacked_parameters,
-    target_parameters,
-)
-from megatron_policy.converters.config_fields.peft_fields import peft_settings
-from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_base import architecture_of, base_digest
-from megatron_policy.converters.formats.peft_files import (
+from megatron_policy.adapters.base import architecture_of, base_digest
+from megatron_policy.adapters.peft_config import peft_settings
+from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
     BASE,
     peft_contents,
     read_peft,
 )
+from megatron_policy.adapters.table import (
+    AdapterSpec,
+    adapters_on,
+    stacked_parameters,
+    target_parameters,
+)
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 

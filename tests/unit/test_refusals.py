@@ -16,9 +16,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from megatron_policy.adapters.targets import model_tables
 from megatron_policy.cli import app
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.layout import checked_topology
 from megatron_policy.engines.hugging_face.assemble import check_build
 from megatron_policy.errors import ConfigError
@@ -135,7 +135,7 @@ OTHERWISE: dict[str, str] = {
     """,
     "files, which are read later, or the disk": """
         checkpoint.kept_files:* converters.files.*:* monitoring.writers:JsonlWriter.__init__
-        training.reference:* weights.adapters:*
+        training.reference:* adapters.loading:*
     """,
     "what is installed or visible on a machine": """
         engines.hugging_face.assemble:_shared_out engines.megatron.cpu_platform:*
@@ -152,6 +152,7 @@ OTHERWISE: dict[str, str] = {
     "the model's files, which the check reads too": """
         config.model_table:_refuse_other_architecture config.model_table:_refuse_unwanted_head
         config.model_table:_unlisted_table converters.formats.*:*
+        adapters.base:* adapters.opening:* adapters.peft_files:*
         engines.hugging_face.assemble:_refuse_mixing engines.hugging_face.assemble:_tensor_parallel
         engines.hugging_face.decoder:Decoder.base
     """,

@@ -25,8 +25,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import (
+from megatron_policy.adapters.rows import Concatenated
+from megatron_policy.adapters.table import (
     PREFIX,
     AdapterSpec,
     B,
@@ -34,9 +34,9 @@ from megatron_policy.converters.adapters import (
     outputs,
     without_head,
 )
+from megatron_policy.config.trained import PeftConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.canonical import canonical_name
-from megatron_policy.converters.rows.adapter_rows import Concatenated
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device import current_device
 from megatron_policy.memory.host_copies import HostCopies

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_policy.adapters.base import base_digest
+from megatron_policy.adapters.first_values import first_adapters
+from megatron_policy.adapters.table import joined
+from megatron_policy.adapters.targets import adapter_spec, adapters_of
 from megatron_policy.config import MegatronConfig, PolicyConfig
-from megatron_policy.config.adapters import adapter_spec, adapters_of
 from megatron_policy.config.layout import layer_split
 from megatron_policy.config.param_groups import ParamGroups
-from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture, vocab_shard
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_base import base_digest
 from megatron_policy.converters.table import Table
 from megatron_policy.device.timing import Recorder
-from megatron_policy.engines.megatron.adapter_values import first_adapters
 from megatron_policy.engines.megatron.adapters import (
     MegatronAdapters,
     held_adapters,

@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_policy.config.adapters import beyond_its_modules, check_implementation
+from megatron_policy.adapters.targets import beyond_its_modules, check_implementation
 from megatron_policy.converters.architecture import (
     Architecture,
     Attention,

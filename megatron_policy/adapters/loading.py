@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_policy.converters.adapters import AdapterSpec, target_parameters, without_head
+from megatron_policy.adapters.peft_files import ADAPTER_MODEL, PeftAdapters, read_peft
+from megatron_policy.adapters.table import AdapterSpec, target_parameters, without_head
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL, PeftAdapters, read_peft
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.parallel.topology import Placement

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_policy.adapters.rows import Concatenated, QkvParts
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.rows.adapter_rows import Concatenated, QkvParts
 from megatron_policy.converters.rows.blocks import Role, Row, fill_shard
 from megatron_policy.converters.rows.expert_rows import (
     Stacked,

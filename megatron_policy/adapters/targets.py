@@ -7,11 +7,7 @@ from collections.abc import Container, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron_policy.config.model_table import check_reference, model_table
-from megatron_policy.config.parallel_sizes import Engine, engine_of
-from megatron_policy.config.param_groups import ParamGroups
-from megatron_policy.config.policy_config import PolicyConfig
-from megatron_policy.converters.adapters import (
+from megatron_policy.adapters.table import (
     AdapterSpec,
     Parts,
     a_of,
@@ -24,6 +20,10 @@ from megatron_policy.converters.adapters import (
     module_of,
     without_head,
 )
+from megatron_policy.config.model_table import check_reference, model_table
+from megatron_policy.config.parallel_sizes import Engine, engine_of
+from megatron_policy.config.param_groups import ParamGroups
+from megatron_policy.config.policy_config import PolicyConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
 from megatron_policy.converters.rows import GateUp, Joined, Qkv

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_policy.converters.architecture import ScalarHead
-from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.table import Table, bind
 
-from .table import Table, bind
+from .hf_config import read_config
 
 
 @dataclass(frozen=True)

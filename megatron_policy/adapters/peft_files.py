@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.converters.adapters import (
+from megatron_policy.adapters.base import StatedBase, check_named
+from megatron_policy.adapters.peft_config import PeftSettings, peft_settings
+from megatron_policy.adapters.table import (
     PREFIX,
     A,
     AdapterSpec,
@@ -17,18 +19,14 @@ from megatron_policy.converters.adapters import (
     path_of,
     unwrapped,
 )
-from megatron_policy.converters.config_fields.peft_fields import PeftSettings, peft_settings
 from megatron_policy.converters.files import strict_json
-from megatron_policy.converters.files.contained import expanded, inside, read
+from megatron_policy.converters.files.contained import inside, read
+from megatron_policy.converters.formats.hf_names import ADAPTER_CONFIG as ADAPTER_CONFIG
+from megatron_policy.converters.formats.hf_names import ADAPTER_MODEL as ADAPTER_MODEL
+from megatron_policy.converters.formats.safetensors_format import Shape
 from megatron_policy.converters.scalar_head import TENSORS
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
-
-from .hf_files import has_weights
-from .hf_names import ADAPTER_CONFIG as ADAPTER_CONFIG
-from .hf_names import ADAPTER_MODEL as ADAPTER_MODEL
-from .peft_base import StatedBase, check_named
-from .safetensors_format import Shape
 
 BASE = "megatron_policy_base.json"
 """Which base the adapters were trained on, by its digest; PEFT does not read it."""
@@ -127,12 +125,6 @@ class PeftAdapters:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             shown = ", ".join(names[:_SHOWN])
             raise ConversionError(f"{self.root} {what} {shown}{more}; {why}")
-
-
-def is_peft(path: str | Path) -> bool:
-    """Whether a directory has adapters, and no model."""
-    root = expanded(path)
-    return (root / ADAPTER_CONFIG).is_file() and not has_weights(root)
 
 
 def read_peft(root: Path) -> PeftAdapters:

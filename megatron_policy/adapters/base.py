@@ -15,18 +15,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron_policy.converters.adapters import same_base
+from megatron_policy.adapters.peft_config import PeftSettings
+from megatron_policy.adapters.table import same_base
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.plain_values import plain
-from megatron_policy.converters.config_fields.peft_fields import PeftSettings
 from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.formats.hf_files import HfReader, has_weights
+from megatron_policy.converters.formats.hf_location import locate
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.scalar_head import FIELDS as OF_HEAD
-from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError, ConversionError
-
-from .hf_config import read_config
-from .hf_files import HfReader, has_weights
-from .hf_location import locate
 
 _SAMPLES, _SAMPLE, _SPREAD = 512, 1024, 8
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -95,7 +93,7 @@ def check_named(
 def architecture_of(model: str | Path, overrides: Mapping[str, Any] | None = None) -> Architecture:
     """What the config of `model` says with these overrides, without those of a new scalar head."""
     own = {name: value for name, value in (overrides or {}).items() if name not in OF_HEAD}
-    return bind(read_config(model, own)).architecture
+    return open_model(model, own).table.architecture
 
 
 def base_digest(reader: HfReader, architecture: Architecture, overrides: Mapping[str, Any]) -> str:

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import torch
 
+from megatron_policy.adapters.loading import load_adapters
+from megatron_policy.adapters.table import A, AdapterSpec, is_stacked
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import A, AdapterSpec, is_stacked
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows import fill_parts, fill_shard
 from megatron_policy.converters.rows.expert_rows import StackedAdapterA, StackedAdapterB
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.parallel.topology import Placement
-from megatron_policy.weights.adapters import load_adapters
 from megatron_policy.weights.load import DTYPES, Held
 
 _NORMAL_STD = 0.2

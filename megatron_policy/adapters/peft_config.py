@@ -13,9 +13,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from megatron_policy.converters.config_fields.fields import (
+    IGNORED_FIELD,
+    REFUSED,
+    TRANSLATED,
+    FieldUse,
+    shown,
+)
 from megatron_policy.errors import ConversionError
-
-from .fields import IGNORED_FIELD, REFUSED, TRANSLATED, FieldUse, shown
 
 _MERGED = "merge them into their model with PEFT (merge_and_unload), and take that as the model"
 _PLAIN: tuple[Any, ...] = (None, False, "none", [], {})
