@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,13 +17,14 @@ import torch
 
 from megatron_policy.adapters.peft_config import PeftSettings
 from megatron_policy.adapters.table import same_base
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, ScalarHead
 from megatron_policy.converters.architecture.plain_values import plain
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.formats.hf_files import HfReader, has_weights
 from megatron_policy.converters.formats.hf_location import locate
 from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.scalar_head import FIELDS as OF_HEAD
+from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 
 _SAMPLES, _SAMPLE, _SPREAD = 512, 1024, 8
@@ -79,21 +80,29 @@ def check_named(
     if has_weights(there):
         with HfReader(there) as theirs, HfReader(own) as ours:
             try:
-                of_theirs = base_digest(theirs, architecture_of(there), {})
+                of_theirs = base_digest(theirs, open_base(there).architecture, {})
             except (ConfigError, ConversionError):
                 of_theirs = ""  # a model of no family here
             for given in (overrides, {}):
-                if base_digest(ours, architecture_of(own, given), {}) == of_theirs:
+                if base_digest(ours, open_base(own, given).architecture, {}) == of_theirs:
                     return
     elif _last(_repository(there) or named) == _last(_repository(own) or str(model)):
         return
     _refuse(root, repr(named), repr(str(model)), "base_model_name_or_path")
 
 
-def architecture_of(model: str | Path, overrides: Mapping[str, Any] | None = None) -> Architecture:
-    """What the config of `model` says with these overrides, without those of a new scalar head."""
+def open_base(
+    model: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    head: ScalarHead | None = None,
+    tensors: Collection[str] = (),
+) -> Table:
+    """The table of `model` with these overrides, without those of a new scalar head; see
+    `open_model`.
+    """
     own = {name: value for name, value in (overrides or {}).items() if name not in OF_HEAD}
-    return open_model(model, own).table.architecture
+    return open_model(model, own, head=head, tensors=tensors).table
 
 
 def base_digest(reader: HfReader, architecture: Architecture, overrides: Mapping[str, Any]) -> str:

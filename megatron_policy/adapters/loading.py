@@ -1,24 +1,109 @@
-"""Fills this rank's adapters from a directory that PEFT or `export_peft` wrote."""
+"""Fills this rank's adapters: draws their first values, or reads a directory that PEFT or
+`export_peft` wrote.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from megatron_policy.adapters.peft_files import ADAPTER_MODEL, PeftAdapters, read_peft
-from megatron_policy.adapters.table import AdapterSpec, target_parameters, without_head
+from megatron_policy.adapters.table import (
+    A,
+    AdapterSpec,
+    is_stacked,
+    target_parameters,
+    without_head,
+)
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.trained import PeftConfig
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.table import Table
+from megatron_policy.converters.rows import fill_parts, fill_shard
+from megatron_policy.converters.rows.expert_rows import StackedAdapterA, StackedAdapterB
+from megatron_policy.converters.table import Entry, Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.parallel.topology import Placement
-from megatron_policy.weights.load import Held, load_parameters
+from megatron_policy.weights.load import DTYPES, Held, load_parameters
 
 _MERGE = (
     "merge them into their base, as PEFT's merge_and_unload() does, and set policy.model_name to "
     "that"
 )
+
+_METHODS: Mapping[str, Callable[[torch.Tensor, torch.Generator], object]] = {
+    # Glorot and Bengio 2010, the normal distribution.
+    "xavier": lambda t, drawn: torch.nn.init.xavier_normal_(t, generator=drawn),
+    # He et al. 2015, uniform with PEFT's slope: within 1 / sqrt(inputs).
+    "kaiming": lambda t, drawn: torch.nn.init.kaiming_uniform_(t, math.sqrt(5), generator=drawn),
+    # As Megatron-Bridge, from which the host takes its names of methods.
+    "normal": lambda t, drawn: t.normal_(0.0, 0.2, generator=drawn),
+    "zero": lambda t, _: t.zero_(),
+}
+"""Fill a tensor from a generator."""
+
+
+def first_adapters(
+    held: Held, table: Table, place: Placement, config: PolicyConfig, spec: AdapterSpec
+) -> dict[str, torch.dtype]:
+    """Fill adapters with the values that they start from. A scalar head keeps those of the base,
+    unless a directory to start from has others. Returns the dtypes in which they are handed over.
+
+    ConversionError unless a directory to start from holds exactly the adapters of the table, and
+    ConfigError for adapters of another rank or scale, or of other weights.
+    """
+    peft = config.megatron_cfg.peft
+    names = [*table.hf_shapes(), *table.copies()]
+    drawn = dict.fromkeys(names, DTYPES[config.precision])
+    if peft.start_from is None:
+        _draw([pair for pair in held if pair[0].adapts], table, place, peft, config.seed)
+        return drawn
+    return drawn | load_adapters(peft.start_from, held, table, place, spec)
+
+
+@torch.no_grad()
+def _draw(held: Held, table: Table, place: Placement, peft: PeftConfig, seed: int) -> None:
+    """Each Hugging Face tensor is drawn whole in fp32, from the seed and its name, and sliced: the
+    values do not depend on the layout.
+    """
+    arch = table.architecture
+    stack: tuple[tuple[str, ...], list[torch.Tensor]] = ((), [])
+    for entry, parameter in held:
+        if is_stacked(entry):
+            if stack[0] != entry.hf:  # once for all its experts
+                stack = entry.hf, [_drawn_stack(entry, arch, peft, seed)]
+            parts = stack[1]
+        else:
+            shapes = zip(entry.hf, entry.row.hf_shapes(arch), strict=True)
+            parts = [_drawn(name, shape, peft, seed) for name, shape in shapes]
+        fill_shard(entry.row, arch, parameter.data, parts, *place.shard_of(entry.row))
+
+
+def _drawn_stack(entry: Entry, arch: Architecture, peft: PeftConfig, seed: int) -> torch.Tensor:
+    """The adapters of all experts of a stack, each drawn on its own."""
+    (shape,), (name,) = entry.row.hf_shapes(arch), entry.hf
+    whole, own = torch.empty(shape), entry.row.local_shape(arch, 1)
+    assert arch.moe is not None and isinstance(entry.row, StackedAdapterA | StackedAdapterB)
+    for expert in range(arch.moe.experts):
+        row = replace(entry.row, expert=expert)
+        drawn = _drawn(f"{expert} {name}", own, peft, seed)
+        fill_parts(row, arch, [whole], drawn, 0, 1)
+    return whole
+
+
+def _drawn(name: str, shape: tuple[int, ...], peft: PeftConfig, seed: int) -> torch.Tensor:
+    method = peft.lora_A_init_method if name.endswith(A) else peft.lora_B_init_method
+    own = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(own[:8], "big") >> 1)
+    tensor = torch.empty(shape)
+    _METHODS[method](tensor, generator)
+    return tensor
 
 
 def load_adapters(

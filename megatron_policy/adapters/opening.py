@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_policy.adapters.base import architecture_of, base_digest
+from megatron_policy.adapters.base import base_digest, open_base
 from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
     BASE,
@@ -25,8 +25,6 @@ from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.formats.dist_files import DistReader
 from megatron_policy.converters.formats.hf_files import HfReader, has_weights
 from megatron_policy.converters.formats.hf_location import locate
-from megatron_policy.converters.formats.opening import open_model
-from megatron_policy.converters.scalar_head import FIELDS as OF_HEAD
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.errors import ConfigError, ConversionError
@@ -76,7 +74,7 @@ def find_base(found: PeftAdapters, given: str | Path | None) -> Base:
     """The model that is `given`, or the one on this machine that the adapters name. ConfigError if
     there is none, or it is not theirs.
     """
-    named = found.stated.model if found.stated else found.settings.model
+    named = found.model
     if given is None and (named is None or not has_weights(expanded(named))):
         whose = f"; they name {named!r:.200}" if named else ""
         raise ConfigError(
@@ -84,10 +82,11 @@ def find_base(found: PeftAdapters, given: str | Path | None) -> Base:
             f"base={whose}"
         )
     model = str(given if given is not None else named)
-    root, overrides = locate(model), found.stated.overrides if found.stated else {}
+    root = locate(model)
     with HfReader(root) as reader:
-        digest = base_digest(reader, architecture_of(root, overrides), overrides)
-    found.check_base(model, digest, overrides)
+        architecture = open_base(root, found.overrides).architecture
+        digest = base_digest(reader, architecture, found.overrides)
+    found.check_base(model, digest, found.overrides)
     return Base(model, root, digest)
 
 
@@ -99,12 +98,10 @@ def model_of(
 
     ConversionError for adapters of a head that the base has not, or not of the head that it has.
     """
-    overrides = found.stated.overrides if found.stated else {}
-    own = {name: value for name, value in overrides.items() if name not in OF_HEAD}
-    head = None
+    overrides, head = found.overrides, None
     if found.settings.has_head:
         head = ScalarHead(per_token=PREFIX + SCALAR[1] in infos)
-    model = open_model(base.root, own, head=head, tensors=names).table
+    model = open_base(base.root, overrides, head=head, tensors=names)
     if found.settings.of_head and model.architecture.head is None:
         raise ConversionError(
             f"{found.root} has adapters of a model with a scalar head (task_type), which "

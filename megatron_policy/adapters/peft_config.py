@@ -165,7 +165,7 @@ def peft_uses(config: Mapping[str, Any]) -> Iterator[FieldUse]:
     for name in dict.fromkeys((*config, *_NEEDED)):
         value = config.get(name)
         if name in _APPLIED:
-            problem = _APPLIED[name](value)
+            problem = next((why for is_legal, why in _APPLIED[name] if not is_legal(value)), "")
             yield FieldUse(name, value, REFUSED if problem else TRANSLATED, problem)
         elif name in _IGNORED:
             yield FieldUse(name, value, IGNORED_FIELD, _IGNORED[name])
@@ -200,114 +200,88 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and -_MOST < value < _MOST
 
 
-def _kind(value: Any) -> str:
-    return "" if value == "LORA" else "only 'LORA' is read: " + _MERGED
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 0 < value < _MOST
 
 
-def _task(value: Any) -> str:
-    if value in (None, "CAUSAL_LM", *_OF_HEADS):
-        return ""
-    return "adapters of other models than 'CAUSAL_LM', 'SEQ_CLS', 'TOKEN_CLS' are not supported"
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-def _start(value: Any) -> str:
-    if any(value is each or (isinstance(each, str) and value == each) for each in _STARTS):
-        return ""
-    return "it changes the base: save them with path_initial_model_for_weight_conversion first"
+def _are_modules(value: Any) -> bool:
+    return value is None or isinstance(value, str) or _are_names(value)
 
 
-def _rank(value: Any) -> str:
-    return "" if type(value) is int and 0 < value < _MOST else "must be a whole number, 1 or more"
-
-
-def _number(value: Any) -> str:
-    return "" if _is_number(value) else "must be a number"
-
-
-def _dropout(value: Any) -> str:
-    return "" if value is None or (_is_number(value) and 0 <= value < 1) else "must be in 0 .. 1"
-
-
-def _flag(value: Any) -> str:
-    return "" if value in (None, False, True) else "must be true or false"
-
-
-def _name(value: Any) -> str:
-    return "" if value is None or isinstance(value, str) else "must be a name"
-
-
-def _targets(value: Any) -> str:
-    if value is None:
-        return "PEFT adapts modules of its own choice then, and no others: write the modules out"
-    return _modules(value)
-
-
-def _modules(value: Any) -> str:
-    if value is None or isinstance(value, str):
-        return ""
-    named = isinstance(value, list) and all(isinstance(each, str) for each in value)
-    return "" if named else "must be names of modules, or a pattern"
-
-
-def _parameters(value: Any) -> str:
-    named = isinstance(value, list) and all(isinstance(each, str) for each in value)
-    return "" if value is None or named else "must be names of parameters"
-
-
-def _in_full(value: Any) -> str:
-    if not value or (isinstance(value, list) and all(each in _HEADS for each in value)):
-        return ""
-    return "of modules that they come with, only a scalar head is read: " + _MERGED
-
-
-def _excluded(value: Any) -> str:
-    if isinstance(value, str) and value:
-        return "a pattern is not read here: list the modules by name, or leave it out"
-    return _modules(value)
-
-
-def _layers(value: Any) -> str:
-    numbers = [] if value is None else _listed(value)
-    return "" if all(type(each) is int for each in numbers) else "must be numbers of layers"
-
-
-def _literal(value: Any) -> str:
+def _are_literal(value: Any) -> bool:
     names = [] if value is None else [*value] if isinstance(value, Mapping) else _listed(value)
-    if all(isinstance(name, str) and _LITERAL.fullmatch(name) for name in names):
-        return ""
-    return (
-        "patterns are not read here: write the modules out by name, or by the ends of their paths"
-    )
+    return all(isinstance(name, str) and _LITERAL.fullmatch(name) for name in names)
 
 
-def _ranks(value: Any) -> str:
-    values = value.values() if isinstance(value, Mapping) else () if value is None else (None,)
-    return _literal(value) or next(filter(None, map(_rank, values)), "")
+def _have_values(value: Any, is_legal: Callable[[Any], bool]) -> bool:
+    return value is None or (isinstance(value, Mapping) and all(map(is_legal, value.values())))
 
 
-def _alphas(value: Any) -> str:
-    values = value.values() if isinstance(value, Mapping) else () if value is None else (None,)
-    return _literal(value) or next(filter(None, map(_number, values)), "")
+Check = tuple[Callable[[Any], bool], str]
+"""Whether a value is applied, and what is wrong with others."""
 
-
-_APPLIED: Mapping[str, Callable[[Any], str]] = {
-    "peft_type": _kind,
-    "r": _rank,
-    "lora_alpha": _number,
-    "lora_dropout": _dropout,
-    "alpha_pattern": _alphas,
-    "base_model_name_or_path": _name,
-    "exclude_modules": _excluded,
-    "init_lora_weights": _start,
-    "layers_pattern": _literal,
-    "layers_to_transform": _layers,
-    "modules_to_save": _in_full,
-    "rank_pattern": _ranks,
-    "revision": _name,
-    "target_modules": _targets,
-    "target_parameters": _parameters,
-    "task_type": _task,
-    "use_rslora": _flag,
+_A_RANK: Check = (_is_rank, "must be a whole number, 1 or more")
+_A_NUMBER: Check = (_is_number, "must be a number")
+_A_NAME: Check = (lambda v: v is None or isinstance(v, str), "must be a name")
+_MODULES: Check = (_are_modules, "must be names of modules, or a pattern")
+_LITERALS: Check = (
+    _are_literal,
+    "patterns are not read here: write the modules out by name, or by the ends of their paths",
+)
+_APPLIED: Mapping[str, tuple[Check, ...]] = {
+    "peft_type": ((lambda v: v == "LORA", "only 'LORA' is read: " + _MERGED),),
+    "r": (_A_RANK,),
+    "lora_alpha": (_A_NUMBER,),
+    "lora_dropout": ((lambda v: v is None or (_is_number(v) and 0 <= v < 1), "must be in 0 .. 1"),),
+    "alpha_pattern": (_LITERALS, (lambda v: _have_values(v, _is_number), _A_NUMBER[1])),
+    "base_model_name_or_path": (_A_NAME,),
+    "exclude_modules": (
+        (
+            lambda v: not (isinstance(v, str) and v),
+            "a pattern is not read here: list the modules by name, or leave it out",
+        ),
+        _MODULES,
+    ),
+    "init_lora_weights": (
+        (
+            lambda v: any(v is each or (isinstance(each, str) and v == each) for each in _STARTS),
+            "it changes the base: save them with path_initial_model_for_weight_conversion first",
+        ),
+    ),
+    "layers_pattern": (_LITERALS,),
+    "layers_to_transform": (
+        (
+            lambda v: v is None or all(type(each) is int for each in _listed(v)),
+            "must be numbers of layers",
+        ),
+    ),
+    "modules_to_save": (
+        (
+            lambda v: not v or (isinstance(v, list) and all(each in _HEADS for each in v)),
+            "of modules that they come with, only a scalar head is read: " + _MERGED,
+        ),
+    ),
+    "rank_pattern": (_LITERALS, (lambda v: _have_values(v, _is_rank), _A_RANK[1])),
+    "revision": (_A_NAME,),
+    "target_modules": (
+        (
+            lambda v: v is not None,
+            "PEFT adapts modules of its own choice then, and no others: write the modules out",
+        ),
+        _MODULES,
+    ),
+    "target_parameters": ((lambda v: v is None or _are_names(v), "must be names of parameters"),),
+    "task_type": (
+        (
+            lambda v: v in (None, "CAUSAL_LM", *_OF_HEADS),
+            "adapters of other models than 'CAUSAL_LM', 'SEQ_CLS', 'TOKEN_CLS' are not supported",
+        ),
+    ),
+    "use_rslora": ((lambda v: v in (None, False, True), "must be true or false"),),
 }
-"""What is wrong with the value of each field that is applied; "" for nothing."""
+"""The fields that are applied, each with what its value has to be; the first problem is told."""
 _NEEDED = ("peft_type", "r", "lora_alpha", "target_modules")

@@ -45,6 +45,16 @@ class PeftAdapters:
     settings: PeftSettings
     stated: StatedBase | None
 
+    @property
+    def model(self) -> str | None:
+        """The name of the model that they adapt, if they have it."""
+        return self.stated.model if self.stated else self.settings.model
+
+    @property
+    def overrides(self) -> Mapping[str, Any]:
+        """The fields of that model's config.json that were overridden."""
+        return self.stated.overrides if self.stated else {}
+
     def modules(
         self, shapes: Mapping[str, Shape], parameters: Collection[str] = ()
     ) -> dict[str, tuple[int, float]]:

@@ -331,26 +331,17 @@ def _rows(row: Row, parts: Parts, rank: int) -> tuple[Row, Row]:
         a = Whole(into, hf_a, (rank, inputs), part=kind)
         return a, type(of)(out, hf_b, (outputs, rank), part=kind)
     (inputs,) = of.tail if isinstance(of, Qkv) else of.dims[1:]
-    a = Whole(into, hf_a[:1], (rank, inputs), part=kind)
-    if parts is not None:
+    if parts is None:
+        a = Whole(into, hf_a[:1], (rank, inputs), part=kind)
+    else:
         a = Concatenated(into, hf_a, (rank, inputs), part=kind)
-    if parts is None or len(parts) == len(row.hf):
-        b: Row = _with_inputs(of, out, hf_b, rank)
-        return a, (
-            Joined((hf_b[0],), _with_inputs(of, out, (), rank)) if isinstance(row, Joined) else b
-        )
-    return a, _some_outputs(of, out, hf_b, parts, rank)
-
-
-def _with_inputs(of: Qkv | GateUp, name: str, hf: tuple[str, ...], rank: int) -> Qkv | GateUp:
-    if isinstance(of, Qkv):
-        return Qkv(name, hf, (rank,))
-    return GateUp(name, hf, (of.dims[0], rank), part=of.part)
-
-
-def _some_outputs(
-    of: Qkv | GateUp, name: str, hf: tuple[str, ...], parts: tuple[int, ...], rank: int
-) -> Row:
+    if len(numbers) < len(row.hf):
+        if isinstance(of, Qkv):
+            return a, QkvParts(out, hf_b, numbers, (rank,))
+        return a, Columns(out, hf_b, (of.dims[0], rank), part=kind)
+    joins = isinstance(row, Joined)
+    hf = () if joins else hf_b
+    b: Qkv | GateUp = Qkv(out, hf, (rank,))
     if isinstance(of, GateUp):
-        return Columns(name, hf, (of.dims[0], rank), part=of.part)
-    return QkvParts(name, hf, parts, (rank,))
+        b = GateUp(out, hf, (of.dims[0], rank), part=kind)
+    return a, (Joined((hf_b[0],), b) if joins else b)

@@ -88,10 +88,8 @@ def _bind_to_base(checkpoint: OpenCheckpoint, found: PeftAdapters, base: Base) -
         )
     parameters = found.parameters(stacked_parameters(model), base.root)
     rank, alpha = found.uniform(shapes, parameters)
-    named = found.stated.model if found.stated else found.settings.model
-    spec = AdapterSpec(
-        rank, alpha, found.settings.dropout, named or base.model, base.digest, model.overrides
-    )
+    of_base = found.model or base.model, base.digest, model.overrides
+    spec = AdapterSpec(rank, alpha, found.settings.dropout, *of_base)
 
     def is_joined(entry: Entry) -> bool:
         first, *others = (f"{PREFIX}{module_of(name)}{A}" for name in entry.hf)

@@ -18,7 +18,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from megatron_policy.adapters.base import architecture_of, base_digest
+from megatron_policy.adapters.base import base_digest, open_base
 from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
@@ -413,7 +413,7 @@ def test_overrides_go_with_adapters(checkpoint, tmp_path) -> None:
     convert(peft, tmp_path / "plain", "mcore", base=base)
     overrides = {"rms_norm_eps": 0.5}
     with HfReader(base) as reader:
-        digest = base_digest(reader, architecture_of(base, overrides), overrides)
+        digest = base_digest(reader, open_base(base, overrides).architecture, overrides)
     stated = {"model": str(base), "digest": digest}
     (peft / BASE).write_text(json.dumps(stated | {"hf_config_overrides": overrides}))
     convert(peft, tmp_path / "saved", "mcore", base=base)

@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 
-from megatron_policy.adapters.base import architecture_of, base_digest
+from megatron_policy.adapters.base import base_digest, open_base
 from megatron_policy.adapters.peft_config import peft_settings
 from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
@@ -312,7 +312,7 @@ def test_a_base_that_is_only_named_has_to_have_that_name_or_the_same_weights(
     with pytest.raises(ConfigError, match="other name"):
         check(str(copied))
     with HfReader(base) as one, HfReader(copied) as other:
-        arch = architecture_of(base)
+        arch = open_base(base).architecture
         assert base_digest(one, arch, {}) != base_digest(other, arch, {})
         assert base_digest(one, arch, {}) != base_digest(one, arch, {"a": 1})
 
@@ -334,7 +334,7 @@ def test_models_that_differ_in_what_their_config_computes_or_in_late_rows_are_to
                     tensor[4:] += 0.5
             save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
         with HfReader(root) as reader:
-            found[name] = base_digest(reader, architecture_of(root), {})
+            found[name] = base_digest(reader, open_base(root).architecture, {})
     assert found["same"] == found["idle"]
     assert len(set(found.values())) == 3
     changed(theirs, ADAPTER_CONFIG, base_model_name_or_path=str(tmp_path / "same"))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.adapters.base import base_digest
-from megatron_policy.adapters.first_values import first_adapters
+from megatron_policy.adapters.loading import first_adapters
 from megatron_policy.adapters.table import joined
 from megatron_policy.adapters.targets import adapter_spec, adapters_of
 from megatron_policy.config import MegatronConfig, PolicyConfig
