@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from megatron_policy.adapters.peft_config import PeftSettings
-from megatron_policy.adapters.table import same_base
+from megatron_policy.adapters.table import is_same_base
 from megatron_policy.converters.architecture import Architecture, ScalarHead
 from megatron_policy.converters.architecture.plain_values import plain
 from megatron_policy.converters.files.contained import expanded
@@ -44,7 +44,7 @@ class StatedBase:
         """ConfigError unless the adapters in `root` are of `model`, which has that digest with the
         overrides `own`.
         """
-        if same_base(self.digest, digest):
+        if is_same_base(self.digest, digest):
             return
         if dict(self.overrides) != dict(own):
             raise ConfigError(
@@ -75,7 +75,7 @@ def check_named(
     if revision and commit and _COMMIT.fullmatch(revision) and revision != commit:
         _refuse(root, f"revision {revision} of {named!r}", f"revision {commit}", "revision")
     there = expanded(named)
-    if _real(there) == _real(own) or _repository(own) == named:
+    if os.path.realpath(there) == os.path.realpath(own) or _find_repository(own) == named:
         return
     if has_weights(there):
         with HfReader(there) as theirs, HfReader(own) as ours:
@@ -86,8 +86,10 @@ def check_named(
             for given in (overrides, {}):
                 if base_digest(ours, open_base(own, given).architecture, {}) == of_theirs:
                     return
-    elif _last(_repository(there) or named) == _last(_repository(own) or str(model)):
-        return
+    else:
+        names = (_find_repository(there) or named, _find_repository(own) or str(model))
+        if len({name.rstrip("/").rpartition("/")[2].casefold() for name in names}) == 1:
+            return
     _refuse(root, repr(named), repr(str(model)), "base_model_name_or_path")
 
 
@@ -106,7 +108,7 @@ def open_base(
 
 
 def base_digest(reader: HfReader, architecture: Architecture, overrides: Mapping[str, Any]) -> str:
-    """What tells a model of these files from others, in two parts; see `same_base`.
+    """What tells a model of these files from others, in two parts; see `is_same_base`.
 
     The first has the names, shapes and dtypes of its tensors, the first bytes of up to 512 of them,
     in an order without a pattern, and the fields of its config that are overridden. The second has
@@ -125,13 +127,13 @@ def base_digest(reader: HfReader, architecture: Architecture, overrides: Mapping
         shape = reader.shapes[name]
         rows = tuple(slice(0, min(size, 1 if dim else 4)) for dim, size in enumerate(shape[:-1]))
         taken = reader.part(name)[(*rows, slice(0, _SAMPLE))] if shape else reader.tensor(name)
-        first.update(_bytes(taken))
-        for index in _spread(shape):
-            second.update(_bytes(reader.part(name)[index]))
+        first.update(_view_bytes(taken))
+        for index in _sample_places(shape):
+            second.update(_view_bytes(reader.part(name)[index]))
     return f"{first.hexdigest()[:32]}.{second.hexdigest()[:32]}"
 
 
-def _spread(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+def _sample_places(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     """Short pieces of rows of a tensor, from its first element to its last."""
     for place in range(_SPREAD if shape and all(shape) else 0):
         lengths = [*(1 for _ in shape[:-1]), min(_SAMPLE, shape[-1])]
@@ -141,7 +143,7 @@ def _spread(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
         yield tuple(slice(at, at + long) for at, long in zip(starts, lengths, strict=True))
 
 
-def _bytes(values: torch.Tensor) -> bytes:
+def _view_bytes(values: torch.Tensor) -> bytes:
     return values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -152,16 +154,8 @@ def _refuse(root: Path, theirs: str, ours: str, what: str) -> NoReturn:
     )
 
 
-def _real(path: Path) -> str:
-    return os.path.realpath(path)
-
-
-def _repository(root: Path) -> str:
+def _find_repository(root: Path) -> str:
     """The hub repository of a snapshot in its cache; "" for other directories."""
     folder = root.parent.parent.name
     is_snapshot = root.parent.name == "snapshots" and folder.startswith("models--")
     return folder.removeprefix("models--").replace("--", "/") if is_snapshot else ""
-
-
-def _last(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2].casefold()

@@ -16,9 +16,9 @@ from megatron_policy.adapters.peft_files import ADAPTER_MODEL, PeftAdapters, rea
 from megatron_policy.adapters.table import (
     A,
     AdapterSpec,
+    drop_head,
     is_stacked,
-    target_parameters,
-    without_head,
+    list_target_parameters,
 )
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.trained import PeftConfig
@@ -49,7 +49,7 @@ _METHODS: Mapping[str, Callable[[torch.Tensor, torch.Generator], object]] = {
 """Fill a tensor from a generator."""
 
 
-def first_adapters(
+def fill_adapters(
     held: Held, table: Table, place: Placement, config: PolicyConfig, spec: AdapterSpec
 ) -> dict[str, torch.dtype]:
     """Fill adapters with the values that they start from. A scalar head keeps those of the base,
@@ -77,27 +77,27 @@ def _draw(held: Held, table: Table, place: Placement, peft: PeftConfig, seed: in
     for entry, parameter in held:
         if is_stacked(entry):
             if stack[0] != entry.hf:  # once for all its experts
-                stack = entry.hf, [_drawn_stack(entry, arch, peft, seed)]
+                stack = entry.hf, [_draw_stack(entry, arch, peft, seed)]
             parts = stack[1]
         else:
             shapes = zip(entry.hf, entry.row.hf_shapes(arch), strict=True)
-            parts = [_drawn(name, shape, peft, seed) for name, shape in shapes]
+            parts = [_draw_tensor(name, shape, peft, seed) for name, shape in shapes]
         fill_shard(entry.row, arch, parameter.data, parts, *place.shard_of(entry.row))
 
 
-def _drawn_stack(entry: Entry, arch: Architecture, peft: PeftConfig, seed: int) -> torch.Tensor:
+def _draw_stack(entry: Entry, arch: Architecture, peft: PeftConfig, seed: int) -> torch.Tensor:
     """The adapters of all experts of a stack, each drawn on its own."""
     (shape,), (name,) = entry.row.hf_shapes(arch), entry.hf
     whole, own = torch.empty(shape), entry.row.local_shape(arch, 1)
     assert arch.moe is not None and isinstance(entry.row, StackedAdapterA | StackedAdapterB)
     for expert in range(arch.moe.experts):
         row = replace(entry.row, expert=expert)
-        drawn = _drawn(f"{expert} {name}", own, peft, seed)
+        drawn = _draw_tensor(f"{expert} {name}", own, peft, seed)
         fill_parts(row, arch, [whole], drawn, 0, 1)
     return whole
 
 
-def _drawn(name: str, shape: tuple[int, ...], peft: PeftConfig, seed: int) -> torch.Tensor:
+def _draw_tensor(name: str, shape: tuple[int, ...], peft: PeftConfig, seed: int) -> torch.Tensor:
     method = peft.lora_A_init_method if name.endswith(A) else peft.lora_B_init_method
     own = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(own[:8], "big") >> 1)
@@ -121,10 +121,10 @@ def load_adapters(
     those of the table; ConversionError for damaged files, and values that are not finite.
     """
     root = expanded(directory)
-    found, parameters = read_peft(root), target_parameters(table)
+    found, parameters = read_peft(root), list_target_parameters(table)
     _check_parts(found, table, parameters)
     if table.architecture.head is not None and not found.settings.has_head:
-        table, held = without_head(table), [pair for pair in held if pair[0].adapts]
+        table, held = drop_head(table), [pair for pair in held if pair[0].adapts]
     with HfReader(root, ADAPTER_MODEL) as reader:
         _check_scale(root, found.uniform(reader.shapes, parameters), spec)
         found.check_base(spec.model, spec.base, spec.overrides)
@@ -153,7 +153,7 @@ def _check_parts(found: PeftAdapters, table: Table, parameters: list[str]) -> No
             "this policy has none: set policy.reward_model_cfg to the head that they were trained "
             f"with, or {_MERGE}"
         )
-    fitting = {name: settings.parameters_named(name, parameters) for name in settings.parameters}
+    fitting = {name: settings.match_parameters(name, parameters) for name in settings.parameters}
     missing = sorted(set(parameters).difference(*fitting.values()))
     unknown = [name for name, names in fitting.items() if not names]
     if missing or unknown:

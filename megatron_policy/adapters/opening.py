@@ -11,14 +11,14 @@ from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
     BASE,
     PeftAdapters,
-    described,
+    read_description,
 )
 from megatron_policy.adapters.table import (
     PREFIX,
     AdapterSpec,
-    a_of,
-    adapters_on,
-    stacked_parameters,
+    bind_adapters,
+    list_stacked_parameters,
+    name_a,
 )
 from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.files.contained import expanded, inside
@@ -40,7 +40,7 @@ class Base:
     digest: str
 
 
-def saved_adapters(
+def read_saved_adapters(
     root: Path, side_name: str, reader: DistReader, table: Table
 ) -> tuple[PeftAdapters, AdapterSpec, Table]:
     """What the directory of that name in a training checkpoint says of its adapters, and their
@@ -52,7 +52,7 @@ def saved_adapters(
             f"{root} has adapters alone, but not the files that say of which modules: load it in a "
             "policy with its megatron_cfg.peft, and save it again or call export_peft"
         )
-    found = described(side)
+    found = read_description(side)
     modules, settings, stated = found.settings.targets, found.settings, found.stated
     if modules is None or stated is None:
         raise ConversionError(
@@ -61,13 +61,13 @@ def saved_adapters(
         )
 
     def is_joined(entry: Entry) -> bool:
-        key = reader.keys.get(a_of(entry.megatron))
+        key = reader.keys.get(name_a(entry.megatron))
         return key is not None and key.shape[:1] == (settings.rank,)
 
-    scale = settings.rank, settings.alpha_of(""), settings.dropout
+    scale = *settings.find_scale(""), settings.dropout
     spec = AdapterSpec(*scale, stated.model, stated.digest, stated.overrides)
-    parameters = found.parameters(stacked_parameters(table), stated.model)
-    return found, spec, adapters_on(table, spec.rank, modules, is_joined, parameters)
+    parameters = found.parameters(list_stacked_parameters(table), stated.model)
+    return found, spec, bind_adapters(table, spec.rank, modules, is_joined, parameters)
 
 
 def find_base(found: PeftAdapters, given: str | Path | None) -> Base:
@@ -90,7 +90,7 @@ def find_base(found: PeftAdapters, given: str | Path | None) -> Base:
     return Base(model, root, digest)
 
 
-def model_of(
+def bind_base(
     found: PeftAdapters, base: Base, infos: Mapping[str, Info], names: Collection[str] = ()
 ) -> tuple[Base, Table]:
     """The base, and its table, with the head that comes with the adapters, if one does, and those

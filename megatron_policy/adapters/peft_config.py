@@ -88,14 +88,11 @@ class PeftSettings:
     of_head: bool = False
     """Whether they are of a model with such a head."""
 
-    def rank_of(self, module: str) -> int:
-        """The rank of a module's adapter."""
-        return _by_module(self.ranks, module, self.rank)
-
-    def alpha_of(self, module: str) -> float:
-        """The alpha with which `alpha / rank` is the scale of a module's adapter."""
-        alpha = _by_module(self.alphas, module, self.alpha)
-        return alpha * math.sqrt(self.rank_of(module)) if self.rank_stabilised else alpha
+    def find_scale(self, module: str) -> tuple[int, float]:
+        """Rank and alpha of a module's adapter; its scale is `alpha / rank`."""
+        rank = _look_up(self.ranks, module, self.rank)
+        alpha = _look_up(self.alphas, module, self.alpha)
+        return rank, alpha * math.sqrt(rank) if self.rank_stabilised else alpha
 
     def names(self, module: str) -> bool:
         """Whether PEFT adapts the module; of a pattern, that is assumed."""
@@ -105,7 +102,7 @@ class PeftSettings:
             return True
         return _is_listed(self.targets, module) and self._is_in_layers(module)
 
-    def parameters_named(self, name: str, legal: Iterable[str]) -> list[str]:
+    def match_parameters(self, name: str, legal: Iterable[str]) -> list[str]:
         """Those of the `legal` tensors that one of `parameters` names."""
         return [each for each in legal if _is_listed(frozenset([name]), each)]
 
@@ -123,13 +120,13 @@ class PeftSettings:
         return next(numbers, None) in self.layers
 
 
-def peft_settings(config: Mapping[str, Any], where: object) -> PeftSettings:
+def read_settings(config: Mapping[str, Any], where: object) -> PeftSettings:
     """The settings of the adapters in the directory `where`. ConversionError naming every field
     with which they are of another kind.
     """
     problems = [
         f"{use.name}={shown(use.value)}: {use.why}"
-        for use in peft_uses(config)
+        for use in classify_fields(config)
         if use.outcome == REFUSED
     ]
     if problems:
@@ -148,8 +145,8 @@ def peft_settings(config: Mapping[str, Any], where: object) -> PeftSettings:
         revision=config.get("revision"),
         targets=frozenset(targets) if isinstance(targets, list) else None,
         excluded=frozenset(excluded if isinstance(excluded, list) else ()),
-        layers=None if layers in (None, []) else frozenset(_listed(layers)),
-        layer_lists=frozenset(_listed(lists)),
+        layers=None if layers in (None, []) else frozenset(_as_list(layers)),
+        layer_lists=frozenset(_as_list(lists)),
         parameters=tuple(config.get("target_parameters") or ()),
         has_head=bool(config.get("modules_to_save")),
         of_head=bool(config.get("modules_to_save")) or config.get("task_type") in _OF_HEADS,
@@ -158,7 +155,7 @@ def peft_settings(config: Mapping[str, Any], where: object) -> PeftSettings:
     )
 
 
-def peft_uses(config: Mapping[str, Any]) -> Iterator[FieldUse]:
+def classify_fields(config: Mapping[str, Any]) -> Iterator[FieldUse]:
     """What becomes of each field, in the file's order; of those that have to be there also if they
     are not.
     """
@@ -175,7 +172,7 @@ def peft_uses(config: Mapping[str, Any]) -> Iterator[FieldUse]:
             yield FieldUse(name, value, REFUSED, _REMEDIES.get(name, _UNKNOWN))
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
@@ -188,7 +185,7 @@ def _is_listed(names: frozenset[str], module: str) -> bool:
     return False
 
 
-def _by_module(values: Mapping[str, Number], module: str, default: Number) -> Number:
+def _look_up(values: Mapping[str, Number], module: str, default: Number) -> Number:
     for name, value in values.items():
         whole = name.startswith("^")
         if module == name.removeprefix("^") or (not whole and module.endswith(f".{name}")):
@@ -213,7 +210,7 @@ def _are_modules(value: Any) -> bool:
 
 
 def _are_literal(value: Any) -> bool:
-    names = [] if value is None else [*value] if isinstance(value, Mapping) else _listed(value)
+    names = [] if value is None else [*value] if isinstance(value, Mapping) else _as_list(value)
     return all(isinstance(name, str) and _LITERAL.fullmatch(name) for name in names)
 
 
@@ -255,7 +252,7 @@ _APPLIED: Mapping[str, tuple[Check, ...]] = {
     "layers_pattern": (_LITERALS,),
     "layers_to_transform": (
         (
-            lambda v: v is None or all(type(each) is int for each in _listed(v)),
+            lambda v: v is None or all(type(each) is int for each in _as_list(v)),
             "must be numbers of layers",
         ),
     ),

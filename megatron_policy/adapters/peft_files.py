@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_policy.adapters.base import StatedBase, check_named
-from megatron_policy.adapters.peft_config import PeftSettings, peft_settings
+from megatron_policy.adapters.peft_config import PeftSettings, read_settings
 from megatron_policy.adapters.table import (
     PREFIX,
     A,
     AdapterSpec,
     B,
-    path_of,
-    unwrapped,
+    strip_leaf,
+    unwrap,
 )
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import inside, read
@@ -64,7 +64,7 @@ class PeftAdapters:
         says so. ConversionError, naming tensors, unless each module has both matrices, of the rank
         that the config says, and PEFT adapts it.
         """
-        stacks = {path_of(name) for name in parameters}
+        stacks = {strip_leaf(name) for name in parameters}
         head = {PREFIX + name for name in TENSORS} if self.settings.has_head else set[str]()
         sides = ((name, side) for name in shapes for side in (A, B) if name.endswith(side))
         named = (name.removesuffix(side) for name, side in sides if name.startswith(PREFIX))
@@ -73,10 +73,10 @@ class PeftAdapters:
         self._refuse("has no", sorted(pairs - shapes.keys()), "write both matrices of a module")
         why = "only linear modules' lora_A.weight and lora_B.weight are read: take the others out"
         self._refuse("has", sorted(shapes.keys() - pairs - head), why)
-        modules = [module for module in modules if unwrapped(module) not in stacks]
+        modules = [module for module in modules if unwrap(module) not in stacks]
         why = f"{ADAPTER_CONFIG} does not name them, so PEFT leaves them out: add them to it"
         self._refuse("adapts", [m for m in modules if not self.settings.names(m)], why)
-        found = {m: (self.settings.rank_of(m), self.settings.alpha_of(m)) for m in modules}
+        found = {m: self.settings.find_scale(m) for m in modules}
         for module, (rank, _) in found.items():
             if (seen := shapes[f"{PREFIX}{module}{A}"])[:1] != (rank,):
                 raise ConversionError(
@@ -91,8 +91,8 @@ class PeftAdapters:
         """Rank and alpha of all adapters; ConversionError, naming modules, if they differ, or if no
         policy has such an alpha. See `modules`.
         """
-        settings, found = self.settings, self.modules(shapes, parameters)
-        found |= {each: (settings.rank_of(each), settings.alpha_of(each)) for each in parameters}
+        found = self.modules(shapes, parameters)
+        found |= {each: self.settings.find_scale(each) for each in parameters}
         if not found:
             raise ConversionError(f"{self.root} has no adapters: its {ADAPTER_MODEL} is empty")
         (first, own), *others = found.items()
@@ -115,7 +115,7 @@ class PeftAdapters:
         no more adapters than one for all experts. ConversionError if it has no such tensor.
         """
         named = self.settings.parameters
-        fitting = {name: self.settings.parameters_named(name, legal) for name in named}
+        fitting = {name: self.settings.match_parameters(name, legal) for name in named}
         unknown = [name for name, found in fitting.items() if not found]
         why = f"{model} has no such tensors with stacked experts: give the model that they are of"
         self._refuse("adapts target_parameters", unknown, why)
@@ -146,13 +146,13 @@ def read_peft(root: Path) -> PeftAdapters:
             f"{root} has no {ADAPTER_CONFIG} and {ADAPTER_MODEL}: give a directory that PEFT's "
             "save_pretrained or export_peft wrote"
         )
-    return described(root)
+    return read_description(root)
 
 
-def described(root: Path) -> PeftAdapters:
+def read_description(root: Path) -> PeftAdapters:
     """What the files in `root` say of adapters whose tensors can be elsewhere; see `read_peft`."""
     config = read_object(root, ADAPTER_CONFIG)
-    return PeftAdapters(root, config, peft_settings(config, root), stated_base(root))
+    return PeftAdapters(root, config, read_settings(config, root), stated_base(root))
 
 
 def read_object(root: Path, name: str) -> dict[str, Any]:

@@ -10,15 +10,15 @@ from typing import Any
 from megatron_policy.adapters.table import (
     AdapterSpec,
     Parts,
-    a_of,
-    adapted_by,
-    adapter_table,
-    b_of,
+    build_adapter_table,
+    drop_head,
+    find_module,
     is_adaptable,
     is_stacked,
-    joined,
-    module_of,
-    without_head,
+    join_adapters,
+    name_a,
+    name_b,
+    strip_weight,
 )
 from megatron_policy.config.model_table import check_reference, model_table
 from megatron_policy.config.parallel_sizes import Engine, engine_of
@@ -38,7 +38,7 @@ _SPLIT: dict[type, tuple[str, ...]] = {
 """What Megatron-Bridge calls the parts of a fused layer."""
 
 
-def adapters_of(config: PolicyConfig, table: Table) -> Table | None:
+def choose_adapters(config: PolicyConfig, table: Table) -> Table | None:
     """The table of the adapters that `config` asks for on the model of `table`; None without any.
 
     ConfigError for a module that the model does not have, or whose parts cannot be adapted so.
@@ -53,20 +53,20 @@ def adapters_of(config: PolicyConfig, table: Table) -> Table | None:
         ("exclude_modules", peft.exclude_modules),
     ):
         _refuse_unknown(f"{_KEY}.{key}", names, entries, table)
-    chosen = _chosen(entries, peft.target_modules, peft.exclude_modules)
+    chosen = _choose(entries, peft.target_modules, peft.exclude_modules)
     _refuse_single_experts(entries, chosen)
     if not chosen:
         raise ConfigError(f"{_KEY}.exclude_modules leaves no module to adapt: name fewer")
-    most = max(_smaller_side(entry, table) for entry in entries if entry.megatron in chosen)
+    most = max(_find_highest_rank(entry, table) for entry in entries if entry.megatron in chosen)
     if peft.dim > most:
         raise ConfigError(
             f"{_KEY}.dim is {peft.dim}, but no weight that is adapted has a rank above {most}: set "
             "it to that or less"
         )
-    return adapter_table(table, peft.dim, chosen)
+    return build_adapter_table(table, peft.dim, chosen)
 
 
-def _smaller_side(entry: Entry, table: Table) -> int:
+def _find_highest_rank(entry: Entry, table: Table) -> int:
     """The highest rank that the weight can have; of fused layers, of all parts together."""
     shapes = entry.row.hf_shapes(table.architecture)
     return min(sum(shape[-2] for shape in shapes), max(shape[-1] for shape in shapes))
@@ -84,14 +84,14 @@ def _refuse_single_experts(entries: Iterable[Entry], chosen: Container[str]) -> 
             )
 
 
-def adapter_spec(config: PolicyConfig, base: str, overrides: Mapping[str, Any]) -> AdapterSpec:
+def make_spec(config: PolicyConfig, base: str, overrides: Mapping[str, Any]) -> AdapterSpec:
     """What `config` says of its adapters; `base` is the digest of its model with `overrides`."""
     peft = config.megatron_cfg.peft
     assert peft.dim is not None and peft.alpha is not None, "checked with the other keys"
     return AdapterSpec(peft.dim, peft.alpha, peft.dropout, config.model_name, base, overrides)
 
 
-def model_tables(config: PolicyConfig, *, reference: bool = True) -> tuple[Table, Table]:
+def bind_tables(config: PolicyConfig, *, reference: bool = True) -> tuple[Table, Table]:
     """The table of the model that a configuration names, and that of what is trained: the same, or
     with its adapters.
 
@@ -103,19 +103,19 @@ def model_tables(config: PolicyConfig, *, reference: bool = True) -> tuple[Table
     settings = config.megatron_cfg
     if engine_of(config) is Engine.MEGATRON_CORE:
         check_implementation(settings.transformer_impl, table.architecture, settings.peft.enabled)
-    trained = joined(table, adapters_of(config, table))
+    trained = add_adapters(config, table)
     ParamGroups.of(settings).check(trained)
     return table, trained
 
 
-def trained_table(config: PolicyConfig) -> Table:
-    """The table of what is trained: the model of a configuration, or it with its adapters."""
-    return model_tables(config)[1]
+def add_adapters(config: PolicyConfig, table: Table) -> Table:
+    """The table of a model with the adapters that `config` asks for, if any."""
+    return join_adapters(table, choose_adapters(config, table))
 
 
 def check_implementation(requested: str, architecture: Architecture, adapted: bool) -> None:
     """ConfigError if Transformer Engine is asked for and cannot express the model."""
-    beyond = beyond_its_modules(architecture, adapted)
+    beyond = find_inexpressible(architecture, adapted)
     if requested == "transformer_engine" and beyond:
         raise ConfigError(
             "policy.megatron_cfg.transformer_impl is 'transformer_engine', which cannot express "
@@ -123,18 +123,18 @@ def check_implementation(requested: str, architecture: Architecture, adapted: bo
         )
 
 
-def beyond_its_modules(architecture: Architecture, adapted: bool) -> list[str]:
+def find_inexpressible(architecture: Architecture, adapted: bool) -> list[str]:
     """What Transformer Engine's modules cannot express of a model, which has adapters if `adapted`:
     its layers apply a norm to what adapters would read, and its experts are one module.
     """
     return [*beyond_transformer_engine(architecture), *(["adapters"] if adapted else [])]
 
 
-def targets_of(adapters: Table, table: Table) -> tuple[str, ...]:
+def name_targets(adapters: Table, table: Table) -> tuple[str, ...]:
     """Names for `target_modules` that choose just these adapters on the model of `table`: their
     last words, or their paths if the words name others too.
     """
-    adapters = without_head(adapters)
+    adapters = drop_head(adapters)
     sides = {entry.megatron: entry for entry in adapters.entries}
     paths: list[str] = []
     chosen: dict[str, Parts] = {}
@@ -144,51 +144,51 @@ def targets_of(adapters: Table, table: Table) -> tuple[str, ...]:
             chosen[weight] = None
             paths.append(bases[weight].hf[0])
             continue
-        modules = [adapted_by(name) for name in sides[a_of(weight)].hf]
-        names = [module_of(name) for name in bases[weight].hf]
+        modules = [find_module(name) for name in sides[name_a(weight)].hf]
+        names = [strip_weight(name) for name in bases[weight].hf]
         parts = tuple(map(names.index, modules))
-        fused = len(modules) < len(sides[b_of(weight)].hf)
+        fused = len(modules) < len(sides[name_b(weight)].hf)
         chosen[weight] = None if fused or len(names) == 1 else parts
-        paths += [module_of(weight)] if fused else modules
+        paths += [strip_weight(weight)] if fused else modules
     paths = list(dict.fromkeys(paths))
     words = tuple(dict.fromkeys(path.rpartition(".")[2] for path in paths))
     entries = [entry for entry in table.entries if is_adaptable(entry)]
-    return words if _chosen(entries, words, ()) == chosen else tuple(paths)
+    return words if _choose(entries, words, ()) == chosen else tuple(paths)
 
 
-def _chosen(
+def _choose(
     entries: Iterable[Entry], targets: tuple[str, ...], excluded: tuple[str, ...]
 ) -> dict[str, Parts]:
     """Which parts of which weights are adapted."""
-    found = ((entry.megatron, _parts(entry, targets, excluded)) for entry in entries)
+    found = ((entry.megatron, _choose_parts(entry, targets, excluded)) for entry in entries)
     return {weight: parts for weight, parts in found if parts != ()}
 
 
-def _parts(entry: Entry, targets: tuple[str, ...], excluded: tuple[str, ...]) -> Parts:
+def _choose_parts(entry: Entry, targets: tuple[str, ...], excluded: tuple[str, ...]) -> Parts:
     """Which parts of the weight are adapted; () for none."""
-    whole, parts = _names(entry)
-    if any(_names_one(excluded, name) for name in whole):
+    whole, parts = _name_modules(entry)
+    if any(_match(excluded, name) for name in whole):
         return ()
-    left = tuple(n for n, names in parts.items() if not any(_names_one(excluded, x) for x in names))
-    fused = not targets or any(_names_one(targets, name) for name in whole)
+    left = tuple(n for n, names in parts.items() if not any(_match(excluded, x) for x in names))
+    fused = not targets or any(_match(targets, name) for name in whole)
     if fused and len(left) == len(parts):
         return None
-    found = tuple(n for n in left if fused or any(_names_one(targets, x) for x in parts[n]))
+    found = tuple(n for n in left if fused or any(_match(targets, x) for x in parts[n]))
     return None if found and len(entry.hf) == 1 else found
 
 
-def _names(entry: Entry) -> tuple[list[str], Mapping[int, list[str]]]:
+def _name_modules(entry: Entry) -> tuple[list[str], Mapping[int, list[str]]]:
     """The paths of the weight's module, and of the modules of its parts."""
-    whole = module_of(entry.megatron)
+    whole = strip_weight(entry.megatron)
     row = entry.row
     inner = () if isinstance(row, Joined) else _SPLIT.get(type(row), ())
-    parts = {n: [module_of(name)] for n, name in enumerate(entry.hf)}
+    parts = {n: [strip_weight(name)] for n, name in enumerate(entry.hf)}
     for n, leaf in enumerate(inner):
         parts[n].append(f"{whole.rpartition('.')[0]}.{leaf}")
     return [whole], parts
 
 
-def _names_one(patterns: Iterable[str], path: str) -> bool:
+def _match(patterns: Iterable[str], path: str) -> bool:
     """Whether one of them names the module: by its whole path, by its end, or as a pattern."""
     return any(
         path == each or path.endswith(f".{each}") or fnmatchcase(path, each) for each in patterns
@@ -198,11 +198,11 @@ def _names_one(patterns: Iterable[str], path: str) -> bool:
 def _refuse_unknown(key: str, names: Iterable[str], entries: Iterable[Entry], table: Table) -> None:
     paths: dict[str, None] = {}
     for entry in entries:
-        whole, parts = _names(entry)
+        whole, parts = _name_modules(entry)
         paths |= dict.fromkeys([*whole, *(path for each in parts.values() for path in each)])
     legal = dict.fromkeys(path.rpartition(".")[2] for path in paths)
     for name in names:
-        if not any(_names_one([name], path) for path in paths):
+        if not any(_match([name], path) for path in paths):
             raise ConfigError(
                 f"{key}: no linear layer of this {table.family} model that can be adapted is "
                 f"called {name!r}; legal are {', '.join(legal)}, paths that end in them, and "

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_policy.adapters.table import same_base
+from megatron_policy.adapters.table import is_same_base
 from megatron_policy.checkpoint import local_shards, manifest
 from megatron_policy.checkpoint.common_state import OURS, read_ours
 from megatron_policy.checkpoint.loading import FoundCheckpoint, LoadPlan
@@ -201,7 +201,7 @@ class Contents:
             return
         for name, own in adapters.spec.identity(adapters.table).items():
             stated = other.get(name)
-            if stated != own and not (name == "base" and same_base(stated, own)):
+            if stated != own and not (name == "base" and is_same_base(stated, own)):
                 raise CheckpointError(
                     f"{found.root} has adapters {_OTHERS[name]} ({stated}, not {own})"
                 )

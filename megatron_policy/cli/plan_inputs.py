@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.adapters.targets import trained_table
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.cli.config_report import fewest_ranks
 from megatron_policy.cli.options import Precision, keys_as_options
 from megatron_policy.cli.output import say
@@ -76,7 +76,7 @@ def plan_file(
     """The section `policy` of the file, and its plan."""
     section = compose(path, overrides or ()).policy
     config = PolicyConfig.parse(section)
-    rows = ModelRows.of(trained_table(config))
+    rows = ModelRows.of(bind_tables(config)[1])
     found = plan_of(config, rows, gpus or fewest_ranks(config), device, length)
     if gpus is None:
         ranks = found.topology.world_size

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
-from megatron_policy.adapters.opening import Base, find_base, model_of
+from megatron_policy.adapters.opening import Base, bind_base, find_base
 from megatron_policy.adapters.peft_files import PeftAdapters, peft_contents
 from megatron_policy.adapters.table import (
     PREFIX,
     A,
     AdapterSpec,
-    adapters_on,
-    module_of,
-    stacked_parameters,
+    bind_adapters,
+    list_stacked_parameters,
+    strip_weight,
 )
-from megatron_policy.adapters.targets import targets_of
+from megatron_policy.adapters.targets import name_targets
 from megatron_policy.convert.blockwise import LEAST_BYTES, BlockBuffer, cut
 from megatron_policy.convert.merging import merged
 from megatron_policy.convert.open_checkpoint import (
@@ -80,23 +80,23 @@ def _bind_to_base(checkpoint: OpenCheckpoint, found: PeftAdapters, base: Base) -
     """
     infos = checkpoint.infos
     shapes = {name: info.shape for name, info in infos.items()}
-    base, model = model_of(found, base, infos)
+    base, model = bind_base(found, base, infos)
     if model.architecture.head is not None and not found.settings.has_head:
         raise ConversionError(
             f"{found.root} has no head (modules_to_save), which a policy's checkpoint has: start a "
             "policy from it with policy.megatron_cfg.peft.start_from, and save that"
         )
-    parameters = found.parameters(stacked_parameters(model), base.root)
+    parameters = found.parameters(list_stacked_parameters(model), base.root)
     rank, alpha = found.uniform(shapes, parameters)
     of_base = found.model or base.model, base.digest, model.overrides
     spec = AdapterSpec(rank, alpha, found.settings.dropout, *of_base)
 
     def is_joined(entry: Entry) -> bool:
-        first, *others = (f"{PREFIX}{module_of(name)}{A}" for name in entry.hf)
+        first, *others = (f"{PREFIX}{strip_weight(name)}{A}" for name in entry.hf)
         return all(_are_equal(checkpoint.tensors, infos, first, other) for other in others)
 
     modules = list(found.modules(shapes, parameters))
-    table = adapters_on(model, rank, modules, is_joined, parameters)
+    table = bind_adapters(model, rank, modules, is_joined, parameters)
     _check_forms(found.root, base, table, infos)
     beside = side_files(base.root, spec.overrides)
     return replace(
@@ -105,7 +105,7 @@ def _bind_to_base(checkpoint: OpenCheckpoint, found: PeftAdapters, base: Base) -
         table=table,
         side_files=beside.copied,
         contents={**beside.changed, **peft_contents(spec, table)},
-        targets=targets_of(table, model),
+        targets=name_targets(table, model),
         overrides=spec.overrides,
     )
 

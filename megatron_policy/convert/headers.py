@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from megatron_policy.adapters.opening import saved_adapters
+from megatron_policy.adapters.opening import read_saved_adapters
 from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
-    described,
+    read_description,
     read_object,
 )
 from megatron_policy.adapters.table import (
     PREFIX,
-    adapters_on,
+    bind_adapters,
+    drop_head,
     is_adaptable,
-    module_of,
-    stacked_parameters,
-    without_head,
+    list_stacked_parameters,
+    strip_weight,
 )
 from megatron_policy.convert.open_checkpoint import SIDE, config_place
 from megatron_policy.convert.training_checkpoint import is_saved, saved_state
@@ -132,7 +132,7 @@ def read_adapter_headers(
         with RawFiles() as files:
             reader = dist_files.DistReader(root, files)
             model = open_model(inside(root, SIDE)).table
-            found, _, table = saved_adapters(root, SIDE, reader, model)
+            found, _, table = read_saved_adapters(root, SIDE, reader, model)
             seen = _as_hf(reader, table, {}, {})
             return AdapterHeaders(table, found.config, seen.shapes, seen.dtypes, seen.problems)
     folder = expanded(source)
@@ -149,8 +149,8 @@ def read_adapter_headers(
     problems: list[str] = []
     parameters: list[str] = []
     try:
-        found = described(folder)
-        parameters = found.parameters(stacked_parameters(model), f"this {model.family} model")
+        found = read_description(folder)
+        parameters = found.parameters(list_stacked_parameters(model), f"this {model.family} model")
         found.modules(shapes, parameters)
     except ConversionError as error:
         problems.append(str(error))
@@ -180,13 +180,13 @@ def _adapter_table(
 ) -> Table:
     """The table of the adapters of all modules that have any of these tensors."""
     entries = filter(is_adaptable, model.entries)
-    known = {module_of(name) for entry in entries for name in entry.hf}
+    known = {strip_weight(name) for entry in entries for name in entry.hf}
     modules = {m for name in shapes if (m := name.removeprefix(PREFIX).rpartition(".lora_")[0])}
     rank = fields.get("r")
     rank = rank if type(rank) is int and rank > 0 else 1
     own = [m for m in modules if m in known]
-    table = adapters_on(model, rank, own, lambda entry: False, parameters)
-    return table if PREFIX + SCALAR[0] in shapes else without_head(table)
+    table = bind_adapters(model, rank, own, lambda entry: False, parameters)
+    return table if PREFIX + SCALAR[0] in shapes else drop_head(table)
 
 
 def _headers_of_config(root: Path) -> Headers:

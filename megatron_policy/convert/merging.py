@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_policy.adapters.opening import Base, model_of
+from megatron_policy.adapters.opening import Base, bind_base
 from megatron_policy.adapters.table import PREFIX, WEIGHT, A, B
 from megatron_policy.convert.open_checkpoint import (
     OpenCheckpoint,
@@ -78,7 +78,7 @@ def merged(
         for module, (rank, alpha) in found.modules(shapes).items()
     }
     _check(of_weight, of_base, base)
-    _, table = model_of(found, base, adapters.infos, of_base.infos)
+    _, table = bind_base(found, base, adapters.infos, of_base.infos)
     head = {name: adapters.infos[at] for name in SCALAR if (at := PREFIX + name) in adapters.infos}
     of_head = {PREFIX + name for name in head}
     changed = of_weight.keys() | head.keys()

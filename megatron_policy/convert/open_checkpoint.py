@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.adapters.opening import saved_adapters
+from megatron_policy.adapters.opening import read_saved_adapters
 from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
@@ -207,7 +207,7 @@ def _open_mcore(
     adapters, spec = None, None
     saved = saved_state(root) if is_saved(root) else None
     if saved is not None and saved.of_adapters:
-        adapters, spec, table = saved_adapters(root, SIDE, reader, table)
+        adapters, spec, table = read_saved_adapters(root, SIDE, reader, table)
         side_files = {name: inside(root, f"{SIDE}/{name}") for name in (ADAPTER_CONFIG, BASE)}
     entries = table.exported()
     stored, keys = _parameters(reader, table, entries)

@@ -11,8 +11,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from megatron_policy.adapters.table import joined
-from megatron_policy.adapters.targets import adapters_of
+from megatron_policy.adapters.targets import add_adapters
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.layout import layer_split
@@ -51,7 +50,7 @@ def estimate_memory(
     if engine_of(config) is not Engine.MEGATRON_CORE:
         return None
     arch = engine.table.architecture
-    rows = ModelRows.of(joined(engine.table, adapters_of(config, engine.table)))
+    rows = ModelRows.of(add_adapters(config, engine.table))
     shape = BatchShape.of(config, longest_row(config, arch))
     kernels = kernels_of(config, arch, is_accelerated())
     stage, trained = engine.place.coords.pp, engine.trainable is not None

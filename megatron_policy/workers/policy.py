@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_policy.adapters.targets import model_tables
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.config import MetricsConfig, PolicyConfig
 from megatron_policy.config.described import described
 from megatron_policy.config.layout import checked_topology
@@ -88,7 +88,7 @@ class Policy(RecordingDriver, ColocatablePolicyInterface, GenerationInterface):
     ) -> None:
         self.config = PolicyConfig.parse(config)
         metrics = MetricsLog([*writers, *configured_writers(self.config.metrics)])
-        table, _ = model_tables(self.config, reference=init_reference_model)
+        table, _ = bind_tables(self.config, reference=init_reference_model)
         architecture, ranks = table.architecture, cluster.size_of(workers_per_node)
         self.topology = checked_topology(self.config, architecture, ranks, planned=True)
         self._described = described(self.config, table, self.topology)

@@ -25,7 +25,7 @@ from megatron_policy.adapters.peft_files import (
     BASE,
     read_peft,
 )
-from megatron_policy.adapters.targets import adapter_spec, adapters_of
+from megatron_policy.adapters.targets import choose_adapters, make_spec
 from megatron_policy.checkpoint import common_state, manifest, tracker, verifying
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.model_table import model_table
@@ -122,7 +122,7 @@ def assert_resumed(saved: Path, base: Path, targets: list[str], **top: Any) -> N
         minimal(model_name=str(base), **{"megatron_cfg.peft": section}, **top)
     )
     model = model_table(config)
-    table = adapters_of(config, model)
+    table = choose_adapters(config, model)
     assert table is not None
     found = manifest.read(tracker.find(saved))
     shapes = {e.megatron: e.row.local_shape(table.architecture, 1) for e in table.entries}
@@ -134,7 +134,7 @@ def assert_resumed(saved: Path, base: Path, targets: list[str], **top: Any) -> N
     stated = {"model": str(base), "digest": digest}
     stated |= {"hf_config_overrides": model.overrides} if model.overrides else {}
     assert json.loads((saved / "hf" / BASE).read_text()) == stated
-    assert ours["adapters_of"] == adapter_spec(config, digest, model.overrides).identity(table)
+    assert ours["adapters_of"] == make_spec(config, digest, model.overrides).identity(table)
     assert found.overrides == model.overrides
 
 

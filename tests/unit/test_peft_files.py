@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 
 from megatron_policy.adapters.base import base_digest, open_base
-from megatron_policy.adapters.peft_config import peft_settings
+from megatron_policy.adapters.peft_config import read_settings
 from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
@@ -26,9 +26,9 @@ from megatron_policy.adapters.peft_files import (
 )
 from megatron_policy.adapters.table import (
     AdapterSpec,
-    adapters_on,
-    stacked_parameters,
-    target_parameters,
+    bind_adapters,
+    list_stacked_parameters,
+    list_target_parameters,
 )
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
@@ -50,7 +50,7 @@ MODULES = [MODULE.format(layer) for layer in (0, 1)]
 @pytest.fixture(scope="module")
 def table(checkpoint) -> Table:
     """Of the adapters of `TENSORS`, but for its sizes."""
-    return adapters_on(bind(read_config(checkpoint("qwen2"))), 4, MODULES, lambda _: False)
+    return bind_adapters(bind(read_config(checkpoint("qwen2"))), 4, MODULES, lambda _: False)
 
 
 @pytest.fixture
@@ -188,14 +188,14 @@ NAMED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("named", NAMED, ids=str)
 def test_modules_are_those_that_peft_adapts(named: dict[str, Any]) -> None:
     named = {"r": 4, "lora_alpha": 8, **named}
-    config, settings = LoraConfig(**named), peft_settings({"peft_type": "LORA", **named}, "here")
+    config, settings = LoraConfig(**named), read_settings({"peft_type": "LORA", **named}, "here")
     for path in PATHS:
         assert settings.names(path) == (check_target_module_exists(config, path) is True), path
 
 
 def test_a_number_of_thousands_of_digits_is_not_the_number_of_a_layer() -> None:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    settings = peft_settings(config | {"layers_to_transform": [1]}, "here")
+    settings = read_settings(config | {"layers_to_transform": [1]}, "here")
     assert not settings.names(f"model.layers.{'1' * 5000}.self_attn.q_proj")
 
 
@@ -223,12 +223,12 @@ def test_scales_are_those_of_peft(patterns: dict[str, Any]) -> None:
     """Its own layers tell their ranks and scales."""
     patterns = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **patterns}
     made: Any = LoraModel(tiny_model(), LoraConfig(**patterns), "default")
-    settings = peft_settings({"peft_type": "LORA", **patterns}, "here")
+    settings = read_settings({"peft_type": "LORA", **patterns}, "here")
     adapted = {n: each for n, each in made.named_modules() if hasattr(each, "scaling")}
     assert len(adapted) == 2
     for name, module in adapted.items():
         path = name.removeprefix("model.")
-        rank, alpha = settings.rank_of(path), settings.alpha_of(path)
+        rank, alpha = settings.find_scale(path)
         assert rank == module.r["default"], path
         assert math.isclose(alpha / rank, module.scaling["default"], rel_tol=1e-12), path
 
@@ -378,8 +378,8 @@ def test_the_revision_of_a_snapshot_has_to_be_the_stated_one(
 def stacked(checkpoint) -> tuple[list[str], Table]:
     """The parameters with stacked experts, and the table of adapters of these and of `MODULES`."""
     model = bind(read_config(checkpoint("gpt_oss")))
-    parameters = stacked_parameters(model)
-    return parameters, adapters_on(model, 4, MODULES, lambda _: False, parameters)
+    parameters = list_stacked_parameters(model)
+    return parameters, bind_adapters(model, 4, MODULES, lambda _: False, parameters)
 
 
 def test_parameters_of_experts_are_named_whole_or_by_their_ends_and_have_the_modules_scale(
@@ -389,7 +389,7 @@ def test_parameters_of_experts_are_named_whole_or_by_their_ends_and_have_the_mod
     path, shapes = write_peft(tmp_path / "adapters", SPEC, adapters), adapters.hf_shapes()
     config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     assert config["target_modules"] == MODULES
-    assert config["target_parameters"] == sorted(parameters) == target_parameters(adapters)
+    assert config["target_parameters"] == sorted(parameters) == list_target_parameters(adapters)
     assert config["lora_dropout"] == 0.0
     ends = ["experts.down_proj", "gate_up_proj"]
     for named in (parameters, ends):

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from megatron_policy.adapters.targets import model_tables
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.cli import app
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import checked_topology
@@ -210,7 +210,7 @@ def policy_section(checkpoint: Any, model: str, keys: dict[str, Any]) -> dict[st
 def check(raw: dict[str, Any], ranks: int) -> None:
     """What `inspect-config` asks."""
     config = PolicyConfig.parse(raw)
-    table, _ = model_tables(config)
+    table, _ = bind_tables(config)
     topology = checked_topology(config, table.architecture, ranks)
     if not config.megatron_cfg.enabled:
         check_build(config, table, topology)

@@ -30,9 +30,9 @@ from megatron_policy.adapters.table import (
     PREFIX,
     AdapterSpec,
     B,
-    module_of,
-    outputs,
-    without_head,
+    drop_head,
+    number_outputs,
+    strip_weight,
 )
 from megatron_policy.config.trained import PeftConfig
 from megatron_policy.converters.architecture import Architecture
@@ -221,7 +221,7 @@ def install_adapters(
         return found, switch
     bases = {entry.megatron: entry for entry in table.entries}
     sides: dict[str, list[Entry]] = defaultdict(list)
-    for entry in without_head(adapters).entries:
+    for entry in drop_head(adapters).entries:
         sides[entry.adapts].append(entry)
     moe = table.architecture.moe
     experts = range(0) if moe is None else place.experts(moe.experts)
@@ -249,12 +249,12 @@ def install_adapters(
 def _parts(base: Entry, out: Entry, arch: Architecture, place: Placement) -> OutputParts:
     """Which outputs of this rank belong to which part of a fused layer."""
     shard = place.shard_of(out.row)
-    own_Q2, all_O2 = (outputs(each.row, arch, *shard) for each in (out, base))
+    own_Q2, all_O2 = (number_outputs(each.row, arch, *shard) for each in (out, base))
     part_Q = own_Q2[:, 0]
     of_part_QN = part_Q.unsqueeze(1) == torch.arange(len(out.hf))
     if len(out.hf) == len(base.hf):
         return OutputParts(of_part_QN.to(current_device()), None, len(all_O2))
-    modules = [PREFIX + module_of(name) + B for name in base.hf]
+    modules = [PREFIX + strip_weight(name) + B for name in base.hf]
     own_Q2[:, 0] = torch.tensor([modules.index(name) for name in out.hf])[part_Q]
     at = {tuple(each): place for place, each in enumerate(all_O2.tolist())}
     places_Q = torch.tensor([at[tuple(each)] for each in own_Q2.tolist()])

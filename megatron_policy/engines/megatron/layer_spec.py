@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_policy.adapters.targets import beyond_its_modules, check_implementation
+from megatron_policy.adapters.targets import check_implementation, find_inexpressible
 from megatron_policy.converters.architecture import (
     Architecture,
     Attention,
@@ -50,7 +50,7 @@ def resolve_implementation(
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and is_accelerated()
     if requested == "auto":
-        beyond = beyond_its_modules(architecture, adapted)
+        beyond = find_inexpressible(architecture, adapted)
         return TRANSFORMER_ENGINE if usable and not beyond else LOCAL
     check_implementation(requested, architecture, adapted)
     if requested == TRANSFORMER_ENGINE and not usable:
