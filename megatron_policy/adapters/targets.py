@@ -20,7 +20,7 @@ from megatron_policy.adapters.table import (
     name_b,
     strip_weight,
 )
-from megatron_policy.config.model_table import check_reference, model_table
+from megatron_policy.config.model_table import bind_model, check_reference
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.config.policy_config import PolicyConfig
@@ -98,7 +98,7 @@ def bind_tables(config: PolicyConfig, *, reference: bool = True) -> tuple[Table,
     ConfigError for whatever does not fit this model, however many ranks there are; also for a
     reference that does not, or that is named without being wanted (`reference`).
     """
-    table = model_table(config)
+    table = bind_model(config)
     check_reference(config, table, wanted=reference)
     settings = config.megatron_cfg
     if engine_of(config) is Engine.MEGATRON_CORE:

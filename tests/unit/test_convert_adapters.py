@@ -28,7 +28,7 @@ from megatron_policy.adapters.peft_files import (
 from megatron_policy.adapters.targets import choose_adapters, make_spec
 from megatron_policy.checkpoint import common_state, manifest, tracker, verifying
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import bind_model
 from megatron_policy.convert import convert, plan_conversion, verify
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.errors import ConfigError, ConversionError
@@ -121,7 +121,7 @@ def assert_resumed(saved: Path, base: Path, targets: list[str], **top: Any) -> N
     config = PolicyConfig.parse(
         minimal(model_name=str(base), **{"megatron_cfg.peft": section}, **top)
     )
-    model = model_table(config)
+    model = bind_model(config)
     table = choose_adapters(config, model)
     assert table is not None
     found = manifest.read(tracker.find(saved))

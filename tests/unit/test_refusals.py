@@ -150,8 +150,8 @@ OTHERWISE: dict[str, str] = {
     "what a model's code passes to its attention": "engines.hugging_face.attention:*",
     "a file of keys, which the check reads too": "config.composed:* config.yaml_file:*",
     "the model's files, which the check reads too": """
-        config.model_table:_refuse_other_architecture config.model_table:_refuse_unwanted_head
-        config.model_table:_unlisted_table converters.formats.*:*
+        config.model_table:_refuse_other_architecture config.model_table:_refuse_head
+        config.model_table:_make_unlisted_table converters.formats.*:*
         adapters.base:* adapters.opening:* adapters.peft_files:*
         engines.hugging_face.assemble:_refuse_mixing engines.hugging_face.assemble:_tensor_parallel
         engines.hugging_face.decoder:Decoder.base
