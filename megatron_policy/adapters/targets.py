@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from megatron_policy.adapters.table import (
@@ -20,12 +21,10 @@ from megatron_policy.adapters.table import (
     name_b,
     strip_weight,
 )
-from megatron_policy.config.model_table import bind_model, check_reference
+from megatron_policy.config.model_table import bind_model, check_implementation, check_reference
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.config.policy_config import PolicyConfig
-from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
 from megatron_policy.converters.rows import GateUp, Joined, Qkv
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.errors import ConfigError
@@ -57,19 +56,17 @@ def choose_adapters(config: PolicyConfig, table: Table) -> Table | None:
     _refuse_single_experts(entries, chosen)
     if not chosen:
         raise ConfigError(f"{_KEY}.exclude_modules leaves no module to adapt: name fewer")
-    most = max(_find_highest_rank(entry, table) for entry in entries if entry.megatron in chosen)
+    # Of a fused layer, all parts have it together.
+    shapes = [
+        entry.row.hf_shapes(table.architecture) for entry in entries if entry.megatron in chosen
+    ]
+    most = max(min(sum(o for *_, o, _ in each), max(i for *_, i in each)) for each in shapes)
     if peft.dim > most:
         raise ConfigError(
             f"{_KEY}.dim is {peft.dim}, but no weight that is adapted has a rank above {most}: set "
             "it to that or less"
         )
     return build_adapter_table(table, peft.dim, chosen)
-
-
-def _find_highest_rank(entry: Entry, table: Table) -> int:
-    """The highest rank that the weight can have; of fused layers, of all parts together."""
-    shapes = entry.row.hf_shapes(table.architecture)
-    return min(sum(shape[-2] for shape in shapes), max(shape[-1] for shape in shapes))
 
 
 def _refuse_single_experts(entries: Iterable[Entry], chosen: Container[str]) -> None:
@@ -113,23 +110,6 @@ def add_adapters(config: PolicyConfig, table: Table) -> Table:
     return join_adapters(table, choose_adapters(config, table))
 
 
-def check_implementation(requested: str, architecture: Architecture, adapted: bool) -> None:
-    """ConfigError if Transformer Engine is asked for and cannot express the model."""
-    beyond = find_inexpressible(architecture, adapted)
-    if requested == "transformer_engine" and beyond:
-        raise ConfigError(
-            "policy.megatron_cfg.transformer_impl is 'transformer_engine', which cannot express "
-            f"this model's {', '.join(beyond)}; use 'auto' or 'local'"
-        )
-
-
-def find_inexpressible(architecture: Architecture, adapted: bool) -> list[str]:
-    """What Transformer Engine's modules cannot express of a model, which has adapters if `adapted`:
-    its layers apply a norm to what adapters would read, and its experts are one module.
-    """
-    return [*beyond_transformer_engine(architecture), *(["adapters"] if adapted else [])]
-
-
 def name_targets(adapters: Table, table: Table) -> tuple[str, ...]:
     """Names for `target_modules` that choose just these adapters on the model of `table`: their
     last words, or their paths if the words name others too.
@@ -167,31 +147,34 @@ def _choose(
 def _choose_parts(entry: Entry, targets: tuple[str, ...], excluded: tuple[str, ...]) -> Parts:
     """Which parts of the weight are adapted; () for none."""
     whole, parts = _name_modules(entry)
-    if any(_match(excluded, name) for name in whole):
+    if _match(excluded, whole):
         return ()
-    left = tuple(n for n, names in parts.items() if not any(_match(excluded, x) for x in names))
-    fused = not targets or any(_match(targets, name) for name in whole)
+    left = tuple(n for n, names in enumerate(parts) if not _match(excluded, *names))
+    fused = not targets or _match(targets, whole)
     if fused and len(left) == len(parts):
         return None
-    found = tuple(n for n in left if fused or any(_match(targets, x) for x in parts[n]))
+    found = tuple(n for n in left if fused or _match(targets, *parts[n]))
     return None if found and len(entry.hf) == 1 else found
 
 
-def _name_modules(entry: Entry) -> tuple[list[str], Mapping[int, list[str]]]:
-    """The paths of the weight's module, and of the modules of its parts."""
+def _name_modules(entry: Entry) -> tuple[str, list[list[str]]]:
+    """The path of the weight's module, and those of the module of each of its parts."""
     whole = strip_weight(entry.megatron)
-    row = entry.row
-    inner = () if isinstance(row, Joined) else _SPLIT.get(type(row), ())
-    parts = {n: [strip_weight(name)] for n, name in enumerate(entry.hf)}
-    for n, leaf in enumerate(inner):
-        parts[n].append(f"{whole.rpartition('.')[0]}.{leaf}")
-    return [whole], parts
+    parts = [[strip_weight(name)] for name in entry.hf]
+    if not isinstance(entry.row, Joined):
+        for part, leaf in zip(parts, _SPLIT.get(type(entry.row), ()), strict=False):
+            part.append(f"{whole.rpartition('.')[0]}.{leaf}")
+    return whole, parts
 
 
-def _match(patterns: Iterable[str], path: str) -> bool:
-    """Whether one of them names the module: by its whole path, by its end, or as a pattern."""
+def _match(patterns: Iterable[str], *paths: str) -> bool:
+    """Whether one of the patterns names one of the modules: by its whole path, by its end, or as a
+    pattern.
+    """
     return any(
-        path == each or path.endswith(f".{each}") or fnmatchcase(path, each) for each in patterns
+        path == each or path.endswith(f".{each}") or fnmatchcase(path, each)
+        for each in patterns
+        for path in paths
     )
 
 
@@ -199,10 +182,10 @@ def _refuse_unknown(key: str, names: Iterable[str], entries: Iterable[Entry], ta
     paths: dict[str, None] = {}
     for entry in entries:
         whole, parts = _name_modules(entry)
-        paths |= dict.fromkeys([*whole, *(path for each in parts.values() for path in each)])
+        paths |= dict.fromkeys([whole, *chain.from_iterable(parts)])
     legal = dict.fromkeys(path.rpartition(".")[2] for path in paths)
     for name in names:
-        if not any(_match([name], path) for path in paths):
+        if not _match([name], *paths):
             raise ConfigError(
                 f"{key}: no linear layer of this {table.family} model that can be adapted is "
                 f"called {name!r}; legal are {', '.join(legal)}, paths that end in them, and "

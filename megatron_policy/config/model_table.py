@@ -19,6 +19,7 @@ from megatron_policy.converters.architecture import (
     ScalarHead,
     stack,
 )
+from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
 from megatron_policy.converters.architecture.plain_values import flatten
 from megatron_policy.converters.formats.hf_config import (
     has_family,
@@ -139,6 +140,16 @@ def _first_count(config: Any, names: tuple[str, ...]) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
+
+
+def check_implementation(requested: str, architecture: Architecture, adapted: bool) -> None:
+    """ConfigError if Transformer Engine is asked for and cannot express the model."""
+    beyond = beyond_transformer_engine(architecture, adapted)
+    if requested == "transformer_engine" and beyond:
+        raise ConfigError(
+            "policy.megatron_cfg.transformer_impl is 'transformer_engine', which cannot express "
+            f"this model's {', '.join(beyond)}; use 'auto' or 'local'"
+        )
 
 
 def check_reference(config: PolicyConfig, table: Table, *, wanted: bool) -> None:
