@@ -18,10 +18,10 @@ from megatron_policy.converters.config_fields.quantisation import found_in
 from megatron_policy.converters.rows import Ignore, Role, Row, Shape
 from megatron_policy.converters.rows.blocks import EXPERT, of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
-from megatron_policy.converters.scalar_head import source_of, with_scalar_head
+from megatron_policy.converters.scalar_head import find_head, put_head
 from megatron_policy.errors import ConversionError
 
-from .mismatch import Expected, compare, either, other_dtypes
+from .mismatch import Expected, compare, list_other_dtypes, name_dtypes
 from .registry import Family, family_of
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
@@ -130,9 +130,9 @@ class Table:
         expected = {name: e for name, e in own.items() if name not in self.fresh}
         # Quantised weights come with tensors that no row uses, so quantisation is reported first.
         quantised = found_in([name for name in shapes if name not in expected], dtypes)
-        problems = other_dtypes(expected, dtypes, WEIGHT_DTYPES)
+        problems = list_other_dtypes(expected, dtypes, WEIGHT_DTYPES)
         if quantised or problems:
-            legal = either(WEIGHT_DTYPES)
+            legal = name_dtypes(WEIGHT_DTYPES)
             what = quantised.what if quantised else f"the checkpoint has weights not in {legal}"
             convert = f"Dequantise or convert the checkpoint to {legal} first."
             advice = quantised.advice if quantised else convert
@@ -229,8 +229,8 @@ def draft(
                 name,
                 f"{family.name} converts {' or '.join(family.hf_architectures)}",
             )
-    source = source_of(fields, names, family.scalar_classes, head)
-    rows = family.table if source.head is None else with_scalar_head(family.table)
+    source = find_head(fields, names, family.scalar_classes, head)
+    rows = family.table if source.head is None else put_head(family.table)
     try:
         architecture = family.architecture(fields)
         if source.head is not None:
@@ -243,14 +243,14 @@ def draft(
         raise ConversionError(
             f"config.json has a value that a {family.name} model cannot have: {error}"
         ) from error
-    entries = _entries([row for row in rows if not isinstance(row, Ignore)], architecture)
+    entries = _make_entries([row for row in rows if not isinstance(row, Ignore)], architecture)
     _refuse_duplicates(family.name, entries)
     _refuse_vectors_as_matrices(family.name, entries, architecture)
     ignored = {
         name: row
         for row in rows
         if isinstance(row, Ignore)
-        for name in _ignored_names(row, architecture)
+        for name in _name_ignored(row, architecture)
     }
     return Table(family.name, architecture, entries, ignored, source.fields, source.fresh)
 
@@ -264,25 +264,25 @@ def _count_mtp_layers(
     carried = (row for row in rows if isinstance(row, Ignore) and row.carried)
     templates = {row.hf for row in carried if architecture.holds(row.when)}
     left_out = [
-        found for hf in templates if (found := _predicting(hf, architecture)) not in ([], [hf])
+        found for hf in templates if (found := _number_layers(hf, architecture)) not in ([], [hf])
     ]
     present = [any(name in tensors for name in layer) for layer in zip(*left_out, strict=True)]
     return (*present, False).index(False)
 
 
-def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:
+def _name_ignored(row: Ignore, architecture: Architecture) -> list[str]:
     layers = range(architecture.num_layers)
     names = [row.hf] if architecture.holds(row.when) else []
     if "{layer}" in row.hf:
         names = [name.replace("{layer}", str(layer)) for name in names for layer in layers]
-    names = [each for name in names for each in _predicting(name, architecture)]
+    names = [each for name in names for each in _number_layers(name, architecture)]
     if not of_expert(row.hf):
         return names
     experts = architecture.moe.experts if architecture.moe else 0
     return [name.replace(EXPERT, str(expert)) for name in names for expert in range(experts)]
 
 
-def _predicting(name: str, architecture: Architecture) -> list[str]:
+def _number_layers(name: str, architecture: Architecture) -> list[str]:
     """A name with the number of each layer for multi-token prediction that it is a name of, if any:
     counted from 0 or after all other layers, of those that the model has or leaves out.
     """
@@ -299,7 +299,7 @@ def _predicting(name: str, architecture: Architecture) -> list[str]:
     return [name]
 
 
-def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ...]:
+def _make_entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ...]:
     """Entries of the embedding, of each layer, of each layer for multi-token prediction, and of the
     head, in this order.
     """
@@ -321,11 +321,11 @@ def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ..
             numbers = {"{mtp}": layer - architecture.num_layers, "{predicting}": layer}
         for row in rows:
             if mark in row.megatron and architecture.holds(row.when, row.part, layer):
-                inside += _layer_entries(row, numbers, layer, where, architecture.moe)
+                inside += _make_layer_entries(row, numbers, layer, where, architecture.moe)
     return (*before, *inside, *after)
 
 
-def _layer_entries(
+def _make_layer_entries(
     row: Row, numbers: Mapping[str, int], layer: int, where: str, moe: Moe | None
 ) -> Iterator[Entry]:
     experts: Iterable[int | None] = (None,)

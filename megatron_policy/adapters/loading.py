@@ -126,7 +126,7 @@ def load_adapters(
     if table.architecture.head is not None and not found.settings.has_head:
         table, held = drop_head(table), [pair for pair in held if pair[0].adapts]
     with HfReader(root, ADAPTER_MODEL) as reader:
-        _check_scale(root, found.uniform(reader.shapes, parameters), spec)
+        _check_scale(root, found.find_common_scale(reader.shapes, parameters), spec)
         found.check_base(spec.model, spec.base, spec.overrides)
         try:
             table.check_hf(reader.shapes, reader.dtypes)

@@ -66,7 +66,7 @@ def read_saved_adapters(
 
     scale = *settings.find_scale(""), settings.dropout
     spec = AdapterSpec(*scale, stated.model, stated.digest, stated.overrides)
-    parameters = found.parameters(list_stacked_parameters(table), stated.model)
+    parameters = found.find_parameters(list_stacked_parameters(table), stated.model)
     return found, spec, bind_adapters(table, spec.rank, modules, is_joined, parameters)
 
 

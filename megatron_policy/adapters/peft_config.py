@@ -156,8 +156,8 @@ def read_settings(config: Mapping[str, Any], where: object) -> PeftSettings:
 
 
 def classify_fields(config: Mapping[str, Any]) -> Iterator[FieldUse]:
-    """What becomes of each field, in the file's order; of those that have to be there also if they
-    are not.
+    """Classify each field of an `adapter_config.json`, in its order; required fields are reported
+    even when absent.
     """
     for name in dict.fromkeys((*config, *_NEEDED)):
         value = config.get(name)

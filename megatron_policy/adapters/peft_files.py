@@ -55,7 +55,7 @@ class PeftAdapters:
         """The fields of that model's config.json that were overridden."""
         return self.stated.overrides if self.stated else {}
 
-    def modules(
+    def find_modules(
         self, shapes: Mapping[str, Shape], parameters: Collection[str] = ()
     ) -> dict[str, tuple[int, float]]:
         """Rank and alpha of each linear module that tensors of these shapes adapt, by its path.
@@ -85,13 +85,13 @@ class PeftAdapters:
                 )
         return found
 
-    def uniform(
+    def find_common_scale(
         self, shapes: Mapping[str, Shape], parameters: Collection[str] = ()
     ) -> tuple[int, float]:
         """Rank and alpha of all adapters; ConversionError, naming modules, if they differ, or if no
-        policy has such an alpha. See `modules`.
+        policy has such an alpha. See `find_modules`.
         """
-        found = self.modules(shapes, parameters)
+        found = self.find_modules(shapes, parameters)
         found |= {each: self.settings.find_scale(each) for each in parameters}
         if not found:
             raise ConversionError(f"{self.root} has no adapters: its {ADAPTER_MODEL} is empty")
@@ -110,7 +110,7 @@ class PeftAdapters:
                 )
         return own
 
-    def parameters(self, legal: Collection[str], model: object) -> list[str]:
+    def find_parameters(self, legal: Collection[str], model: object) -> list[str]:
         """The tensors with stacked experts that are adapted, of those that a model has. They have
         no more adapters than one for all experts. ConversionError if it has no such tensor.
         """

@@ -30,7 +30,7 @@ from megatron_policy.convert.open_checkpoint import (
 )
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.side_files import side_files
-from megatron_policy.converters.mismatch import either
+from megatron_policy.converters.mismatch import name_dtypes
 from megatron_policy.converters.table import WEIGHT_DTYPES, Entry, Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.formats.tensors import Info, Tensors
@@ -86,8 +86,8 @@ def _bind_to_base(checkpoint: OpenCheckpoint, found: PeftAdapters, base: Base) -
             f"{found.root} has no head (modules_to_save), which a policy's checkpoint has: start a "
             "policy from it with policy.megatron_cfg.peft.start_from, and save that"
         )
-    parameters = found.parameters(list_stacked_parameters(model), base.root)
-    rank, alpha = found.uniform(shapes, parameters)
+    parameters = found.find_parameters(list_stacked_parameters(model), base.root)
+    rank, alpha = found.find_common_scale(shapes, parameters)
     of_base = found.model or base.model, base.digest, model.overrides
     spec = AdapterSpec(rank, alpha, found.settings.dropout, *of_base)
 
@@ -95,7 +95,7 @@ def _bind_to_base(checkpoint: OpenCheckpoint, found: PeftAdapters, base: Base) -
         first, *others = (f"{PREFIX}{strip_weight(name)}{A}" for name in entry.hf)
         return all(_are_equal(checkpoint.tensors, infos, first, other) for other in others)
 
-    modules = list(found.modules(shapes, parameters))
+    modules = list(found.find_modules(shapes, parameters))
     table = bind_adapters(model, rank, modules, is_joined, parameters)
     _check_forms(found.root, base, table, infos)
     beside = side_files(base.root, spec.overrides)
@@ -114,7 +114,7 @@ def _check_forms(root: Path, base: Base, table: Table, infos: Mapping[str, Info]
     """ConversionError, naming tensors, for shapes that do not fit the base, and other dtypes."""
     problems = [
         f"{name} is {str(infos[name].dtype).removeprefix('torch.')} {list(infos[name].shape)}, "
-        f"must be {list(shape)} of {either(WEIGHT_DTYPES)}"
+        f"must be {list(shape)} of {name_dtypes(WEIGHT_DTYPES)}"
         for name, shape in table.hf_shapes().items()
         if infos[name].shape != shape or infos[name].dtype not in WEIGHT_DTYPES
     ]

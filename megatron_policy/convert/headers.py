@@ -150,8 +150,10 @@ def read_adapter_headers(
     parameters: list[str] = []
     try:
         found = read_description(folder)
-        parameters = found.parameters(list_stacked_parameters(model), f"this {model.family} model")
-        found.modules(shapes, parameters)
+        parameters = found.find_parameters(
+            list_stacked_parameters(model), f"this {model.family} model"
+        )
+        found.find_modules(shapes, parameters)
     except ConversionError as error:
         problems.append(str(error))
     table = _adapter_table(model, fields, shapes, parameters)

@@ -75,7 +75,7 @@ def merged(
             adapters.infos[f"{PREFIX}{module}{A}"],
             adapters.infos[f"{PREFIX}{module}{B}"],
         )
-        for module, (rank, alpha) in found.modules(shapes).items()
+        for module, (rank, alpha) in found.find_modules(shapes).items()
     }
     _check(of_weight, of_base, base)
     _, table = bind_base(found, base, adapters.infos, of_base.infos)
