@@ -108,13 +108,13 @@ class LowRank(torch.nn.Module):
         elif self.exchanged_outside:
             b_QR = copy_to_tensor_model_parallel_region(b_QR, self.group)
         if self.before:
-            x = self._dropped(x, self.sequence_parallel or self.splits_inputs)
-        inner = self._exchanged(F.linear(x, a_SI)) * self.scale
+            x = self._drop(x, self.sequence_parallel or self.splits_inputs)
+        inner = self._exchange(F.linear(x, a_SI)) * self.scale
         y = F.linear(inner, self._spread(b_QR))
         if self.before:
             return y
         whole = self.splits_inputs and not self.sequence_parallel
-        return self._dropped(y, not whole)
+        return self._drop(y, not whole)
 
     def merged(self, weight_OI: torch.Tensor) -> torch.Tensor:
         """A new tensor `weight + scale * B A`, computed in fp32; the weight is unchanged."""
@@ -126,7 +126,7 @@ class LowRank(torch.nn.Module):
             out[piece] = torch.addmm(weight_OI[piece].float(), b_OS[piece], a_SI).to(out.dtype)
         return out
 
-    def _exchanged(self, inner: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, inner: torch.Tensor) -> torch.Tensor:
         """What B is applied to: of all positions if this rank has some outputs, else the sum over
         the ranks that have some inputs.
         """
@@ -155,7 +155,7 @@ class LowRank(torch.nn.Module):
             return spread
         return spread.new_zeros(outputs, spread.size(1)).index_copy(0, places_Q, spread)
 
-    def _dropped(self, values: torch.Tensor, differs: bool) -> torch.Tensor:
+    def _drop(self, values: torch.Tensor, differs: bool) -> torch.Tensor:
         """With elements dropped; tensor-parallel ranks whose values differ draw for themselves."""
         if not (self.training and self.dropout):
             return values
@@ -241,7 +241,7 @@ def install_adapters(
                 parts = _parts(bases[name], out, arch, place) if own else None
                 adapter = LowRank(module, config, peft, shapes, parts, switch)
                 module.add_module("adapter", adapter)
-                module.register_forward_hook(_added)
+                module.register_forward_hook(_add_adapter)
                 found[name] = adapter
     return found, switch
 
@@ -262,7 +262,7 @@ def _parts(base: Entry, out: Entry, arch: Architecture, place: Placement) -> Out
     return OutputParts(of_part_QN.to(device), places_Q.to(device), len(all_O2))
 
 
-def _added(linear: Any, given: tuple[torch.Tensor, ...], result: Any) -> Any:
+def _add_adapter(linear: Any, given: tuple[torch.Tensor, ...], result: Any) -> Any:
     """The layer's result with that of its adapter. Megatron-Core returns a bias besides."""
     adapter = linear.adapter
     if not adapter.switch.on:
