@@ -126,7 +126,13 @@ def load_adapters(
     if table.architecture.head is not None and not found.settings.has_head:
         table, held = drop_head(table), [pair for pair in held if pair[0].adapts]
     with HfReader(root, ADAPTER_MODEL) as reader:
-        _check_scale(root, found.find_common_scale(reader.shapes, parameters), spec)
+        rank, alpha = found.find_common_scale(reader.shapes, parameters)
+        for key, there, own in (("dim", rank, spec.rank), ("alpha", alpha, spec.alpha)):
+            if there != own:
+                raise ConfigError(
+                    f"policy.megatron_cfg.peft.{key} is {own}, but the adapters in {root} have "
+                    f"{there}: set it to that"
+                )
         found.check_base(spec.model, spec.base, spec.overrides)
         try:
             table.check_hf(reader.shapes, reader.dtypes)
@@ -162,16 +168,6 @@ def _check_parts(found: PeftAdapters, table: Table, parameters: list[str]) -> No
             f"{root} has {what}, unlike policy.megatron_cfg.peft: set target_modules to the "
             f"modules that it adapts, or {_MERGE}"
         )
-
-
-def _check_scale(root: Path, found: tuple[int, float], spec: AdapterSpec) -> None:
-    """ConfigError unless adapters of this rank and alpha are those of the configuration."""
-    for key, there, own in zip(("dim", "alpha"), found, (spec.rank, spec.alpha), strict=True):
-        if there != own:
-            raise ConfigError(
-                f"policy.megatron_cfg.peft.{key} is {own}, but the adapters in {root} have "
-                f"{there}: set it to that"
-            )
 
 
 def _check_finite(root: Path, reader: HfReader, held: Held) -> None:

@@ -152,7 +152,18 @@ def read_peft(root: Path) -> PeftAdapters:
 def read_description(root: Path) -> PeftAdapters:
     """What the files in `root` say of adapters whose tensors can be elsewhere; see `read_peft`."""
     config = read_object(root, ADAPTER_CONFIG)
-    return PeftAdapters(root, config, read_settings(config, root), stated_base(root))
+    settings = read_settings(config, root)
+    stated: StatedBase | None = None
+    if (root / BASE).is_file():
+        found = read_object(root, BASE)
+        model, digest = found.get("model"), found.get("digest")
+        overrides = found.get("hf_config_overrides", {})
+        if not all(map(isinstance, (model, digest, overrides), (str, str, dict))):
+            raise ConversionError(
+                f"{root / BASE} is damaged: it does not name a base and its digest"
+            )
+        stated = StatedBase(model, digest, overrides)
+    return PeftAdapters(root, config, settings, stated)
 
 
 def read_object(root: Path, name: str) -> dict[str, Any]:
@@ -164,18 +175,6 @@ def read_object(root: Path, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConversionError(f"{root / name} is not an object")
     return found
-
-
-def stated_base(root: Path) -> StatedBase | None:
-    """The base that a directory of ours names; None of others. ConversionError if it is damaged."""
-    if not (root / BASE).is_file():
-        return None
-    found = read_object(root, BASE)
-    model, digest = found.get("model"), found.get("digest")
-    overrides = found.get("hf_config_overrides", {})
-    if not (isinstance(model, str) and isinstance(digest, str) and isinstance(overrides, dict)):
-        raise ConversionError(f"{root / BASE} is damaged: it does not name a base and its digest")
-    return StatedBase(model, digest, overrides)
 
 
 def peft_contents(spec: AdapterSpec, table: Table) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ scalar head is trained in full: PEFT calls such a module one of its `modules_to_
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -132,13 +132,20 @@ def build_adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) ->
     """The table of the adapters of `rank` on the weights whose Megatron names are in `chosen`, and
     of a scalar head, by PEFT's names.
     """
-    ignored: dict[str, Ignore] = {}
     entries: list[Entry] = []
     adapted = [entry for entry in table.entries if entry.megatron in chosen]
-    inside = dict.fromkeys(name for entry in adapted if is_stacked(entry) for name in entry.hf)
+    stacks = dict.fromkeys(name for entry in adapted if is_stacked(entry) for name in entry.hf)
     for _, same in groupby(adapted, key=lambda entry: entry.hf):
-        pairs = [_make_entries(e, chosen[e.megatron], rank, inside, ignored) for e in same]
+        pairs = [_make_pair(each, chosen[each.megatron], rank, stacks) for each in same]
         entries += [entry for side in zip(*pairs, strict=True) for entry in side]
+    why = "the adapter of the fused layer has one A for all its tensors"
+    ignored = {
+        name: Ignore(name, why, equals=first, carried=True)
+        for entry in adapted
+        if chosen[entry.megatron] is None
+        for first, *others in [[PREFIX + strip_weight(each) + A for each in entry.hf]]
+        for name in others
+    }
     for entry in table.entries:
         if entry.hf[0] in TENSORS:
             assert isinstance(entry.row, Whole), "a scalar head is on every rank"
@@ -258,51 +265,41 @@ def list_target_parameters(adapters: Table) -> list[str]:
     return sorted({name.replace("{layer}", str(layer)) for name, layer in stacked})
 
 
-def _make_entries(
-    entry: Entry,
-    parts: Parts,
-    rank: int,
-    stacks: Iterable[str],
-    ignored: dict[str, Ignore],
-) -> Iterator[Entry]:
-    numbers = range(len(entry.hf)) if parts is None else parts
-    if is_stacked(entry):
-        yield from _make_stacked_entries(entry, rank, stacks)
-        return
-    into, out = _make_rows(entry.row, parts, rank)
-    modules = [PREFIX + strip_weight(entry.hf[number]) for number in numbers]
-    first, *others = (module + A for module in modules)
-    if parts is None:
-        for name in others:
-            why = "the adapter of the fused layer has one A for all its tensors"
-            ignored[name] = Ignore(name, why, equals=first, carried=True)
-        others = []
-    for row, side, hf in (
-        (into, _IN, (first, *others)),
-        (out, _OUT, tuple(module + B for module in modules)),
-    ):
-        name = strip_weight(entry.megatron) + side
-        yield replace(entry, megatron=name, hf=hf, row=row, adapts=entry.megatron)
-
-
-def _make_stacked_entries(entry: Entry, rank: int, stacks: Iterable[str]) -> Iterator[Entry]:
-    """PEFT wraps a module once for each of its tensors that is adapted; of all such `stacks`, which
-    are in the module's order, the first is innermost.
+def _make_pair(entry: Entry, parts: Parts, rank: int, stacks: Iterable[str]) -> tuple[Entry, Entry]:
+    """The entries of A and B. PEFT wraps a module once for each of its tensors that is adapted; of
+    all such `stacks`, which are in the module's order, the first is innermost.
     """
-    row = entry.row
+    numbers = range(len(entry.hf)) if parts is None else parts
+    modules = [PREFIX + strip_weight(entry.hf[number]) for number in numbers]
+    if is_stacked(entry):
+        path = strip_leaf(entry.hf[0])
+        siblings = [name for name in stacks if strip_leaf(name) == path]
+        modules = [PREFIX + path + (len(siblings) - 1 - siblings.index(entry.hf[0])) * _INNER]
+        rows = _make_stacked_rows(entry.row, modules[0], rank)
+    else:
+        rows = _make_rows(entry.row, parts, rank)
+    into, out = (
+        replace(
+            entry,
+            megatron=strip_weight(entry.megatron) + side,
+            hf=tuple(module + name for module in modules[: len(row.hf)]),
+            row=row,
+            adapts=entry.megatron,
+        )
+        for row, side, name in zip(rows, (_IN, _OUT), (A, B), strict=True)
+    )
+    return into, out
+
+
+def _make_stacked_rows(row: Row, module: str, rank: int) -> tuple[Row, Row]:
+    """The rows of A and B of an expert's part of a tensor that HF has for all experts."""
     assert isinstance(row, StackedGateUp | StackedRows), f"{row.megatron} is not adaptable"
-    path = strip_leaf(entry.hf[0])
-    siblings = [name for name in stacks if strip_leaf(name) == path]
-    depth = len(siblings) - 1 - siblings.index(entry.hf[0])
     inputs, split = (row.dims[1], True) if isinstance(row, StackedRows) else (row.tail[0], False)
-    for side, peft in ((_IN, A), (_OUT, B)):
-        hf = (PREFIX + path + depth * _INNER + peft,)
-        name = strip_weight(row.megatron) + side
-        own: Row = StackedAdapterA(name, hf, rank, inputs, split, row.expert)
-        if side == _OUT:
-            own = StackedAdapterB(name, hf, row, rank, row.expert)
-        name = strip_weight(entry.megatron) + side
-        yield replace(entry, megatron=name, hf=hf, row=own, adapts=entry.megatron)
+    into, out = (strip_weight(row.megatron) + side for side in (_IN, _OUT))
+    return (
+        StackedAdapterA(into, (module + A,), rank, inputs, split, row.expert),
+        StackedAdapterB(out, (module + B,), row, rank, row.expert),
+    )
 
 
 _Adaptable = Qkv | GateUp | Columns | Rows | Whole | StackedGateUp | StackedRows

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 from megatron_policy.adapters.table import (
@@ -53,7 +52,12 @@ def choose_adapters(config: PolicyConfig, table: Table) -> Table | None:
     ):
         _refuse_unknown(f"{_KEY}.{key}", names, entries, table)
     chosen = _choose(entries, peft.target_modules, peft.exclude_modules)
-    _refuse_single_experts(entries, chosen)
+    for hf, experts in groupby(filter(is_stacked, entries), key=lambda entry: entry.hf):
+        if len({entry.megatron in chosen for entry in experts}) > 1:
+            raise ConfigError(
+                f"{_KEY}: the experts of {hf[0]} are in one tensor, whose adapter has all of "
+                "them: put * where the expert's number is, or name that tensor"
+            )
     if not chosen:
         raise ConfigError(f"{_KEY}.exclude_modules leaves no module to adapt: name fewer")
     # Of a fused layer, all parts have it together.
@@ -67,18 +71,6 @@ def choose_adapters(config: PolicyConfig, table: Table) -> Table | None:
             "it to that or less"
         )
     return build_adapter_table(table, peft.dim, chosen)
-
-
-def _refuse_single_experts(entries: Iterable[Entry], chosen: Container[str]) -> None:
-    """ConfigError if only some experts of a tensor that HF has for all of them are adapted."""
-    stacks: dict[tuple[str, ...], set[bool]] = defaultdict(set)
-    for entry in filter(is_stacked, entries):
-        stacks[entry.hf].add(entry.megatron in chosen)
-        if len(stacks[entry.hf]) > 1:
-            raise ConfigError(
-                f"{_KEY}: the experts of {entry.hf[0]} are in one tensor, whose adapter has all of "
-                "them: put * where the expert's number is, or name that tensor"
-            )
 
 
 def make_spec(config: PolicyConfig, base: str, overrides: Mapping[str, Any]) -> AdapterSpec:
