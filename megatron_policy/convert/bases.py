@@ -20,7 +20,7 @@ from megatron_policy.adapters.table import (
 )
 from megatron_policy.adapters.targets import name_targets
 from megatron_policy.convert.blockwise import LEAST_BYTES, BlockBuffer, cut
-from megatron_policy.convert.merging import merged
+from megatron_policy.convert.merging import merge_adapters
 from megatron_policy.convert.open_checkpoint import (
     PEFT,
     OpenCheckpoint,
@@ -38,7 +38,7 @@ from megatron_policy.formats.tensors import Info, Tensors
 _SHOWN = 12
 
 
-def with_base(
+def bring_base(
     checkpoint: OpenCheckpoint,
     base: str | Path | None,
     merge: bool,
@@ -64,7 +64,7 @@ def with_base(
         opened = open_checkpoint(of.root, files)
         opened.check()
         _check_digests(checkpoint)
-        return merged(checkpoint, of, opened, dtype)
+        return merge_adapters(checkpoint, of, opened, dtype)
     if checkpoint.kind == PEFT:
         return _bind_to_base(checkpoint, found, find_base(found, base))
     if base is not None:
@@ -142,7 +142,7 @@ def _are_equal(tensors: Tensors, infos: Mapping[str, Info], one: str, other: str
     return True
 
 
-def in_words(checkpoint: OpenCheckpoint) -> str:
+def describe_adapters(checkpoint: OpenCheckpoint) -> str:
     """What adapters are converted or merged, if any."""
     if checkpoint.merged is not None:
         return f"merged with the adapters in {checkpoint.merged}"
@@ -151,7 +151,7 @@ def in_words(checkpoint: OpenCheckpoint) -> str:
     return f"adapters of rank {spec.rank} and alpha {spec.alpha:g} on {spec.model}"
 
 
-def resumed_with(checkpoint: OpenCheckpoint) -> str:
+def name_keys(checkpoint: OpenCheckpoint) -> str:
     """The keys of `megatron_cfg.peft` with which a policy has these adapters; "" of others."""
     spec, targets = checkpoint.spec, checkpoint.targets
     if spec is None or not targets:

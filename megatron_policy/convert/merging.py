@@ -51,7 +51,7 @@ class _Tile(NamedTuple):
     stride: int
 
 
-def merged(
+def merge_adapters(
     adapters: OpenCheckpoint, base: Base, of_base: OpenCheckpoint, dtype: torch.dtype | None
 ) -> OpenCheckpoint:
     """The base with the adapters added, its weights in `dtype` or their own.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_policy.convert.bases import in_words, resumed_with, with_base
+from megatron_policy.convert.bases import bring_base, describe_adapters, name_keys
 from megatron_policy.convert.blockwise import Blocks, check_memory, cut
 from megatron_policy.convert.open_checkpoint import (
     HF,
@@ -89,7 +89,7 @@ def prepared(
             raise ConfigError(f"{checkpoint.root} has adapters: give base= instead")
         checkpoint = _overridden(checkpoint, overrides or {})
         checkpoint.check()
-        checkpoint = with_base(checkpoint, base, merge, cast_to, reader)
+        checkpoint = bring_base(checkpoint, base, merge, cast_to, reader)
         _check_apart(checkpoint.root, Path(destination))
         table = _bound(checkpoint)
         kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}
@@ -265,8 +265,8 @@ def _plan(
         dequantised=_dequantised(
             [checkpoint.quantised[n] for n in infos if n in checkpoint.quantised]
         ),
-        adapters=in_words(checkpoint),
-        resumed_with=resumed_with(checkpoint) if to == MCORE else "",
+        adapters=describe_adapters(checkpoint),
+        resumed_with=name_keys(checkpoint) if to == MCORE else "",
     )
 
 
