@@ -158,7 +158,7 @@ def read_description(root: Path) -> PeftAdapters:
         found = read_object(root, BASE)
         model, digest = found.get("model"), found.get("digest")
         overrides = found.get("hf_config_overrides", {})
-        if not all(map(isinstance, (model, digest, overrides), (str, str, dict))):
+        if not (isinstance(model, str) and isinstance(digest, str) and isinstance(overrides, dict)):
             raise ConversionError(
                 f"{root / BASE} is damaged: it does not name a base and its digest"
             )
