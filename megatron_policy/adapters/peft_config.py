@@ -47,7 +47,7 @@ _IGNORED: Mapping[str, str] = {
     "qalora_group_size": "of use_qalora, which is refused",
     "runtime_config": "how PEFT computes",
 }
-_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Ways to draw the first values that leave the base as it is."""
 _HEADS = ("classifier", "score")
 """Names under which PEFT looks for a scalar head; models of transformers call it the latter."""
@@ -161,8 +161,11 @@ def classify_fields(config: Mapping[str, Any]) -> Iterator[FieldUse]:
     """
     for name in dict.fromkeys((*config, *_NEEDED)):
         value = config.get(name)
-        if name in _APPLIED:
-            problem = next((why for is_legal, why in _APPLIED[name] if not is_legal(value)), "")
+        checks = [(is_legal, why) for names, is_legal, why in _CHECKS if name in names.split()]
+        if checks:
+            is_null = value is None and name not in _NEEDED
+            wrong = (why for is_legal, why in checks if not (is_null or is_legal(value)))
+            problem = next(wrong, "")
             yield FieldUse(name, value, REFUSED if problem else TRANSLATED, problem)
         elif name in _IGNORED:
             yield FieldUse(name, value, IGNORED_FIELD, _IGNORED[name])
@@ -206,79 +209,67 @@ def _are_names(value: Any) -> bool:
 
 
 def _are_modules(value: Any) -> bool:
-    return value is None or isinstance(value, str) or _are_names(value)
+    return isinstance(value, str) or _are_names(value)
 
 
 def _are_literal(value: Any) -> bool:
-    names = [] if value is None else [*value] if isinstance(value, Mapping) else _as_list(value)
+    names = [*value] if isinstance(value, Mapping) else _as_list(value)
     return all(isinstance(name, str) and _LITERAL.fullmatch(name) for name in names)
 
 
-def _have_values(value: Any, is_legal: Callable[[Any], bool]) -> bool:
-    return value is None or (isinstance(value, Mapping) and all(map(is_legal, value.values())))
+def _have(values: Any, is_legal: Callable[[Any], bool]) -> bool:
+    return isinstance(values, Mapping) and all(map(is_legal, values.values()))
 
 
-Check = tuple[Callable[[Any], bool], str]
-"""Whether a value is applied, and what is wrong with others."""
-
-_A_RANK: Check = (_is_rank, "must be a whole number, 1 or more")
-_A_NUMBER: Check = (_is_number, "must be a number")
-_A_NAME: Check = (lambda v: v is None or isinstance(v, str), "must be a name")
-_MODULES: Check = (_are_modules, "must be names of modules, or a pattern")
-_LITERALS: Check = (
-    _are_literal,
-    "patterns are not read here: write the modules out by name, or by the ends of their paths",
+_A_NUMBER, _A_RANK = "must be a number", "must be a whole number, 1 or more"
+_TASKS = ("CAUSAL_LM", *_OF_HEADS)
+_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("peft_type", lambda v: v == "LORA", "only 'LORA' is read: " + _MERGED),
+    ("r", _is_rank, _A_RANK),
+    ("lora_alpha", _is_number, _A_NUMBER),
+    ("lora_dropout", lambda v: _is_number(v) and 0 <= v < 1, "must be in 0 .. 1"),
+    (
+        "alpha_pattern layers_pattern rank_pattern",
+        _are_literal,
+        "patterns are not read here: write the modules out by name, or by the ends of their paths",
+    ),
+    ("alpha_pattern", lambda v: _have(v, _is_number), _A_NUMBER),
+    ("rank_pattern", lambda v: _have(v, _is_rank), _A_RANK),
+    ("base_model_name_or_path revision", lambda v: isinstance(v, str), "must be a name"),
+    (
+        "target_modules",
+        lambda v: v is not None,
+        "PEFT adapts modules of its own choice then, and no others: write the modules out",
+    ),
+    (
+        "exclude_modules",
+        lambda v: not (isinstance(v, str) and v),
+        "a pattern is not read here: list the modules by name, or leave it out",
+    ),
+    ("exclude_modules target_modules", _are_modules, "must be names of modules, or a pattern"),
+    ("target_parameters", _are_names, "must be names of parameters"),
+    (
+        "init_lora_weights",
+        lambda v: any(v is each or (isinstance(each, str) and v == each) for each in _STARTS),
+        "it changes the base: save them with path_initial_model_for_weight_conversion first",
+    ),
+    (
+        "layers_to_transform",
+        lambda v: all(type(each) is int for each in _as_list(v)),
+        "must be numbers of layers",
+    ),
+    (
+        "modules_to_save",
+        lambda v: not v or (isinstance(v, list) and all(each in _HEADS for each in v)),
+        "of modules that they come with, only a scalar head is read: " + _MERGED,
+    ),
+    (
+        "task_type",
+        lambda v: v in _TASKS,
+        "adapters of other models than 'CAUSAL_LM', 'SEQ_CLS', 'TOKEN_CLS' are not supported",
+    ),
+    ("use_rslora", lambda v: v in (False, True), "must be true or false"),
 )
-_APPLIED: Mapping[str, tuple[Check, ...]] = {
-    "peft_type": ((lambda v: v == "LORA", "only 'LORA' is read: " + _MERGED),),
-    "r": (_A_RANK,),
-    "lora_alpha": (_A_NUMBER,),
-    "lora_dropout": ((lambda v: v is None or (_is_number(v) and 0 <= v < 1), "must be in 0 .. 1"),),
-    "alpha_pattern": (_LITERALS, (lambda v: _have_values(v, _is_number), _A_NUMBER[1])),
-    "base_model_name_or_path": (_A_NAME,),
-    "exclude_modules": (
-        (
-            lambda v: not (isinstance(v, str) and v),
-            "a pattern is not read here: list the modules by name, or leave it out",
-        ),
-        _MODULES,
-    ),
-    "init_lora_weights": (
-        (
-            lambda v: any(v is each or (isinstance(each, str) and v == each) for each in _STARTS),
-            "it changes the base: save them with path_initial_model_for_weight_conversion first",
-        ),
-    ),
-    "layers_pattern": (_LITERALS,),
-    "layers_to_transform": (
-        (
-            lambda v: v is None or all(type(each) is int for each in _as_list(v)),
-            "must be numbers of layers",
-        ),
-    ),
-    "modules_to_save": (
-        (
-            lambda v: not v or (isinstance(v, list) and all(each in _HEADS for each in v)),
-            "of modules that they come with, only a scalar head is read: " + _MERGED,
-        ),
-    ),
-    "rank_pattern": (_LITERALS, (lambda v: _have_values(v, _is_rank), _A_RANK[1])),
-    "revision": (_A_NAME,),
-    "target_modules": (
-        (
-            lambda v: v is not None,
-            "PEFT adapts modules of its own choice then, and no others: write the modules out",
-        ),
-        _MODULES,
-    ),
-    "target_parameters": ((lambda v: v is None or _are_names(v), "must be names of parameters"),),
-    "task_type": (
-        (
-            lambda v: v in (None, "CAUSAL_LM", *_OF_HEADS),
-            "adapters of other models than 'CAUSAL_LM', 'SEQ_CLS', 'TOKEN_CLS' are not supported",
-        ),
-    ),
-    "use_rslora": ((lambda v: v in (None, False, True), "must be true or false"),),
-}
-"""The fields that are applied, each with what its value has to be; the first problem is told."""
+"""The fields that are applied: names, whether a value is legal, and what is wrong with others."""
 _NEEDED = ("peft_type", "r", "lora_alpha", "target_modules")
+"""Fields that have to be there; all others can also be null."""
