@@ -60,8 +60,9 @@ class Headers:
     """Whether there is only a config, and the tensors are those that its model would have."""
 
     def bind_table(self) -> Table:
-        """The table of the model without layers for multi-token prediction, whatever tensors there
-        are; ConversionError for a config that cannot be translated.
+        """Bind the table of the model, without its layers for multi-token prediction.
+
+        ConversionError for a config that cannot be translated.
         """
         return bind(self.config)
 
