@@ -180,15 +180,12 @@ class _MergedTensors:
             starts = (r * inputs + columns.start for r in range(rank))
             a_RI = torch.stack([self._part(adapter, A, at, len(columns)) for at in starts])
             for tile in (band[at : at + _ROWS] for at in range(0, len(band), _ROWS)):
-                size, offset = (
-                    (len(tile), len(columns)),
-                    tile.start * inputs + columns.start - first,
+                size = len(tile), len(columns)
+                at = tile.start * inputs + columns.start - first
+                own_OI, values_OI = (
+                    t.as_strided(size, (inputs, 1), t.storage_offset() + at) for t in (own, values)
                 )
-                sides = (
-                    t.as_strided(size, (inputs, 1), t.storage_offset() + offset)
-                    for t in (own, values)
-                )
-                _add_product(a_RI, b_OR[tile.start - rows.start :][: len(tile)], *sides)
+                _add_product(a_RI, b_OR[tile.start - rows.start :][: len(tile)], own_OI, values_OI)
 
     def _part(self, adapter: _Adapter, side: str, first: int, count: int) -> Tensor:
         """A range of one of the adapter's matrices, in fp32."""
