@@ -11,7 +11,7 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.coordination.timeouts import COLLECTIVE_TIMEOUT_S, checked_timeout
 from megatron_policy.device import accelerators
 from megatron_policy.errors import ConfigError
-from megatron_policy.parity.policy_side import join, policy_section, read_policy
+from megatron_policy.parity.policy_side import join_outputs, make_policy_section, read_policy
 from megatron_policy.parity.ranks import read_on_ranks
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Deviation, Job, ModelOutputs, Parity
@@ -78,11 +78,11 @@ def compare(
         per_layer=per_layer,
         timeout_s=timeout_s,
     )
-    config = PolicyConfig.parse(policy_section(job))
+    config = PolicyConfig.parse(make_policy_section(job))
     checked_topology(config, arch, tp * pp)
     theirs = read_reference(reference or model, job, dtype, per_layer)
     limits = _limits(job, reference or model, theirs, tolerance)
-    ours = read_policy(job) if tp * pp == 1 else join(job, read_on_ranks(job))
+    ours = read_policy(job) if tp * pp == 1 else join_outputs(job, read_on_ranks(job))
     _check_vocabulary(ours, theirs)
     layers = {n: Deviation.between(ours.layers[n], theirs.layers[n]) for n in sorted(ours.layers)}
     return Parity(
