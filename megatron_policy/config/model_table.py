@@ -233,18 +233,17 @@ _COEFFICIENT = "router_aux_loss_coef"
 
 
 def _refuse_other_weights(table: Table, other: Table, overrides: Mapping[str, Any]) -> None:
-    own, changed = table.hf_shapes(), other.hf_shapes()
+    own, changed = (
+        {name: str(list(shape)) for name, shape in each.hf_shapes().items()}
+        for each in (table, other)
+    )
     names = [name for name in {**own, **changed} if own.get(name) != changed.get(name)]
     if names:
         shown = ", ".join(
-            f"{name} ({_show_shape(own.get(name))} to {_show_shape(changed.get(name))})"
+            f"{name} ({own.get(name, 'none')} to {changed.get(name, 'none')})"
             for name in names[:_SHOWN]
         )
         raise ConfigError(
             f"{_KEY} ({', '.join(overrides)}) would change weights, which stay as they are in the "
             f"files: {shown}{' and others' * (len(names) > _SHOWN)}. Leave out what does"
         )
-
-
-def _show_shape(shape: tuple[int, ...] | None) -> str:
-    return "none" if shape is None else str(list(shape))
