@@ -28,7 +28,7 @@ from megatron_policy.converters.rows.shards import split_dimension, unpadded_sha
 from megatron_policy.errors import ConversionError
 
 from .registry import family_of
-from .table import WEIGHT_DTYPES, Entry, Table, draft, mtp_layers_in
+from .table import WEIGHT_DTYPES, Entry, Table, draft
 
 # The architecture's name for a config field, where it differs.
 _STANDS_FOR = {
@@ -156,10 +156,7 @@ def inspect(
     family = family_of(config.get("model_type", ""))
     fields = Fields(config)
     try:
-        table = draft(fields, family)
-        if layers := mtp_layers_in(table, shapes):
-            fields = Fields(config)
-            table = draft(fields, family, layers)
+        table = draft(fields, family, tensors=shapes)
     except ConversionError as error:
         uses = tuple(fields.uses("the translation ended before"))
         loose = _loose(shapes, shapes, dtypes, "what it feeds is unknown without the config")

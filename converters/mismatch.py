@@ -52,14 +52,14 @@ def compare(expected: Mapping[str, Expected], found: Mapping[str, Shape], unused
         )
 
     lines = [
-        *_listed("missing", missing, line_missing),
-        *_listed("unexpected", extra, line_extra),
-        *_listed("misshapen", reshaped, line_reshaped),
+        *_list_lines("missing", missing, line_missing),
+        *_list_lines("unexpected", extra, line_extra),
+        *_list_lines("misshapen", reshaped, line_reshaped),
     ]
     return "\n".join(f"  {line}" for line in lines)
 
 
-def other_dtypes(
+def list_other_dtypes(
     expected: Mapping[str, Expected], found: Mapping[str, dtype], legal: Collection[dtype]
 ) -> str:
     """The expected tensors whose dtype is not in `legal`, one per line; "" if there are none."""
@@ -68,10 +68,10 @@ def other_dtypes(
     def line(name: str) -> str:
         return f"dtype: {name} is {_short(found[name])}; it {expected[name].use}"
 
-    return "\n".join(f"  {text}" for text in _listed("dtypes", wrong, line))
+    return "\n".join(f"  {text}" for text in _list_lines("dtypes", wrong, line))
 
 
-def either(dtypes: Collection[dtype]) -> str:
+def name_dtypes(dtypes: Collection[dtype]) -> str:
     """The dtypes in words."""
     return " or ".join(map(_short, dtypes))
 
@@ -80,7 +80,7 @@ def _short(dtype: dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _listed(kind: str, names: Sequence[str], line: Callable[[str], str]) -> list[str]:
+def _list_lines(kind: str, names: Sequence[str], line: Callable[[str], str]) -> list[str]:
     shown = [line(name) for name in names[:SHOWN]]
     rest = len(names) - len(shown)
     return [*shown, f"and {rest} more {kind}"] if rest else shown

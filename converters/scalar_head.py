@@ -46,7 +46,7 @@ class HeadSource:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def source_of(
+def find_head(
     fields: Fields, names: Sequence[str], classes: tuple[str, str], wanted: ScalarHead | None
 ) -> HeadSource:
     """How a checkpoint whose config.json has `names` as its classes gives the head `wanted`; if
@@ -79,7 +79,7 @@ def source_of(
     return HeadSource(wanted, fresh, dict(zip(FIELDS, values, strict=True)))
 
 
-def with_scalar_head(rows: Iterable[Row | Ignore]) -> tuple[Row | Ignore, ...]:
+def put_head(rows: Iterable[Row | Ignore]) -> tuple[Row | Ignore, ...]:
     """A family's rows with those of a scalar head in place of the language model's head. Layers for
     multi-token prediction, which need the latter, are left out of exports too.
     """

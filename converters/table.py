@@ -18,10 +18,10 @@ from megatron_policy.converters.config_fields.quantisation import found_in
 from megatron_policy.converters.rows import Ignore, Role, Row, Shape
 from megatron_policy.converters.rows.blocks import EXPERT, of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
-from megatron_policy.converters.scalar_head import source_of, with_scalar_head
+from megatron_policy.converters.scalar_head import find_head, put_head
 from megatron_policy.errors import ConversionError
 
-from .mismatch import Expected, compare, either, other_dtypes
+from .mismatch import Expected, compare, list_other_dtypes, name_dtypes
 from .registry import Family, family_of
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
@@ -130,9 +130,9 @@ class Table:
         expected = {name: e for name, e in own.items() if name not in self.fresh}
         # Quantised weights come with tensors that no row uses, so quantisation is reported first.
         quantised = found_in([name for name in shapes if name not in expected], dtypes)
-        problems = other_dtypes(expected, dtypes, WEIGHT_DTYPES)
+        problems = list_other_dtypes(expected, dtypes, WEIGHT_DTYPES)
         if quantised or problems:
-            legal = either(WEIGHT_DTYPES)
+            legal = name_dtypes(WEIGHT_DTYPES)
             what = quantised.what if quantised else f"the checkpoint has weights not in {legal}"
             convert = f"Dequantise or convert the checkpoint to {legal} first."
             advice = quantised.advice if quantised else convert
@@ -191,36 +191,20 @@ def bind(
     mtp_layers: int = 0,
     head: ScalarHead | None = None,
     left_out: Collection[str] = (),
+    tensors: Collection[str] = (),
 ) -> Table:
     """The table of one HF config, a mapping of all its fields; its model_type names the family.
-    The model has `mtp_layers` of the layers for multi-token prediction, and the scalar `head`; if
-    that is None, the head that its checkpoint has. `left_out` names fields that are not the
-    model's, if the family does not know them.
+    The model has `mtp_layers` of the layers for multi-token prediction, or those that are among the
+    HF `tensors` of its checkpoint, and the scalar `head`; if that is None, the head that its
+    checkpoint has. `left_out` names fields that are not the model's, if the family does not know
+    them.
 
     ConversionError for a config that cannot be translated faithfully, or a faulty table.
     """
     fields = Fields(raw)
-    table = draft(fields, family, mtp_layers, head)
+    table = draft(fields, family, mtp_layers, head, tensors)
     fields.finish({**IGNORED, **dict.fromkeys(left_out, "overridden by null")})
     return table
-
-
-def bind_to(raw: Mapping[str, Any], names: Collection[str]) -> Table:
-    """As `bind`, with those layers for multi-token prediction that are in a checkpoint whose HF
-    tensors are `names`.
-    """
-    return bind(raw, mtp_layers=mtp_layers_in(bind(raw), names))
-
-
-def mtp_layers_in(table: Table, names: Collection[str]) -> int:
-    """How many layers for multi-token prediction, from the first on, have tensors in `names`;
-    `table` leaves them all out.
-    """
-    arch = table.architecture
-    templates = {row.hf for row in table.ignored.values() if row.carried}
-    left_out = [found for hf in templates if (found := _predicting(hf, arch)) not in ([], [hf])]
-    present = [any(name in names for name in layer) for layer in zip(*left_out, strict=True)]
-    return (*present, False).index(False)
 
 
 def draft(
@@ -228,6 +212,7 @@ def draft(
     family: Family | None = None,
     mtp_layers: int = 0,
     head: ScalarHead | None = None,
+    tensors: Collection[str] = (),
 ) -> Table:
     """The table from `fields`, without checking that all of them were understood.
 
@@ -244,43 +229,60 @@ def draft(
                 name,
                 f"{family.name} converts {' or '.join(family.hf_architectures)}",
             )
-    source = source_of(fields, names, family.scalar_classes, head)
+    source = find_head(fields, names, family.scalar_classes, head)
+    rows = family.table if source.head is None else put_head(family.table)
     try:
-        architecture = replace(family.architecture(fields), mtp_layers=mtp_layers)
+        architecture = family.architecture(fields)
         if source.head is not None:
             architecture = replace(architecture, tied=False, head=source.head)
+        mtp_layers = mtp_layers or _count_mtp_layers(rows, architecture, tensors)
+        architecture = replace(architecture, mtp_layers=mtp_layers)
     except ConversionError:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
         raise ConversionError(
             f"config.json has a value that a {family.name} model cannot have: {error}"
         ) from error
-    rows = family.table if source.head is None else with_scalar_head(family.table)
-    entries = _entries([row for row in rows if not isinstance(row, Ignore)], architecture)
+    entries = _make_entries([row for row in rows if not isinstance(row, Ignore)], architecture)
     _refuse_duplicates(family.name, entries)
     _refuse_vectors_as_matrices(family.name, entries, architecture)
     ignored = {
         name: row
         for row in rows
         if isinstance(row, Ignore)
-        for name in _ignored_names(row, architecture)
+        for name in _name_ignored(row, architecture)
     }
     return Table(family.name, architecture, entries, ignored, source.fields, source.fresh)
 
 
-def _ignored_names(row: Ignore, architecture: Architecture) -> list[str]:
+def _count_mtp_layers(
+    rows: Iterable[Row | Ignore], architecture: Architecture, tensors: Collection[str]
+) -> int:
+    """How many layers for multi-token prediction, from the first on, have some of the `tensors`;
+    `architecture` leaves them all out.
+    """
+    carried = (row for row in rows if isinstance(row, Ignore) and row.carried)
+    templates = {row.hf for row in carried if architecture.holds(row.when)}
+    left_out = [
+        found for hf in templates if (found := _number_layers(hf, architecture)) not in ([], [hf])
+    ]
+    present = [any(name in tensors for name in layer) for layer in zip(*left_out, strict=True)]
+    return (*present, False).index(False)
+
+
+def _name_ignored(row: Ignore, architecture: Architecture) -> list[str]:
     layers = range(architecture.num_layers)
     names = [row.hf] if architecture.holds(row.when) else []
     if "{layer}" in row.hf:
         names = [name.replace("{layer}", str(layer)) for name in names for layer in layers]
-    names = [each for name in names for each in _predicting(name, architecture)]
+    names = [each for name in names for each in _number_layers(name, architecture)]
     if not of_expert(row.hf):
         return names
     experts = architecture.moe.experts if architecture.moe else 0
     return [name.replace(EXPERT, str(expert)) for name in names for expert in range(experts)]
 
 
-def _predicting(name: str, architecture: Architecture) -> list[str]:
+def _number_layers(name: str, architecture: Architecture) -> list[str]:
     """A name with the number of each layer for multi-token prediction that it is a name of, if any:
     counted from 0 or after all other layers, of those that the model has or leaves out.
     """
@@ -297,7 +299,7 @@ def _predicting(name: str, architecture: Architecture) -> list[str]:
     return [name]
 
 
-def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ...]:
+def _make_entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ...]:
     """Entries of the embedding, of each layer, of each layer for multi-token prediction, and of the
     head, in this order.
     """
@@ -319,11 +321,11 @@ def _entries(rows: Sequence[Row], architecture: Architecture) -> tuple[Entry, ..
             numbers = {"{mtp}": layer - architecture.num_layers, "{predicting}": layer}
         for row in rows:
             if mark in row.megatron and architecture.holds(row.when, row.part, layer):
-                inside += _layer_entries(row, numbers, layer, where, architecture.moe)
+                inside += _make_layer_entries(row, numbers, layer, where, architecture.moe)
     return (*before, *inside, *after)
 
 
-def _layer_entries(
+def _make_layer_entries(
     row: Row, numbers: Mapping[str, int], layer: int, where: str, moe: Moe | None
 ) -> Iterator[Entry]:
     experts: Iterable[int | None] = (None,)

@@ -9,8 +9,11 @@ from .mlp import Mlp
 from .traits import Activation, Norm, QkNorm
 
 
-def beyond_transformer_engine(architecture: Architecture) -> list[str]:
-    """The model's features that Transformer Engine's modules cannot express: torch modules do."""
+def beyond_transformer_engine(architecture: Architecture, adapted: bool = False) -> list[str]:
+    """The model's features that Transformer Engine's modules cannot express: torch modules do. A
+    model is `adapted` if it has adapters: the engine's layers apply a norm to what these would
+    read, and its experts are one module.
+    """
     norms = {layer.norms for layer in set(architecture.layers)}
     attention, mlp = architecture.find_part(Attention), architecture.find_part(Mlp)
     qk_norm = QkNorm.NONE if attention is None else attention.qk_norm
@@ -26,5 +29,6 @@ def beyond_transformer_engine(architecture: Architecture) -> list[str]:
         "query and key norms across heads": qk_norm in (QkNorm.ALL_HEADS, QkNorm.EACH_HEAD),
         "activation function with learnt constants": mlp and mlp.activation is Activation.XIELU,
         "query and key norms after rotation": qk_norm is QkNorm.AFTER_ROTATION,
+        "adapters": adapted,
     }
     return [name for name, has in features.items() if has]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_policy.converters.files import strict_json
-from megatron_policy.converters.files.contained import inside, open_regular, read
+from megatron_policy.converters.files.contained import expanded, inside, open_regular, read
 from megatron_policy.converters.rows.blocks import Copying
 from megatron_policy.errors import ConversionError
 
@@ -206,6 +206,12 @@ def quantised_in(root: Path, files: Inventory) -> dict[str, QuantisedTensor]:
 def has_weights(root: Path) -> bool:
     """Whether the directory has a model's tensors as safetensors."""
     return (root / SINGLE).is_file() or (root / INDEX).is_file()
+
+
+def is_peft(path: str | Path) -> bool:
+    """Whether a directory has adapters, and no model."""
+    root = expanded(path)
+    return (root / ADAPTER_CONFIG).is_file() and not has_weights(root)
 
 
 def _files(root: Path, single: str) -> dict[Path, set[str]]:

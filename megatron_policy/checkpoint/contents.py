@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from megatron_policy.adapters.table import is_same_base
 from megatron_policy.checkpoint import local_shards, manifest
 from megatron_policy.checkpoint.common_state import OURS, read_ours
 from megatron_policy.checkpoint.loading import FoundCheckpoint, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport
 from megatron_policy.checkpoint.saving import DirectoryContents, layout_of
-from megatron_policy.converters.adapters import same_base
 from megatron_policy.converters.formats.dist_keys import extra_states
 from megatron_policy.converters.formats.dist_records import empty_object
 from megatron_policy.converters.table import Table
@@ -201,7 +201,7 @@ class Contents:
             return
         for name, own in adapters.spec.identity(adapters.table).items():
             stated = other.get(name)
-            if stated != own and not (name == "base" and same_base(stated, own)):
+            if stated != own and not (name == "base" and is_same_base(stated, own)):
                 raise CheckpointError(
                     f"{found.root} has adapters {_OTHERS[name]} ({stated}, not {own})"
                 )

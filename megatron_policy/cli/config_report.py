@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.cli.output import printable
 from megatron_policy.cli.report import CommandReport, layout_data
 from megatron_policy.config import PolicyConfig, ignored_keys
-from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.composed import compose
 from megatron_policy.config.layout import (
@@ -120,7 +120,7 @@ def check_config(path: Path, overrides: Sequence[str], world_size: int | None) -
     """
     composed = compose(path, overrides)
     config = PolicyConfig.parse(composed.policy)
-    table, trained = model_tables(config)
+    table, trained = bind_tables(config)
     ranks = world_size or fewest_ranks(config)
     try:
         topology = checked_topology(config, table.architecture, ranks)

@@ -68,13 +68,13 @@ def inspect_config(
 def _inspect(source: str, config: str | None) -> Inspection:
     from dataclasses import replace
 
+    from megatron_policy.adapters.peft_config import classify_fields
+    from megatron_policy.adapters.peft_files import ADAPTER_CONFIG
     from megatron_policy.convert.headers import read_adapter_headers, read_headers
-    from megatron_policy.converters.config_fields.peft_fields import peft_uses
-    from megatron_policy.converters.formats.peft_files import ADAPTER_CONFIG
     from megatron_policy.converters.inspection import inspect, inspect_adapters
 
     if (found := read_adapter_headers(source, config)) is not None:
-        uses = peft_uses(found.fields)
+        uses = classify_fields(found.fields)
         of = inspect_adapters(found.table, uses, found.shapes, found.dtypes, ADAPTER_CONFIG)
         return replace(of, problems=tuple(dict.fromkeys((*found.problems, *of.problems))))
     seen = read_headers(source, config)

@@ -7,19 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.cli.config_report import fewest_ranks
 from megatron_policy.cli.options import Precision, keys_as_options
 from megatron_policy.cli.output import say
 from megatron_policy.cli.plan_options import parse_recompute
 from megatron_policy.cli.plan_refit import with_config
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import trained_table
 from megatron_policy.config.composed import compose
 from megatron_policy.config.parallel_sizes import keys_of_sizes
 from megatron_policy.config.policy_config import least_section
 from megatron_policy.convert.headers import read_headers
-from megatron_policy.converters.formats.hf_config import CONFIG, read_config
-from megatron_policy.converters.table import bind
+from megatron_policy.converters.formats.hf_config import CONFIG
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.devices import SHORT, DeviceFigures
 from megatron_policy.estimate.plan import SearchResult, StepPlan, plan_of, search
@@ -76,7 +76,7 @@ def plan_file(
     """The section `policy` of the file, and its plan."""
     section = compose(path, overrides or ()).policy
     config = PolicyConfig.parse(section)
-    rows = ModelRows.of(trained_table(config))
+    rows = ModelRows.of(bind_tables(config)[1])
     found = plan_of(config, rows, gpus or fewest_ranks(config), device, length)
     if gpus is None:
         ranks = found.topology.world_size
@@ -130,7 +130,7 @@ def plan_model(
     """The plan of a layout of the model of `base`, or without one a search."""
     source = with_config(base["model_name"])
     alone = Path(source).name == CONFIG
-    rows = ModelRows.of(bind(read_config(source) if alone else read_headers(source).config))
+    rows = ModelRows.of(open_model(source).table if alone else read_headers(source).bind_table())
     if all(size is None for size in layout.values()):
         if gpus is None:
             raise ConfigError("--gpus is missing: give the number of GPUs, or a layout")

@@ -14,13 +14,12 @@ from megatron_policy.cli.report import CommandReport, layout_data
 from megatron_policy.config.layout import checked_topology, layer_split
 from megatron_policy.config.parallel_sizes import keys_of_sizes
 from megatron_policy.config.policy_config import PolicyConfig, least_section
-from megatron_policy.convert.headers import read_headers
+from megatron_policy.convert.headers import open_headers
 from megatron_policy.converters.formats.hf_config import CONFIG
 from megatron_policy.converters.formats.hf_names import holds_weights
 from megatron_policy.converters.rows.shards import split_dimension
-from megatron_policy.converters.table import Table, bind
+from megatron_policy.converters.table import Table
 from megatron_policy.dtypes import dtype_named
-from megatron_policy.errors import ConversionError
 from megatron_policy.estimate.sizes import show_size
 from megatron_policy.parallel.topology import LayerSplit, Topology, ranges
 from megatron_policy.refit.plan import RefitPlan, RefitTensor, packed
@@ -175,11 +174,7 @@ def refit_of(
 ) -> PlannedRefit:
     """Plan a refit of `source` under a layout of these `sizes` over so many `ranks`."""
     source = with_config(source)
-    seen = read_headers(source)
-    table = bind(seen.config)
-    if seen.problems:
-        raise ConversionError("; ".join(seen.problems))
-    table.check_hf(seen.shapes, seen.dtypes)
+    seen, table = open_headers(source)
     # Nothing else of it matters here, except that some models are only split with sequence
     # parallelism.
     section = least_section(source, precision.value, ranks, keys_of_sizes(sizes))

@@ -4,7 +4,7 @@ policy's own, and that of its reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron_policy.converters.architecture import (
     ScalarHead,
     stack,
 )
+from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
 from megatron_policy.converters.architecture.plain_values import flatten, plain
 from megatron_policy.converters.formats.hf_config import (
     has_family,
@@ -27,8 +28,9 @@ from megatron_policy.converters.formats.hf_config import (
     transformers_config,
     written_config,
 )
-from megatron_policy.converters.formats.peft_files import is_peft
-from megatron_policy.converters.table import Table, bind
+from megatron_policy.converters.formats.hf_files import is_peft
+from megatron_policy.converters.formats.opening import OpenModel, open_model
+from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 
 _KEY = "policy.hf_config_overrides"
@@ -49,39 +51,53 @@ _UNLIMITED = 2**20
 """Positions of a model that does not say how many it has."""
 
 
-def model_table(config: PolicyConfig) -> Table:
+def bind_model(config: PolicyConfig) -> Table:
     """The table of `config.model_name`, bound to its config.json with `hf_config_overrides`.
 
-    ConfigError, beside those of `read_config` and `bind`, for an override that the model's config
+    ConfigError, beside the errors of `open_model`, for an override that the model's config
     does not have or cannot have, or that changes which weights there are or their shapes; and for a
     checkpoint with a scalar head where the configuration has none. The engine over transformers'
-    modules also takes models without a family, see `_unlisted_table`.
+    modules also takes models without a family, see `_make_unlisted_table`.
     """
     if engine_of(config) is not Engine.MEGATRON_CORE:
         found = transformers_config(config.model_name, config.hf_config_overrides)
         if not has_family(found.model_type):
-            return _unlisted_table(found, dict(config.hf_config_overrides or {}))
-    layers, head = mtp_layers(config.megatron_cfg), scalar_head(config)
-    written = read_config(config.model_name)
-    given = config.hf_config_overrides or {}
-    overrides = in_kind(given, written, written_config(config.model_name)) if given else {}
+            return _make_unlisted_table(found, dict(config.hf_config_overrides or {}))
+    overrides = _word_overrides(config.model_name, config.hf_config_overrides or {})
     left_out = [name for name, value in overrides.items() if value is None]
-    table = bind(written, mtp_layers=layers, head=head, left_out=left_out)
-    _refuse_unwanted_head(table, head)
-    if overrides.keys() == {_COEFFICIENT} and _COEFFICIENT not in written:
+    opened = _open(config, config.model_name, {}, left_out)
+    table = opened.table
+    if not config.reward_model_cfg.enabled:
+        _refuse_head(table)
+    if overrides.keys() == {_COEFFICIENT} and _COEFFICIENT not in opened.fields:
         return table  # only megatron_cfg.moe_aux_loss_coeff takes it
     if not overrides:
         return table
     try:
-        changed = read_config(config.model_name, overrides)
-        other = bind(changed, mtp_layers=layers, head=head)
+        other = _open(config, config.model_name, overrides).table
     except (ConfigError, ConversionError) as error:
         raise ConfigError(f"{_KEY} ({', '.join(overrides)}): {error}") from error
     _refuse_other_weights(table, other, overrides)
     return replace(other, overrides={**other.overrides, **overrides})
 
 
-def _unlisted_table(config: Any, overrides: dict[str, Any]) -> Table:
+def _open(
+    config: PolicyConfig, model: str, overrides: Mapping[str, Any], left_out: Collection[str] = ()
+) -> OpenModel:
+    """Open a model with the head and layers for multi-token prediction that `config` asks for."""
+    wanted, head = config.reward_model_cfg, None
+    if wanted.enabled:
+        head = ScalarHead(per_token=wanted.reward_model_type == "regression")
+    layers = mtp_layers(config.megatron_cfg)
+    return open_model(model, overrides, mtp_layers=layers, head=head, left_out=left_out)
+
+
+def _word_overrides(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `given` as the model's config.json has such values."""
+    return in_kind(given, read_config(model), written_config(model)) if given else {}
+
+
+def _make_unlisted_table(config: Any, overrides: dict[str, Any]) -> Table:
     """A table without entries for the transformers config of a model without a family, with its
     sizes, which serve batches; the engine adds entries of what it has built. ConfigError where the
     class has no layers or no vocabulary.
@@ -126,6 +142,16 @@ def _first_count(config: Any, names: tuple[str, ...]) -> int | None:
     return None
 
 
+def check_implementation(requested: str, architecture: Architecture, adapted: bool) -> None:
+    """ConfigError if Transformer Engine is asked for and cannot express the model."""
+    beyond = beyond_transformer_engine(architecture, adapted)
+    if requested == "transformer_engine" and beyond:
+        raise ConfigError(
+            "policy.megatron_cfg.transformer_impl is 'transformer_engine', which cannot express "
+            f"this model's {', '.join(beyond)}; use 'auto' or 'local'"
+        )
+
+
 def check_reference(config: PolicyConfig, table: Table, *, wanted: bool) -> None:
     """ConfigError if `reference_model_name` is given for a policy of `table` without a reference
     (`wanted`), or names what cannot be one.
@@ -137,10 +163,10 @@ def check_reference(config: PolicyConfig, table: Table, *, wanted: bool) -> None
             f"{_REFERENCE} is {config.reference_model_name!r}, but this policy was made with "
             "init_reference_model=False: leave the key out, or let the policy have a reference"
         )
-    reference_table(config, table)
+    bind_reference(config, table)
 
 
-def reference_table(config: PolicyConfig, table: Table) -> Table | None:
+def bind_reference(config: PolicyConfig, table: Table) -> Table | None:
     """The table of the checkpoint that `reference_model_name` names, for a policy of `table`; None
     if it names adapters, or nothing.
 
@@ -158,12 +184,10 @@ def reference_table(config: PolicyConfig, table: Table) -> Table | None:
                 "merge_and_unload() does, and give a checkpoint of that"
             )
         return None
-    layers, head = mtp_layers(config.megatron_cfg), scalar_head(config)
     given = dict(config.hf_config_overrides or {})
     given.pop(_COEFFICIENT, None)  # of use in training only
     try:
-        overrides = in_kind(given, read_config(name), written_config(name)) if given else given
-        found = bind(read_config(name, overrides), mtp_layers=layers, head=head)
+        found = _open(config, name, _word_overrides(name, given)).table
     except (ConfigError, ConversionError) as error:
         raise ConfigError(f"{_REFERENCE}: {error}") from error
     if found.family != table.family:
@@ -196,16 +220,8 @@ def _refuse_other_architecture(own: Architecture, other: Architecture) -> None:
         )
 
 
-def scalar_head(config: PolicyConfig) -> ScalarHead | None:
-    """The scalar head that the configuration asks for, or None."""
-    wanted = config.reward_model_cfg
-    if not wanted.enabled:
-        return None
-    return ScalarHead(per_token=wanted.reward_model_type == "regression")
-
-
-def _refuse_unwanted_head(table: Table, wanted: ScalarHead | None) -> None:
-    if (found := table.architecture.head) is not None and wanted is None:
+def _refuse_head(table: Table) -> None:
+    if (found := table.architecture.head) is not None:
         kind = "regression" if found.per_token else "bradley_terry"
         raise ConfigError(
             "policy.model_name is a checkpoint with a scalar head, which has no vocabulary: set "
@@ -217,18 +233,17 @@ _COEFFICIENT = "router_aux_loss_coef"
 
 
 def _refuse_other_weights(table: Table, other: Table, overrides: Mapping[str, Any]) -> None:
-    own, changed = table.hf_shapes(), other.hf_shapes()
+    own, changed = (
+        {name: str(list(shape)) for name, shape in each.hf_shapes().items()}
+        for each in (table, other)
+    )
     names = [name for name in {**own, **changed} if own.get(name) != changed.get(name)]
     if names:
         shown = ", ".join(
-            f"{name} ({_show_shape(own.get(name))} to {_show_shape(changed.get(name))})"
+            f"{name} ({own.get(name, 'none')} to {changed.get(name, 'none')})"
             for name in names[:_SHOWN]
         )
         raise ConfigError(
             f"{_KEY} ({', '.join(overrides)}) would change weights, which stay as they are in the "
             f"files: {shown}{' and others' * (len(names) > _SHOWN)}. Leave out what does"
         )
-
-
-def _show_shape(shape: tuple[int, ...] | None) -> str:
-    return "none" if shape is None else str(list(shape))

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from megatron_policy.convert.adapters import bound, find_base
-from megatron_policy.convert.blockwise import LEAST_BYTES, BlockBuffer
-from megatron_policy.convert.merging import merged
+from megatron_policy.adapters.opening import Base, bind_base, find_base
+from megatron_policy.adapters.peft_files import PeftAdapters, peft_contents
+from megatron_policy.adapters.table import (
+    PREFIX,
+    A,
+    AdapterSpec,
+    bind_adapters,
+    list_stacked_parameters,
+    strip_weight,
+)
+from megatron_policy.adapters.targets import name_targets
+from megatron_policy.convert.blockwise import LEAST_BYTES, BlockBuffer, cut
+from megatron_policy.convert.merging import merge_adapters
 from megatron_policy.convert.open_checkpoint import (
     PEFT,
     OpenCheckpoint,
@@ -18,12 +29,16 @@ from megatron_policy.convert.open_checkpoint import (
     open_checkpoint,
 )
 from megatron_policy.converters.files.raw_files import RawFiles
-from megatron_policy.errors import ConfigError
+from megatron_policy.converters.formats.side_files import side_files
+from megatron_policy.converters.mismatch import name_dtypes
+from megatron_policy.converters.table import WEIGHT_DTYPES, Entry, Table
+from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.formats.tensors import Info, Tensors
 
 _SHOWN = 12
 
 
-def with_base(
+def bring_base(
     checkpoint: OpenCheckpoint,
     base: str | Path | None,
     merge: bool,
@@ -49,25 +64,85 @@ def with_base(
         opened = open_checkpoint(of.root, files)
         opened.check()
         _check_digests(checkpoint)
-        return merged(checkpoint, of, opened, dtype)
+        return merge_adapters(checkpoint, of, opened, dtype)
     if checkpoint.kind == PEFT:
-        of = find_base(found, base)
-        made = bound(found, of, checkpoint.infos, checkpoint.tensors)
-        return replace(
-            checkpoint,
-            spec=made.spec,
-            table=made.table,
-            side_files=made.beside.copied,
-            contents=made.beside.changed,
-            targets=made.targets,
-            overrides=made.spec.overrides,
-        )
+        return _bind_to_base(checkpoint, found, find_base(found, base))
     if base is not None:
         find_base(found, base)  # refuses another
     return checkpoint
 
 
-def in_words(checkpoint: OpenCheckpoint) -> str:
+def _bind_to_base(checkpoint: OpenCheckpoint, found: PeftAdapters, base: Base) -> OpenCheckpoint:
+    """A directory of PEFT with the table of its adapters, and the side files of a checkpoint of
+    them. Modules of a fused layer that have the same A become one adapter.
+
+    ConversionError unless they are adapters of the base, all of one rank and scale.
+    """
+    infos = checkpoint.infos
+    shapes = {name: info.shape for name, info in infos.items()}
+    base, model = bind_base(found, base, infos)
+    if model.architecture.head is not None and not found.settings.has_head:
+        raise ConversionError(
+            f"{found.root} has no head (modules_to_save), which a policy's checkpoint has: start a "
+            "policy from it with policy.megatron_cfg.peft.start_from, and save that"
+        )
+    parameters = found.find_parameters(list_stacked_parameters(model), base.root)
+    rank, alpha = found.find_common_scale(shapes, parameters)
+    of_base = found.model or base.model, base.digest, model.overrides
+    spec = AdapterSpec(rank, alpha, found.settings.dropout, *of_base)
+
+    def is_joined(entry: Entry) -> bool:
+        first, *others = (f"{PREFIX}{strip_weight(name)}{A}" for name in entry.hf)
+        return all(_are_equal(checkpoint.tensors, infos, first, other) for other in others)
+
+    modules = list(found.find_modules(shapes, parameters))
+    table = bind_adapters(model, rank, modules, is_joined, parameters)
+    _check_forms(found.root, base, table, infos)
+    beside = side_files(base.root, spec.overrides)
+    return replace(
+        checkpoint,
+        spec=spec,
+        table=table,
+        side_files=beside.copied,
+        contents={**beside.changed, **peft_contents(spec, table)},
+        targets=name_targets(table, model),
+        overrides=spec.overrides,
+    )
+
+
+def _check_forms(root: Path, base: Base, table: Table, infos: Mapping[str, Info]) -> None:
+    """ConversionError, naming tensors, for shapes that do not fit the base, and other dtypes."""
+    problems = [
+        f"{name} is {str(infos[name].dtype).removeprefix('torch.')} {list(infos[name].shape)}, "
+        f"must be {list(shape)} of {name_dtypes(WEIGHT_DTYPES)}"
+        for name, shape in table.hf_shapes().items()
+        if infos[name].shape != shape or infos[name].dtype not in WEIGHT_DTYPES
+    ]
+    if problems:
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise ConversionError(
+            f"the adapters in {root} do not fit {base.root}:\n  "
+            + "\n  ".join(problems[:20])
+            + f"{more}\nGive the model that they were trained on, or correct the file."
+        )
+
+
+def _are_equal(tensors: Tensors, infos: Mapping[str, Info], one: str, other: str) -> bool:
+    """Whether two tensors have the same bits."""
+    if infos[one] != infos[other]:
+        return False
+    info = infos[one]
+    scratch = max(tensors.scratch(name, info.dtype) for name in (one, other))
+    plan = cut(info, (info.dtype, info.dtype), scratch, LEAST_BYTES)
+    for first, held, spare in BlockBuffer(LEAST_BYTES).blocks(plan):
+        for name, values in zip((one, other), held, strict=True):
+            tensors.read(name, first, values, spare)
+        if not torch.equal(held[0].view(torch.uint8), held[1].view(torch.uint8)):
+            return False
+    return True
+
+
+def describe_adapters(checkpoint: OpenCheckpoint) -> str:
     """What adapters are converted or merged, if any."""
     if checkpoint.merged is not None:
         return f"merged with the adapters in {checkpoint.merged}"
@@ -76,7 +151,7 @@ def in_words(checkpoint: OpenCheckpoint) -> str:
     return f"adapters of rank {spec.rank} and alpha {spec.alpha:g} on {spec.model}"
 
 
-def resumed_with(checkpoint: OpenCheckpoint) -> str:
+def name_keys(checkpoint: OpenCheckpoint) -> str:
     """The keys of `megatron_cfg.peft` with which a policy has these adapters; "" of others."""
     spec, targets = checkpoint.spec, checkpoint.targets
     if spec is None or not targets:

@@ -12,30 +12,30 @@ from typing import Any
 
 import torch
 
-from megatron_policy.convert.adapters import saved_adapters
+from megatron_policy.adapters.opening import read_saved_adapters
+from megatron_policy.adapters.peft_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    read_description,
+    read_object,
+)
+from megatron_policy.adapters.table import (
+    PREFIX,
+    bind_adapters,
+    drop_head,
+    is_adaptable,
+    list_stacked_parameters,
+    strip_weight,
+)
 from megatron_policy.convert.open_checkpoint import SIDE, config_place
 from megatron_policy.convert.training_checkpoint import is_saved, saved_state
-from megatron_policy.converters.adapters import (
-    PREFIX,
-    adapters_on,
-    is_adaptable,
-    module_of,
-    stacked_parameters,
-    without_head,
-)
 from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats import dist_files, hf_files, hf_names
 from megatron_policy.converters.formats.hf_config import CONFIG, read_config, written_config
-from megatron_policy.converters.formats.peft_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_MODEL,
-    described,
-    is_peft,
-    read_object,
-)
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.formats.quantised import as_read
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
@@ -58,6 +58,13 @@ class Headers:
     """What is wrong with keys that belong to a parameter."""
     config_only: bool = False
     """Whether there is only a config, and the tensors are those that its model would have."""
+
+    def bind_table(self) -> Table:
+        """Bind the table of the model, without its layers for multi-token prediction.
+
+        ConversionError for a config that cannot be translated.
+        """
+        return bind(self.config)
 
 
 def read_headers(source: str | Path, config: str | Path | None = None) -> Headers:
@@ -92,6 +99,18 @@ def read_headers(source: str | Path, config: str | Path | None = None) -> Header
     )
 
 
+def open_headers(source: str | Path) -> tuple[Headers, Table]:
+    """Read the headers of a checkpoint, and bind its table; ConversionError unless it has the
+    tensors of its model.
+    """
+    seen = read_headers(source)
+    table = seen.bind_table()
+    if seen.problems:
+        raise ConversionError("; ".join(seen.problems))
+    table.check_hf(seen.shapes, seen.dtypes)
+    return seen, table
+
+
 @dataclass(frozen=True)
 class AdapterHeaders:
     """As `Headers`, of adapters alone: their table, and the `fields` of their config."""
@@ -113,25 +132,29 @@ def read_adapter_headers(
     if root is not None and is_saved(root) and saved_state(root).of_adapters:
         with RawFiles() as files:
             reader = dist_files.DistReader(root, files)
-            model = bind(read_config(inside(root, SIDE)))
-            found, _, table = saved_adapters(root, SIDE, reader, model)
+            model = open_model(inside(root, SIDE)).table
+            found, _, table = read_saved_adapters(root, SIDE, reader, model)
             seen = _as_hf(reader, table, {}, {})
             return AdapterHeaders(table, found.config, seen.shapes, seen.dtypes, seen.problems)
     folder = expanded(source)
-    if root is not None or not is_peft(folder):
+    if root is not None or not hf_files.is_peft(folder):
         return None
     read_manifest(folder)
     tensors = as_read(hf_files.inventory(folder, ADAPTER_MODEL), {})
     shapes = {name: shape for name, (_, shape) in tensors.items()}
     dtypes = {name: dtype for name, (dtype, _) in tensors.items()}
     fields = read_object(folder, ADAPTER_CONFIG)
-    model = _model_of(read_config(_config_of(folder, fields, config)), shapes)
+    weight, bias = (PREFIX + name for name in SCALAR)
+    head = ScalarHead(per_token=bias in shapes) if weight in shapes else None
+    model = open_model(_config_of(folder, fields, config), head=head).table
     problems: list[str] = []
     parameters: list[str] = []
     try:
-        found = described(folder)
-        parameters = found.parameters(stacked_parameters(model), f"this {model.family} model")
-        found.modules(shapes, parameters)
+        found = read_description(folder)
+        parameters = found.find_parameters(
+            list_stacked_parameters(model), f"this {model.family} model"
+        )
+        found.find_modules(shapes, parameters)
     except ConversionError as error:
         problems.append(str(error))
     table = _adapter_table(model, fields, shapes, parameters)
@@ -152,12 +175,6 @@ def _config_of(folder: Path, fields: Mapping[str, Any], config: str | Path | Non
     return expanded(place)
 
 
-def _model_of(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Table:
-    """The table of the model that adapters are of, with the head that comes with them."""
-    weight, bias = (PREFIX + name for name in SCALAR)
-    return bind(config, head=ScalarHead(per_token=bias in shapes) if weight in shapes else None)
-
-
 def _adapter_table(
     model: Table,
     fields: Mapping[str, Any],
@@ -166,13 +183,13 @@ def _adapter_table(
 ) -> Table:
     """The table of the adapters of all modules that have any of these tensors."""
     entries = filter(is_adaptable, model.entries)
-    known = {module_of(name) for entry in entries for name in entry.hf}
+    known = {strip_weight(name) for entry in entries for name in entry.hf}
     modules = {m for name in shapes if (m := name.removeprefix(PREFIX).rpartition(".lora_")[0])}
     rank = fields.get("r")
     rank = rank if type(rank) is int and rank > 0 else 1
     own = [m for m in modules if m in known]
-    table = adapters_on(model, rank, own, lambda entry: False, parameters)
-    return table if PREFIX + SCALAR[0] in shapes else without_head(table)
+    table = bind_adapters(model, rank, own, lambda entry: False, parameters)
+    return table if PREFIX + SCALAR[0] in shapes else drop_head(table)
 
 
 def _headers_of_config(root: Path) -> Headers:

@@ -14,13 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_policy.convert.adapters import Base, model_of
+from megatron_policy.adapters.opening import Base, bind_base
+from megatron_policy.adapters.table import PREFIX, WEIGHT, A, B
 from megatron_policy.convert.open_checkpoint import (
     OpenCheckpoint,
     damaged_tensor,
 )
-from megatron_policy.converters.adapters import PREFIX, WEIGHT, A, B
-from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.digests import Digest
@@ -34,24 +33,12 @@ class _Adapter(NamedTuple):
     """The adapter of a module, and the dtypes of its matrices."""
 
     module: str
-    rank: int
     scale: float
     a: Info
     b: Info
 
 
-class _Tile(NamedTuple):
-    """Rows and columns of a matrix, and where the first is in a flat range of its elements; rows
-    follow each other at every `stride` elements.
-    """
-
-    rows: range
-    columns: range
-    offset: int
-    stride: int
-
-
-def merged(
+def merge_adapters(
     adapters: OpenCheckpoint, base: Base, of_base: OpenCheckpoint, dtype: torch.dtype | None
 ) -> OpenCheckpoint:
     """The base with the adapters added, its weights in `dtype` or their own.
@@ -70,27 +57,26 @@ def merged(
     of_weight = {
         module + WEIGHT: _Adapter(
             module,
-            rank,
             alpha / rank,
             adapters.infos[f"{PREFIX}{module}{A}"],
             adapters.infos[f"{PREFIX}{module}{B}"],
         )
-        for module, (rank, alpha) in found.modules(shapes).items()
+        for module, (rank, alpha) in found.find_modules(shapes).items()
     }
     _check(of_weight, of_base, base)
-    _, table = model_of(found, base, adapters.infos, of_base.infos)
+    _, table = bind_base(found, base, adapters.infos, of_base.infos)
     head = {name: adapters.infos[at] for name in SCALAR if (at := PREFIX + name) in adapters.infos}
     of_head = {PREFIX + name for name in head}
     changed = of_weight.keys() | head.keys()
-    stated = of_base.manifest.tensors if of_base.manifest else {}
-    digests = {name: digest for name, (_, digest) in stated.items() if name in of_weight}
     infos = {
         name: replace(info, dtype=dtype) if dtype is not None and name in changed else info
         for name, info in {**of_base.infos, **head}.items()
     }
-    manifest = of_base.manifest
+    manifest, digests = of_base.manifest, dict[str, str]()
     if manifest is not None:  # what is read is not what its digests are of
-        rest = {name: each for name, each in manifest.tensors.items() if name not in changed}
+        stated = manifest.tensors
+        digests = {name: digest for name, (_, digest) in stated.items() if name in of_weight}
+        rest = {name: each for name, each in stated.items() if name not in changed}
         manifest = replace(manifest, tensors=rest)
     return replace(
         of_base,
@@ -113,8 +99,8 @@ def _check(of_weight: Mapping[str, _Adapter], of_base: OpenCheckpoint, base: Bas
             problems.append(f"{base.root} has no {weight}")
         elif adapter.b.shape[1:] != adapter.a.shape[:1] or found.shape != wanted:
             problems.append(
-                f"{weight} is {_shown(found.shape)}, but its adapter's A and B are "
-                f"{_shown(adapter.a.shape)} and {_shown(adapter.b.shape)}"
+                f"{weight} is {list(found.shape)}, but its adapter's A and B are "
+                f"{list(adapter.a.shape)} and {list(adapter.b.shape)}"
             )
     if problems:
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
@@ -169,7 +155,8 @@ class _MergedTensors:
         if name not in self._adapters:
             return self._base.tensors.scratch(name, dtype)
         adapter = self._adapters[name]
-        of_b = -(-adapter.rank * (4 + adapter.b.dtype.itemsize) // max(adapter.a.shape[1], 1))
+        rank, inputs = adapter.a.shape
+        of_b = -(-rank * (4 + adapter.b.dtype.itemsize) // max(inputs, 1))
         return own + self._base.infos[name].dtype.itemsize + of_b
 
     def _compare(self, name: str, info: Info, first: int, values: Tensor) -> None:
@@ -189,11 +176,16 @@ class _MergedTensors:
         rows = range(first // inputs, -(-(first + own.numel()) // inputs))
         b_OR = self._part(adapter, B, rows.start * rank, len(rows) * rank).view(len(rows), rank)
         b_OR.mul_(adapter.scale)
-        for columns, tiles in _tiles(first, own.numel(), inputs):
+        for band, columns in _cut(first, own.numel(), inputs):
             starts = (r * inputs + columns.start for r in range(rank))
             a_RI = torch.stack([self._part(adapter, A, at, len(columns)) for at in starts])
-            for tile in tiles:
-                _add_product(tile, rows.start, a_RI, b_OR, own, values)
+            for tile in (band[at : at + _ROWS] for at in range(0, len(band), _ROWS)):
+                size = len(tile), len(columns)
+                at = tile.start * inputs + columns.start - first
+                own_OI, values_OI = (
+                    t.as_strided(size, (inputs, 1), t.storage_offset() + at) for t in (own, values)
+                )
+                _add_product(a_RI, b_OR[tile.start - rows.start :][: len(tile)], own_OI, values_OI)
 
     def _part(self, adapter: _Adapter, side: str, first: int, count: int) -> Tensor:
         """A range of one of the adapter's matrices, in fp32."""
@@ -205,51 +197,29 @@ class _MergedTensors:
         return values.float()
 
 
-def _add_product(
-    tile: _Tile, first_row: int, a_RI: Tensor, b_OR: Tensor, own: Tensor, values: Tensor
-) -> None:
-    size, stride = (len(tile.rows), len(tile.columns)), (tile.stride, 1)
-    total = torch.zeros(size)
-    product = torch.empty(size)
-    mine = b_OR[tile.rows.start - first_row : tile.rows.stop - first_row]
+def _add_product(a_RI: Tensor, b_OR: Tensor, own_OI: Tensor, values_OI: Tensor) -> None:
+    """Write the sum of some elements of a weight and of its adapter's product to `values`."""
+    total, product = torch.zeros(own_OI.shape), torch.empty(own_OI.shape)
     for r in range(len(a_RI)):
-        total += torch.mul(mine[:, r : r + 1], a_RI[r], out=product)
-    total += own.as_strided(size, stride, own.storage_offset() + tile.offset)
-    target = values.as_strided(size, stride, values.storage_offset() + tile.offset)
-    target.copy_(total)
+        total += torch.mul(b_OR[:, r : r + 1], a_RI[r], out=product)
+    total += own_OI
+    values_OI.copy_(total)
     # Of these dtypes only float16 is narrow enough for weights to leave its range.
-    if target.dtype == torch.float16 and torch.isinf(target).any():
+    if values_OI.dtype == torch.float16 and torch.isinf(values_OI).any():
         raise ConversionError(
             "merged weights are beyond the range of float16: convert with dtype='bfloat16'"
         )
 
 
-def _tiles(first: int, count: int, inputs: int) -> Iterator[tuple[range, list[_Tile]]]:
-    """The elements `first` to `first + count` of a flat matrix with `inputs` columns: for some
-    columns at a time, the tiles in them.
+def _cut(first: int, count: int, inputs: int) -> Iterator[tuple[range, range]]:
+    """Rows and columns of the elements `first` to `first + count` of a flat matrix with `inputs`
+    columns: the rest of a row, whole rows, and the beginning of another, some columns at a time.
     """
-    for rows, whole in _bands(first, count, inputs):
-        for low in range(whole.start, whole.stop, _COLUMNS):
-            columns = range(low, min(low + _COLUMNS, whole.stop))
-            parts = (rows[at : at + _ROWS] for at in range(0, len(rows), _ROWS))
-            offset = low - first
-            yield columns, [_Tile(r, columns, r.start * inputs + offset, inputs) for r in parts]
-
-
-def _bands(first: int, count: int, inputs: int) -> Iterator[tuple[range, range]]:
-    """Rows and columns: the rest of a row, whole rows, and the beginning of another."""
     last = first + count
     while first < last:
         row, column = divmod(first, inputs)
-        whole = (last - first) // inputs if column == 0 else 0
-        if whole:
-            yield range(row, row + whole), range(inputs)
-            first += whole * inputs
-        else:
-            end = min(last, (row + 1) * inputs)
-            yield range(row, row + 1), range(column, column + end - first)
-            first = end
-
-
-def _shown(shape: Shape) -> str:
-    return str(list(shape))
+        rows = max((last - first) // inputs, 1) if column == 0 else 1
+        end = min(column + last - first, inputs)
+        for low in range(column, end, _COLUMNS):
+            yield range(row, row + rows), range(low, min(low + _COLUMNS, end))
+        first += (rows - 1) * inputs + end - column

@@ -10,29 +10,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.convert.adapters import saved_adapters
+from megatron_policy.adapters.opening import read_saved_adapters
+from megatron_policy.adapters.peft_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    BASE,
+    PeftAdapters,
+    read_peft,
+)
+from megatron_policy.adapters.table import AdapterSpec
 from megatron_policy.convert.blockwise import BlockBuffer, cut
 from megatron_policy.convert.training_checkpoint import is_saved, saved_state
-from megatron_policy.converters.adapters import AdapterSpec
 from megatron_policy.converters.files.contained import expanded, inside
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats import dist_files, dist_metadata, hf_files, hf_names
 from megatron_policy.converters.formats.dequantising import QuantisedTensor
 from megatron_policy.converters.formats.dist_keys import readable
-from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_location import SIDE_FILES, instead_of, locate
-from megatron_policy.converters.formats.peft_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_MODEL,
-    BASE,
-    PeftAdapters,
-    is_peft,
-    read_peft,
-)
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.formats.quantised import Inventory, as_read
 from megatron_policy.converters.formats.side_files import side_paths
 from megatron_policy.converters.formats.stored import Stored
-from megatron_policy.converters.table import Entry, Table, bind, bind_to
+from megatron_policy.converters.table import Entry, Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.formats import digests
 from megatron_policy.formats.manifest import DirectoryManifest, read_manifest
@@ -109,7 +108,7 @@ def open_checkpoint(
     if (found := dist_files.find(path)) is not None:
         given = None if config is None else config_place(config)
         return _opened(found, files, lambda manifest: _open_mcore(found, files, manifest, given))
-    if is_peft(folder := expanded(path)):
+    if hf_files.is_peft(folder := expanded(path)):
         return _opened(folder, files, lambda manifest: _open_peft(folder, files, manifest))
     _refuse_others(path)
     root = hf_files.locate(path)
@@ -194,7 +193,7 @@ def _placed(inventory: Inventory) -> tuple[dict[str, Stored], dict[Path, list[tu
 def _table_if_known(root: Path, names: Collection[str]) -> Table | None:
     """The table of an HF checkpoint; None if this family or config cannot be converted."""
     try:
-        return bind_to(read_config(root), names)
+        return open_model(root, tensors=names).table
     except (ConversionError, ConfigError):
         return None
 
@@ -204,11 +203,11 @@ def _open_mcore(
 ) -> OpenCheckpoint:
     side_files = _side_files(root, config)
     reader = dist_files.DistReader(root, files)
-    table = bind(read_config(_config_of(root, config)), mtp_layers=reader.mtp_layers)
+    table = open_model(_config_of(root, config), mtp_layers=reader.mtp_layers).table
     adapters, spec = None, None
     saved = saved_state(root) if is_saved(root) else None
     if saved is not None and saved.of_adapters:
-        adapters, spec, table = saved_adapters(root, SIDE, reader, table)
+        adapters, spec, table = read_saved_adapters(root, SIDE, reader, table)
         side_files = {name: inside(root, f"{SIDE}/{name}") for name in (ADAPTER_CONFIG, BASE)}
     entries = table.exported()
     stored, keys = _parameters(reader, table, entries)
@@ -345,7 +344,7 @@ def _side_files(root: Path, config: Path | None) -> dict[str, Path]:
 
 
 def _config_of(root: Path, config: Path | None) -> Path:
-    """The argument for `read_config`."""
+    """Where the config.json is that a Megatron-Core checkpoint is read by."""
     if config is not None:
         return config
     if (root / SIDE / "config.json").is_file():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_policy.convert.bases import in_words, resumed_with, with_base
+from megatron_policy.convert.bases import bring_base, describe_adapters, name_keys
 from megatron_policy.convert.blockwise import Blocks, check_memory, cut
 from megatron_policy.convert.open_checkpoint import (
     HF,
@@ -27,8 +27,9 @@ from megatron_policy.convert.training_checkpoint import is_saved, state_of_adapt
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dequantising import QuantisedTensor
-from megatron_policy.converters.formats.hf_config import in_kind, read_config, written_config
-from megatron_policy.converters.table import WEIGHT_DTYPES, Table, bind_to
+from megatron_policy.converters.formats.hf_config import in_kind, written_config
+from megatron_policy.converters.formats.opening import open_model
+from megatron_policy.converters.table import WEIGHT_DTYPES, Table
 from megatron_policy.errors import ConfigError
 from megatron_policy.formats.tensors import Info
 
@@ -88,7 +89,7 @@ def prepared(
             raise ConfigError(f"{checkpoint.root} has adapters: give base= instead")
         checkpoint = _overridden(checkpoint, overrides or {})
         checkpoint.check()
-        checkpoint = with_base(checkpoint, base, merge, cast_to, reader)
+        checkpoint = bring_base(checkpoint, base, merge, cast_to, reader)
         _check_apart(checkpoint.root, Path(destination))
         table = _bound(checkpoint)
         kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}
@@ -210,7 +211,7 @@ def _bound(checkpoint: OpenCheckpoint) -> Table:
     table = checkpoint.table
     if checkpoint.kind == HF and checkpoint.merged is None:
         # Again, to raise the error if there is one.
-        table = bind_to(read_config(checkpoint.root, checkpoint.overrides), checkpoint.infos)
+        table = open_model(checkpoint.root, checkpoint.overrides, tensors=checkpoint.infos).table
     assert table is not None
     shapes = {name: info.shape for name, info in checkpoint.infos.items()}
     table.check_hf(shapes, {name: info.dtype for name, info in checkpoint.infos.items()})
@@ -264,8 +265,8 @@ def _plan(
         dequantised=_dequantised(
             [checkpoint.quantised[n] for n in infos if n in checkpoint.quantised]
         ),
-        adapters=in_words(checkpoint),
-        resumed_with=resumed_with(checkpoint) if to == MCORE else "",
+        adapters=describe_adapters(checkpoint),
+        resumed_with=name_keys(checkpoint) if to == MCORE else "",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_policy.adapters.peft_files import ADAPTER_MODEL
 from megatron_policy.convert.open_checkpoint import Extents
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_keys import extra_states, written
@@ -25,7 +26,6 @@ from megatron_policy.converters.formats.dist_writing import (
 )
 from megatron_policy.converters.formats.hf_names import INDEX
 from megatron_policy.converters.formats.hf_writing import index_of
-from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL
 from megatron_policy.converters.formats.safetensors_format import encode
 from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.rows.shards import unpadded_shape

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from megatron_policy.adapters.table import AdapterSpec
 from megatron_policy.checkpoint import common_state, fingerprint, manifest, tracker, verifying
 from megatron_policy.checkpoint.manifest import ByteRange, CheckpointManifest, dtype_name
 from megatron_policy.checkpoint.saving import layout_of
-from megatron_policy.converters.adapters import AdapterSpec
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_writing import DistLayout
 from megatron_policy.converters.table import Table

@@ -12,14 +12,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from megatron_policy.adapters.rows import Concatenated
+from megatron_policy.adapters.targets import add_adapters
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.part import Linears, Place, RankShare
 from megatron_policy.converters.rows import Row
-from megatron_policy.converters.rows.adapter_rows import Concatenated
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.estimate.states import ModelRows
 from megatron_policy.parallel.topology import Topology
@@ -87,10 +86,8 @@ class ModelAdapters:
     @classmethod
     def of_model(cls, config: PolicyConfig, table: Table) -> ModelAdapters | None:
         """Those that a configuration asks for on the model of `table`; None without any."""
-        adapters = adapters_of(config, table)
-        if adapters is None:
-            return None
-        return cls.of(ModelRows.of(joined(table, adapters)), config.megatron_cfg.peft)
+        peft = config.megatron_cfg.peft
+        return cls.of(ModelRows.of(add_adapters(config, table)), peft) if peft.enabled else None
 
 
 def _of_layer(entries: Iterable[Entry]) -> LinearAdapters:

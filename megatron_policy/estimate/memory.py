@@ -91,7 +91,7 @@ def kernels_of(config: PolicyConfig, arch: Architecture, accelerated: bool) -> K
     """The modules that a GPU with Transformer Engine runs, or those of a CPU."""
     megatron = config.megatron_cfg
     with_te = accelerated and megatron.transformer_impl != "local"
-    with_te = with_te and not megatron.peft.enabled and not beyond_transformer_engine(arch)
+    with_te = with_te and not beyond_transformer_engine(arch, megatron.peft.enabled)
     swiglu = arch.feed.gated and arch.feed.activation is Activation.SILU
     return Kernels(
         transformer_engine=with_te,

@@ -20,7 +20,7 @@ from megatron_policy.config.parallel_sizes import (
     parallel_sizes,
 )
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.formats.peft_files import is_peft
+from megatron_policy.converters.formats.hf_files import is_peft
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.devices import NODE, DeviceFigures
 from megatron_policy.estimate.memory import (

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from megatron_policy.adapters.table import AdapterSpec
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.adapters import AdapterSpec
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device.timing import Recorder, Stopwatch
 from megatron_policy.lm_head.output import Output

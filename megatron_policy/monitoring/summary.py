@@ -11,13 +11,12 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
+from megatron_policy.adapters.targets import add_adapters
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.layout import layer_split
 from megatron_policy.config.notes import notes_of
 from megatron_policy.config.parallel_sizes import Engine, engine_of
-from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.device import is_accelerated, memory_info
 from megatron_policy.device.profiling import device_name
@@ -51,7 +50,7 @@ def estimate_memory(
     if engine_of(config) is not Engine.MEGATRON_CORE:
         return None
     arch = engine.table.architecture
-    rows = ModelRows.of(joined(engine.table, adapters_of(config, engine.table)))
+    rows = ModelRows.of(add_adapters(config, engine.table))
     shape = BatchShape.of(config, longest_row(config, arch))
     kernels = kernels_of(config, arch, is_accelerated())
     stage, trained = engine.place.coords.pp, engine.trainable is not None

@@ -6,13 +6,12 @@ import math
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import checked_topology
-from megatron_policy.convert.headers import read_headers
+from megatron_policy.convert.headers import open_headers
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.table import Table, bind
 from megatron_policy.coordination.timeouts import COLLECTIVE_TIMEOUT_S, checked_timeout
 from megatron_policy.device import accelerators
 from megatron_policy.errors import ConfigError
-from megatron_policy.parity.policy_side import join, policy_section, read_policy
+from megatron_policy.parity.policy_side import join_outputs, make_policy_section, read_policy
 from megatron_policy.parity.ranks import read_on_ranks
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Deviation, Job, ModelOutputs, Parity
@@ -60,7 +59,7 @@ def compare(
     checked_timeout(timeout_s)
     if tolerance is not None and not 0.0 <= tolerance < math.inf:
         raise ConfigError(f"tolerance is {tolerance}: give a finite number, 0 or more")
-    table = _bind_table(model)
+    _, table = open_headers(model)
     arch = table.architecture
     _check(arch, tokens, tp * pp)
     job = Job(
@@ -79,11 +78,11 @@ def compare(
         per_layer=per_layer,
         timeout_s=timeout_s,
     )
-    config = PolicyConfig.parse(policy_section(job))
+    config = PolicyConfig.parse(make_policy_section(job))
     checked_topology(config, arch, tp * pp)
     theirs = read_reference(reference or model, job, dtype, per_layer)
     limits = _limits(job, reference or model, theirs, tolerance)
-    ours = read_policy(job) if tp * pp == 1 else join(job, read_on_ranks(job))
+    ours = read_policy(job) if tp * pp == 1 else join_outputs(job, read_on_ranks(job))
     _check_vocabulary(ours, theirs)
     layers = {n: Deviation.between(ours.layers[n], theirs.layers[n]) for n in sorted(ours.layers)}
     return Parity(
@@ -94,13 +93,6 @@ def compare(
         layers,
         *limits,
     )
-
-
-def _bind_table(model: str) -> Table:
-    seen = read_headers(model)
-    table = bind(seen.config)
-    table.check_hf(seen.shapes, seen.dtypes)
-    return table
 
 
 def _check(arch: Architecture, tokens: int, world: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.parallel_sizes import keys_of_sizes
 from megatron_policy.config.policy_config import least_section
-from megatron_policy.parity.result import Job, ModelOutputs, keeps_output
+from megatron_policy.parity.result import Job, ModelOutputs, keep_output
 from megatron_policy.policy import MegatronPolicy
 
 
@@ -25,7 +25,7 @@ def read_policy(job: Job) -> ModelOutputs:
     Under sequence parallelism the outputs have this tensor-parallel rank's share of the positions.
     """
     policy = MegatronPolicy(
-        policy_section(job),
+        make_policy_section(job),
         init_optimizer=False,
         init_reference_model=False,
         timeout_s=job.timeout_s,
@@ -36,7 +36,7 @@ def read_policy(job: Job) -> ModelOutputs:
         with ExitStack() as hooks:
             if job.per_layer:
                 for number, layer in policy.decoder_layers():
-                    hook = layer.register_forward_hook(keeps_output(layers, number))
+                    hook = layer.register_forward_hook(keep_output(layers, number))
                     hooks.callback(hook.remove)
             values, indices = policy.topk_logits(data, job.vocab_size, micro_batch_size=job.rows)
         logits_BSV = torch.empty_like(values).scatter_(-1, indices, values)
@@ -47,7 +47,7 @@ def read_policy(job: Job) -> ModelOutputs:
         policy.shutdown()
 
 
-def join(job: Job, readings: Sequence[ModelOutputs]) -> ModelOutputs:
+def join_outputs(job: Job, readings: Sequence[ModelOutputs]) -> ModelOutputs:
     """Join the readings of all ranks, in rank order: tensor-parallel ranks are adjacent."""
     layers: dict[int, torch.Tensor] = {}
     for first in range(0, len(readings), job.tp):
@@ -59,7 +59,7 @@ def join(job: Job, readings: Sequence[ModelOutputs]) -> ModelOutputs:
     return ModelOutputs(readings[0].logits, readings[0].logprobs, layers)
 
 
-def policy_section(job: Job) -> dict[str, Any]:
+def make_policy_section(job: Job) -> dict[str, Any]:
     """The configuration of the job's policy, as a host would write it."""
     return least_section(
         job.model,

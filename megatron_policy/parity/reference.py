@@ -21,7 +21,7 @@ from megatron_policy.converters.registry import family_of
 from megatron_policy.device import current_device
 from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError
-from megatron_policy.parity.result import Job, ModelOutputs, keeps_output
+from megatron_policy.parity.result import Job, ModelOutputs, keep_output
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> ModelOu
     layers: dict[int, torch.Tensor] = {}
     if per_layer:
         for number, layer in enumerate(_decoder_layers(hf, job.num_layers)):
-            layer.register_forward_hook(keeps_output(layers, number))
+            layer.register_forward_hook(keep_output(layers, number))
     try:
         logits_BSV = hf(tokens_BS.to(current_device()), use_cache=False).logits.float().cpu()
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -73,8 +73,8 @@ def _load(model: str, dtype: str) -> Any:
         except MemoryError:
             raise
         except Exception as error:  # loading a damaged checkpoint can raise anything
-            said = str(error).replace(str(folder), model)
-            raise ConfigError(f"transformers cannot load {model}: {said}") from error
+            message = str(error).replace(str(folder), model)
+            raise ConfigError(f"transformers cannot load {model}: {message}") from error
     chosen = getattr(hf.config, "_attn_implementation", None)
     assert chosen == "eager", f"transformers chose {chosen!r}"
     return hf.to(current_device()).eval()

@@ -51,7 +51,7 @@ class ModelOutputs:
     layers: Mapping[int, torch.Tensor]
 
 
-def keeps_output(kept: dict[int, torch.Tensor], number: int) -> Callable[..., None]:
+def keep_output(kept: dict[int, torch.Tensor], number: int) -> Callable[..., None]:
     """A forward hook that keeps a layer's output as `number`, in fp32 on the CPU."""
 
     def hook(module: torch.nn.Module, args: Any, output: Any) -> None:

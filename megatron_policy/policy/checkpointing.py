@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_policy.adapters.peft_files import peft_contents
 from megatron_policy.checkpoint import common_state, manifest, tracker
 from megatron_policy.checkpoint.contents import Contents, NonTensorState, saved_by
 from megatron_policy.checkpoint.kept_files import KeptFiles
@@ -23,7 +24,6 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.files.publishing import check_replaceable
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.hf_location import locate
-from megatron_policy.converters.formats.peft_files import peft_contents
 from megatron_policy.converters.formats.side_files import (
     SideFiles,
     save_tokenizer,

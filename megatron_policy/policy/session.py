@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy import device
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.layout import checked_topology
 from megatron_policy.config.parallel_sizes import parallel_sizes
 from megatron_policy.coordination.timeouts import checked_timeout
@@ -45,7 +45,7 @@ class Session:
         tokenizer: Any = None,
     ) -> None:
         checked_timeout(timeout_s)
-        self._table, _ = model_tables(config, reference=init_reference_model)
+        self._table, _ = bind_tables(config, reference=init_reference_model)
         # Tensor parallelism hides its collectives behind matrix products that are launched after
         # them, which must not start first (megatron/core/tensor_parallel/layers.py).
         device.place_process(in_launch_order=parallel_sizes(config).tp > 1)

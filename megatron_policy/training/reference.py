@@ -9,13 +9,13 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from megatron_policy.adapters.loading import load_adapters
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.model_table import reference_table
+from megatron_policy.config.model_table import bind_reference
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.interfaces.engine import Adapters, TrainingEngine
 from megatron_policy.memory.host_copies import HostCopies
-from megatron_policy.weights.adapters import load_adapters
 from megatron_policy.weights.load import load_parameters
 
 _KEY = "policy.reference_model_name"
@@ -74,7 +74,7 @@ def reference_of(config: PolicyConfig, engine: TrainingEngine, *, wanted: bool) 
         if adapters is not None:
             return Reference(adapters=adapters)
         return Reference([p for _, p in engine.held]) if wanted else None
-    table = reference_table(config, engine.table)
+    table = bind_reference(config, engine.table)
     if table is not None:
         found = Reference([p for _, p in engine.held], adapters)
         with found.active(), _naming_the_key(), HfReader(name) as reader:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.config import MetricsConfig, PolicyConfig
-from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.described import described
 from megatron_policy.config.layout import checked_topology
 from megatron_policy.config.parallel_sizes import env_vars_of
@@ -84,7 +84,7 @@ class Policy(ColocatablePolicyInterface):
     ) -> None:
         self.config = PolicyConfig.parse(config)
         metrics = MetricsLog([*writers, *configured_writers(self.config.metrics)])
-        table, _ = model_tables(self.config, reference=init_reference_model)
+        table, _ = bind_tables(self.config, reference=init_reference_model)
         architecture, ranks = table.architecture, cluster.size_of(workers_per_node)
         self.topology = checked_topology(self.config, architecture, ranks, planned=True)
         self._described = described(self.config, table, self.topology)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_policy.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_MODEL, BASE
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint import manifest, tracker
 from megatron_policy.convert import convert, verify
-from megatron_policy.converters.formats.peft_files import ADAPTER_CONFIG, ADAPTER_MODEL, BASE
 from megatron_policy.errors import CheckpointError, ConfigError
 from tests import oracle, peft_models
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_policy.adapters.peft_files import ADAPTER_MODEL
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL
 from megatron_policy.converters.rows.shards import is_split
 from megatron_policy.engines.megatron.adapters import LowRank
 from megatron_policy.errors import CheckpointError, ConfigError

@@ -18,7 +18,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint import manifest, tracker
 from megatron_policy.cli import app
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import bind_model
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
 from megatron_policy.formats.manifest import read_manifest
@@ -127,7 +127,7 @@ REFUSED = {
 
 
 def table_of(path: Path, overrides: dict[str, Any] | None) -> Table:
-    return model_table(PolicyConfig.parse(policy_config(path, {}, hf_config_overrides=overrides)))
+    return bind_model(PolicyConfig.parse(policy_config(path, {}, hf_config_overrides=overrides)))
 
 
 def test_what_cannot_be_overridden_is_refused_with_the_reason(checkpoint) -> None:

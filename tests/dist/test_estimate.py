@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.contents import Contents
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import trained_table
 from megatron_policy.config.layout import layer_split, topology_of
 from megatron_policy.converters.architecture.part import Kernels
 from megatron_policy.converters.formats.hf_config import read_config
@@ -308,7 +308,7 @@ def test_plan_says_what_ranks_hold(ranks, checkpoint, tmp_path, case: str) -> No
 
 def assert_plan(config: PolicyConfig, of: Case, found: list[Measured]) -> None:
     """What ranks hold is what a plan of the configuration says."""
-    model = ModelRows.of(trained_table(config))
+    model = ModelRows.of(bind_tables(config)[1])
     topology = topology_of(config, of.layout.world)
     split = layer_split(config, model.architecture, topology)
     workload = BatchShape.of(config, of.length)

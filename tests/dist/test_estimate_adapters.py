@@ -8,7 +8,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import bind_model
 from megatron_policy.converters.architecture import attention
 from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.flops import model_flops
@@ -152,7 +152,7 @@ def test_a_plan_counts_the_operations_that_torch_counts(
     raw = of.config(checkpoint(of.family))
     ((counted, told),) = ranks.run(1, operations, raw, of.rows, of.length)
     config = PolicyConfig.parse(raw)
-    table = model_table(config)
+    table = bind_model(config)
     lengths, predicted = [of.length] * of.rows, of.rows * (of.length - 1)
     adapters = ModelAdapters.of_model(config, table)
     assert told == model_flops(table.architecture, lengths, predicted, adapters)

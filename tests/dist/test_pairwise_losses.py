@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import bind_model
 from megatron_policy.errors import BatchError, LossError
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing import plan
@@ -115,7 +115,7 @@ def measured(path: Path, kind: str) -> Exact:
 
 
 def dispatcher_of(policy: MegatronPolicy) -> BatchDispatcher:
-    architecture = model_table(policy.config).architecture
+    architecture = bind_model(policy.config).architecture
     return BatchDispatcher.of(policy.config, policy.topology, architecture)
 
 

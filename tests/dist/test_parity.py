@@ -21,7 +21,7 @@ from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.errors import ConfigError, WorkerError
 from megatron_policy.parity import LIMITS, Deviation, Parity
 from megatron_policy.parity import ranks as parity_ranks
-from megatron_policy.parity.policy_side import join, read_policy
+from megatron_policy.parity.policy_side import join_outputs, read_policy
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Job, ModelOutputs
 from tests.dist.test_launch import run_python
@@ -80,7 +80,7 @@ def test_both_sides_read_the_same_logits_logprobs_and_layers(
     logprobs = Exact.between(rounded.logprobs, theirs.logprobs)
     for layout in layouts:
         job = job_for(path, layout)
-        ours = join(job, ranks.run(job.tp * job.pp, read, job))
+        ours = join_outputs(job, ranks.run(job.tp * job.pp, read, job))
         assert ours.logits.shape == theirs.logits.shape == (2, 13, 200)
         assert_equal("logits", ours.logits, logits)
         assert_equal("logprobs", ours.logprobs, logprobs)

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 
+from megatron_policy.adapters.peft_files import ADAPTER_MODEL
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.convert import verify
-from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.manifest import ServedModel

@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 import torch
 
+from megatron_policy.adapters.targets import choose_adapters
 from megatron_policy.checkpoint import local_shards
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import adapters_of
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.parallel.topology import LayerSplit, Placement, Topology
@@ -52,7 +52,7 @@ def times_written(table: Table, topology: Topology) -> dict[str, torch.Tensor]:
 def test_all_ranks_write_every_element_once(family: str, adapted: bool) -> None:
     table: Table | None = small(family)
     if adapted:
-        table = adapters_of(PolicyConfig.parse(minimal(**PEFT)), small(family))
+        table = choose_adapters(PolicyConfig.parse(minimal(**PEFT)), small(family))
     assert table is not None
     keys = times_written(table, Topology()).keys()
     split = set()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_policy import Policy
-from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL
+from megatron_policy.adapters.peft_files import ADAPTER_MODEL
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.receive.collective import join_collective

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import trained_table
 from megatron_policy.estimate.devices import SHORT
 from megatron_policy.estimate.flops import forward_flops
 from megatron_policy.estimate.plan import StepPlan, plan_of
@@ -40,7 +40,7 @@ def plan(case: str, adapters: bool, **peft: Any) -> StepPlan:
     with TemporaryDirectory() as path:
         here = model(Path(path), MODELS[name][0])
         config = PolicyConfig.parse({**BASE, "model_name": str(here), "megatron_cfg": megatron})
-        return plan_of(config, ModelRows.of(trained_table(config)), ranks, SHORT["H100"])
+        return plan_of(config, ModelRows.of(bind_tables(config)[1]), ranks, SHORT["H100"])
 
 
 @pytest.mark.parametrize("case", LAYOUTS)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.adapters.table import join_adapters, list_target_parameters
+from megatron_policy.adapters.targets import choose_adapters
 from megatron_policy.config import MegatronConfig, PolicyConfig
-from megatron_policy.config.adapters import adapters_of
 from megatron_policy.config.param_groups import ParamGroups
-from megatron_policy.converters.adapters import joined, target_parameters
 from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.rows.blocks import fill_parts, fill_shard
@@ -29,7 +29,7 @@ def table(checkpoint) -> Table:
 
 def adapters(table: Table, **peft: Any) -> Table:
     section = {"enabled": True, "dim": 4, "alpha": 8.0, **peft}
-    found = adapters_of(PolicyConfig.parse(minimal(**{"megatron_cfg.peft": section})), table)
+    found = choose_adapters(PolicyConfig.parse(minimal(**{"megatron_cfg.peft": section})), table)
     assert found is not None
     return found
 
@@ -97,7 +97,7 @@ def groups_of(*groups: dict[str, Any]) -> ParamGroups:
 
 
 def test_groups_of_parameters_have_to_have_adapters(table: Table) -> None:
-    whole = joined(table, adapters(table))
+    whole = join_adapters(table, adapters(table))
     for fitting in ({"roles": ["adapter"]}, {"names": ["*.lora_B.weight"]}):
         groups_of(fitting | {"lr": 0.1}).check(whole)
     for idle in ({"roles": ["norm"]}, {"names": ["model.layers.*"]}):
@@ -111,7 +111,7 @@ def test_a_scalar_head_is_trained_beside_adapters_and_can_have_a_group(checkpoin
     own = adapters(table, target_modules=["q_proj"])
     scores = {f"base_model.model.score.{each}" for each in ("weight", "bias")}
     assert scores <= own.hf_shapes().keys()
-    whole = joined(table, own)
+    whole = join_adapters(table, own)
     assert len({entry.megatron for entry in whole.entries}) == len(whole.entries)
 
     def trained(*groups: dict[str, Any]) -> set[str]:
@@ -181,7 +181,7 @@ def test_stacked_experts_have_the_adapters_of_a_parameter(checkpoint, asked, exp
         for name, inside in expected.items()
         for side, shape in (("A", (rank, sizes[name][0])), ("B", (sizes[name][1], rank)))
     }
-    assert target_parameters(own) == sorted(
+    assert list_target_parameters(own) == sorted(
         f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in expected
     )
 

@@ -18,19 +18,19 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from megatron_policy.checkpoint import common_state, manifest, tracker, verifying
-from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import adapter_spec, adapters_of
-from megatron_policy.config.model_table import model_table
-from megatron_policy.convert import convert, plan_conversion, verify
-from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_base import architecture_of, base_digest
-from megatron_policy.converters.formats.peft_files import (
+from megatron_policy.adapters.base import base_digest, open_base
+from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
     BASE,
     read_peft,
 )
+from megatron_policy.adapters.targets import choose_adapters, make_spec
+from megatron_policy.checkpoint import common_state, manifest, tracker, verifying
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.model_table import bind_model
+from megatron_policy.convert import convert, plan_conversion, verify
+from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.errors import ConfigError, ConversionError
 from tests import peft_models
 from tests.exact import load_hf
@@ -121,8 +121,8 @@ def assert_resumed(saved: Path, base: Path, targets: list[str], **top: Any) -> N
     config = PolicyConfig.parse(
         minimal(model_name=str(base), **{"megatron_cfg.peft": section}, **top)
     )
-    model = model_table(config)
-    table = adapters_of(config, model)
+    model = bind_model(config)
+    table = choose_adapters(config, model)
     assert table is not None
     found = manifest.read(tracker.find(saved))
     shapes = {e.megatron: e.row.local_shape(table.architecture, 1) for e in table.entries}
@@ -134,7 +134,7 @@ def assert_resumed(saved: Path, base: Path, targets: list[str], **top: Any) -> N
     stated = {"model": str(base), "digest": digest}
     stated |= {"hf_config_overrides": model.overrides} if model.overrides else {}
     assert json.loads((saved / "hf" / BASE).read_text()) == stated
-    assert ours["adapters_of"] == adapter_spec(config, digest, model.overrides).identity(table)
+    assert ours["adapters_of"] == make_spec(config, digest, model.overrides).identity(table)
     assert found.overrides == model.overrides
 
 
@@ -413,7 +413,7 @@ def test_overrides_go_with_adapters(checkpoint, tmp_path) -> None:
     convert(peft, tmp_path / "plain", "mcore", base=base)
     overrides = {"rms_norm_eps": 0.5}
     with HfReader(base) as reader:
-        digest = base_digest(reader, architecture_of(base, overrides), overrides)
+        digest = base_digest(reader, open_base(base, overrides).architecture, overrides)
     stated = {"model": str(base), "digest": digest}
     (peft / BASE).write_text(json.dumps(stated | {"hf_config_overrides": overrides}))
     convert(peft, tmp_path / "saved", "mcore", base=base)

@@ -16,9 +16,9 @@ import pytest
 import torch
 import yaml
 
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.cli.plan_report import lines
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import trained_table
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.estimate.devices import SHORT
@@ -497,7 +497,7 @@ def test_a_reference_takes_host_memory_where_it_is_not_the_base(tmp_path) -> Non
         config = PolicyConfig.parse(
             {**BASE, "model_name": str(whole), "megatron_cfg": section, **named}
         )
-        table = trained_table(config)
+        table = bind_tables(config)[1]
         plan = plan_of(config, ModelRows.of(table), 8, SHORT["H100"])
         own = [entry for entry in table.entries if entry.adapts]
         sizes = [math.prod(e.row.local_shape(table.architecture, 1)) for e in own]

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import bind_model
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.attention import count_visible_pairs
 from megatron_policy.converters.table import bind
@@ -80,7 +80,7 @@ def test_adapters_cost_what_torch_counts_on_pefts(checkpoint, monkeypatch, case:
     model = adapted(reference(path), modules)
     peft = {"enabled": True, "dim": RANK, "alpha": 8, "target_modules": modules}
     config = PolicyConfig.parse(policy_config(path, {"peft": peft}))
-    table = model_table(config)
+    table = bind_model(config)
     adapters = ModelAdapters.of_model(config, table)
     monkeypatch.setattr(
         "megatron_policy.converters.architecture.attention.count_visible_pairs", lambda n, _: n * n

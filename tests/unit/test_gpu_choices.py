@@ -29,7 +29,7 @@ from megatron_policy.attention import tile_attention
 from megatron_policy.attention.tiles import mask
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import bind_model
 from megatron_policy.device import process_groups, shared
 from megatron_policy.engines import megatron
 from megatron_policy.engines.megatron import cpu_platform, model_config
@@ -370,7 +370,7 @@ def test_what_is_compiled_is_fused_where_a_compiler_is_and_else_said(
     monkeypatch.setattr(model_config, "can_compile", lambda: compiled)
     megatron = {"bias_activation_fusion": True}
     config = PolicyConfig.parse(policy_config(checkpoint("qwen2"), megatron))
-    found = model_config._kernels(model_table(config).architecture, config.megatron_cfg, "local")
+    found = model_config._kernels(bind_model(config).architecture, config.megatron_cfg, "local")
     fused = accelerated and compiled
     assert found["bias_dropout_fusion"] is found["bias_activation_fusion"] is fused
     said = "bias, dropout and activation are not fused" in caplog.text

@@ -14,8 +14,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from megatron_policy.adapters.peft_files import ADAPTER_MODEL
 from megatron_policy.convert import convert, plan_conversion, verify
-from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL
 from megatron_policy.errors import ConfigError, ConversionError
 from tests import peft_models
 from tests.exact import load_hf

@@ -15,9 +15,10 @@ from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import DistReader
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.inspection import inspect
 from megatron_policy.converters.rows import fill_parts, fill_shard
-from megatron_policy.converters.table import Table, bind, bind_to
+from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConversionError
 from tests.checkpoints import make_checkpoint
 from tests.families import SAMPLES
@@ -153,7 +154,7 @@ def test_inspection_shows_the_rows_and_names_the_copies(tmp_path: Path) -> None:
     assert "model.layers.{layer}.shared_head.norm.weight" in hf
     assert not any(mark in name for name in (*rows, *hf) for mark in ("{mtp}", "{predicting}"))
     assert {loose.name for loose in seen.ignored} == {f"model.layers.2.{name}" for name in COPIES}
-    table = bind_to(read_config(path), names)
+    table = open_model(path, tensors=names).table
     assert isinstance(table, Table) and table.architecture.mtp_layers == 1
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from megatron_policy.cli import app
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import bind_model
 from megatron_policy.config.notes import notes_of
 
 POSITIONS = 64
@@ -31,7 +31,7 @@ def section(checkpoint: Any, family: str = "qwen2", **keys: Any) -> dict[str, An
 def notes(checkpoint: Any, family: str = "qwen2", **keys: Any) -> list[str]:
     keys = {"max_total_sequence_length": POSITIONS, **keys}
     config = PolicyConfig.parse(section(checkpoint, family, **keys))
-    return list(notes_of(config, model_table(config).architecture))
+    return list(notes_of(config, bind_model(config).architecture))
 
 
 def megatron(**keys: Any) -> dict[str, Any]:

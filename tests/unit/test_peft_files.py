@@ -15,23 +15,23 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 
-from megatron_policy.converters.adapters import (
-    AdapterSpec,
-    adapters_on,
-    stacked_parameters,
-    target_parameters,
-)
-from megatron_policy.converters.config_fields.peft_fields import peft_settings
-from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_base import architecture_of, base_digest
-from megatron_policy.converters.formats.peft_files import (
+from megatron_policy.adapters.base import base_digest, open_base
+from megatron_policy.adapters.peft_config import read_settings
+from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
     BASE,
     peft_contents,
     read_peft,
 )
+from megatron_policy.adapters.table import (
+    AdapterSpec,
+    bind_adapters,
+    list_stacked_parameters,
+    list_target_parameters,
+)
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 
@@ -50,7 +50,7 @@ MODULES = [MODULE.format(layer) for layer in (0, 1)]
 @pytest.fixture(scope="module")
 def table(checkpoint) -> Table:
     """Of the adapters of `TENSORS`, but for its sizes."""
-    return adapters_on(bind(read_config(checkpoint("qwen2"))), 4, MODULES, lambda _: False)
+    return bind_adapters(bind(read_config(checkpoint("qwen2"))), 4, MODULES, lambda _: False)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def changed(path: Path, name: str, **values: Any) -> None:
 
 def test_what_is_written_is_read_again_and_says_what_it_is(written: Path) -> None:
     found = read_peft(written)
-    assert found.uniform(SHAPES) == (4, 8.0)
+    assert found.find_common_scale(SHAPES) == (4, 8.0)
     found.check_base("anywhere", "5eed", {})
     with HfReader(written, ADAPTER_MODEL) as reader:
         assert reader.shapes.keys() == TENSORS.keys()
@@ -97,7 +97,7 @@ def test_another_base_or_other_overrides_are_refused_by_the_digest(
 ) -> None:
     other = AdapterSpec(4, 1.5, 0.0, "", "0ther", {"rope_theta": 2.0})
     found = read_peft(write_peft(tmp_path / "overridden", other, table))
-    assert found.uniform(SHAPES) == (4, 1.5)
+    assert found.find_common_scale(SHAPES) == (4, 1.5)
     assert found.stated is not None and found.stated.overrides == {"rope_theta": 2.0}
     found.check_base("anywhere", "0ther", {"rope_theta": 2.0})
     found = read_peft(written)
@@ -158,7 +158,7 @@ def test_what_has_to_be_there_is_named_and_what_peft_writes_by_itself_is_read(
     written: Path,
 ) -> None:
     LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]).save_pretrained(str(written))
-    assert read_peft(written).uniform(SHAPES) == (4, 8.0)
+    assert read_peft(written).find_common_scale(SHAPES) == (4, 8.0)
     content = json.loads((written / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     for missing in ("r", "lora_alpha", "peft_type", "target_modules"):
         rest = {name: value for name, value in content.items() if name != missing}
@@ -188,23 +188,23 @@ NAMED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("named", NAMED, ids=str)
 def test_modules_are_those_that_peft_adapts(named: dict[str, Any]) -> None:
     named = {"r": 4, "lora_alpha": 8, **named}
-    config, settings = LoraConfig(**named), peft_settings({"peft_type": "LORA", **named}, "here")
+    config, settings = LoraConfig(**named), read_settings({"peft_type": "LORA", **named}, "here")
     for path in PATHS:
         assert settings.names(path) == (check_target_module_exists(config, path) is True), path
 
 
 def test_a_number_of_thousands_of_digits_is_not_the_number_of_a_layer() -> None:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    settings = peft_settings(config | {"layers_to_transform": [1]}, "here")
+    settings = read_settings(config | {"layers_to_transform": [1]}, "here")
     assert not settings.names(f"model.layers.{'1' * 5000}.self_attn.q_proj")
 
 
 def test_adapters_that_peft_leaves_out_are_refused(written: Path) -> None:
     changed(written, ADAPTER_CONFIG, target_modules=["q_proj"], layers_to_transform=[1])
     with pytest.raises(ConversionError, match=f"adapts {MODULE.format(0)}; .* add them to it"):
-        read_peft(written).uniform(SHAPES)
+        read_peft(written).find_common_scale(SHAPES)
     changed(written, ADAPTER_CONFIG, target_modules=".*proj", layers_to_transform=None)
-    assert read_peft(written).uniform(SHAPES) == (4, 8.0)
+    assert read_peft(written).find_common_scale(SHAPES) == (4, 8.0)
 
 
 @pytest.mark.parametrize(
@@ -223,12 +223,12 @@ def test_scales_are_those_of_peft(patterns: dict[str, Any]) -> None:
     """Its own layers tell their ranks and scales."""
     patterns = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **patterns}
     made: Any = LoraModel(tiny_model(), LoraConfig(**patterns), "default")
-    settings = peft_settings({"peft_type": "LORA", **patterns}, "here")
+    settings = read_settings({"peft_type": "LORA", **patterns}, "here")
     adapted = {n: each for n, each in made.named_modules() if hasattr(each, "scaling")}
     assert len(adapted) == 2
     for name, module in adapted.items():
         path = name.removeprefix("model.")
-        rank, alpha = settings.rank_of(path), settings.alpha_of(path)
+        rank, alpha = settings.find_scale(path)
         assert rank == module.r["default"], path
         assert math.isclose(alpha / rank, module.scaling["default"], rel_tol=1e-12), path
 
@@ -243,37 +243,37 @@ def tiny_model() -> torch.nn.Module:
 def test_one_rank_and_scale_of_all_modules_is_taken_and_others_are_named(written: Path) -> None:
     for alpha in (0, -8):
         changed(written, ADAPTER_CONFIG, lora_alpha=alpha)
-        assert {a for _, a in read_peft(written).modules(SHAPES).values()} == {alpha}
+        assert {a for _, a in read_peft(written).find_modules(SHAPES).values()} == {alpha}
         with pytest.raises(ConversionError, match=f"alpha {alpha} for .*convert --merge"):
-            read_peft(written).uniform(SHAPES)
+            read_peft(written).find_common_scale(SHAPES)
     changed(written, ADAPTER_CONFIG, lora_alpha=8, use_rslora=True)
-    assert read_peft(written).uniform(SHAPES) == (4, 16.0)
+    assert read_peft(written).find_common_scale(SHAPES) == (4, 16.0)
     same = dict.fromkeys(MODULES, 3.0)
     changed(written, ADAPTER_CONFIG, use_rslora=False, alpha_pattern=same)
-    assert read_peft(written).uniform(SHAPES) == (4, 3.0)
+    assert read_peft(written).find_common_scale(SHAPES) == (4, 3.0)
     changed(written, ADAPTER_CONFIG, alpha_pattern={MODULE.format(1): 3.0})
     with pytest.raises(ConversionError, match=rf"\(4, 8.0\) for {MODULE.format(0)} .* --merge"):
-        read_peft(written).uniform(SHAPES)
-    assert read_peft(written).modules(SHAPES)[MODULE.format(1)] == (4, 3.0)
+        read_peft(written).find_common_scale(SHAPES)
+    assert read_peft(written).find_modules(SHAPES)[MODULE.format(1)] == (4, 3.0)
     changed(written, ADAPTER_CONFIG, rank_pattern={"q_proj": 2})
     with pytest.raises(ConversionError, match=r"A of \[4, 8\] for .* but rank 2 .* correct r or"):
-        read_peft(written).modules(SHAPES)
+        read_peft(written).find_modules(SHAPES)
 
 
 def test_tensors_that_are_missing_or_unknown_are_named(written: Path) -> None:
     for missing in (NAME.format(1, "B"), NAME.format(0, "A")):
         shapes = {name: shape for name, shape in SHAPES.items() if name != missing}
         with pytest.raises(ConversionError, match=f"has no {missing}; write both"):
-            read_peft(written).modules(shapes)
+            read_peft(written).find_modules(shapes)
     for unknown in (
         "base_model.model.lm_head.weight",
         "base_model.model.model.embed_tokens.lora_embedding_A",
         "model.layers.0.mlp.up_proj.lora_A.weight",
     ):
         with pytest.raises(ConversionError, match=f"has {unknown}; only linear"):
-            read_peft(written).modules(SHAPES | {unknown: (4, 8)})
+            read_peft(written).find_modules(SHAPES | {unknown: (4, 8)})
     with pytest.raises(ConversionError, match="has no adapters"):
-        read_peft(written).uniform({})
+        read_peft(written).find_common_scale({})
 
 
 @pytest.mark.parametrize("name", [ADAPTER_CONFIG, BASE])
@@ -312,7 +312,7 @@ def test_a_base_that_is_only_named_has_to_have_that_name_or_the_same_weights(
     with pytest.raises(ConfigError, match="other name"):
         check(str(copied))
     with HfReader(base) as one, HfReader(copied) as other:
-        arch = architecture_of(base)
+        arch = open_base(base).architecture
         assert base_digest(one, arch, {}) != base_digest(other, arch, {})
         assert base_digest(one, arch, {}) != base_digest(one, arch, {"a": 1})
 
@@ -334,7 +334,7 @@ def test_models_that_differ_in_what_their_config_computes_or_in_late_rows_are_to
                     tensor[4:] += 0.5
             save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
         with HfReader(root) as reader:
-            found[name] = base_digest(reader, architecture_of(root), {})
+            found[name] = base_digest(reader, open_base(root).architecture, {})
     assert found["same"] == found["idle"]
     assert len(set(found.values())) == 3
     changed(theirs, ADAPTER_CONFIG, base_model_name_or_path=str(tmp_path / "same"))
@@ -378,8 +378,8 @@ def test_the_revision_of_a_snapshot_has_to_be_the_stated_one(
 def stacked(checkpoint) -> tuple[list[str], Table]:
     """The parameters with stacked experts, and the table of adapters of these and of `MODULES`."""
     model = bind(read_config(checkpoint("gpt_oss")))
-    parameters = stacked_parameters(model)
-    return parameters, adapters_on(model, 4, MODULES, lambda _: False, parameters)
+    parameters = list_stacked_parameters(model)
+    return parameters, bind_adapters(model, 4, MODULES, lambda _: False, parameters)
 
 
 def test_parameters_of_experts_are_named_whole_or_by_their_ends_and_have_the_modules_scale(
@@ -389,38 +389,40 @@ def test_parameters_of_experts_are_named_whole_or_by_their_ends_and_have_the_mod
     path, shapes = write_peft(tmp_path / "adapters", SPEC, adapters), adapters.hf_shapes()
     config = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     assert config["target_modules"] == MODULES
-    assert config["target_parameters"] == sorted(parameters) == target_parameters(adapters)
+    assert config["target_parameters"] == sorted(parameters) == list_target_parameters(adapters)
     assert config["lora_dropout"] == 0.0
     ends = ["experts.down_proj", "gate_up_proj"]
     for named in (parameters, ends):
         changed(path, ADAPTER_CONFIG, target_parameters=named)
         found = read_peft(path)
-        assert found.parameters(parameters, "here") == parameters
-        assert found.uniform(shapes, parameters) == (4, 8.0)
-        assert list(found.modules(shapes, parameters)) == config["target_modules"]
+        assert found.find_parameters(parameters, "here") == parameters
+        assert found.find_common_scale(shapes, parameters) == (4, 8.0)
+        assert list(found.find_modules(shapes, parameters)) == config["target_modules"]
     changed(path, ADAPTER_CONFIG, target_parameters=["experts.down_proj"])
-    assert all(name.endswith("down_proj") for name in read_peft(path).parameters(parameters, ""))
+    assert all(
+        name.endswith("down_proj") for name in read_peft(path).find_parameters(parameters, "")
+    )
     for other in (["experts.gate_proj"], ["xperts.down_proj"], [*ends, "w"]):
         changed(path, ADAPTER_CONFIG, target_parameters=other)
         with pytest.raises(ConversionError, match=f"{other[-1]}; here has no such tensors"):
-            read_peft(path).parameters(parameters, "here")
+            read_peft(path).find_parameters(parameters, "here")
     with pytest.raises(ConversionError, match="does not name them"):
-        read_peft(path).uniform(shapes)
+        read_peft(path).find_common_scale(shapes)
     changed(path, ADAPTER_CONFIG, target_parameters=parameters)
     for patterns in ({"alpha_pattern": {"down_proj": 3.0}}, {"rank_pattern": {"down_proj": 2}}):
         changed(path, ADAPTER_CONFIG, **{"alpha_pattern": {}, "rank_pattern": {}} | patterns)
         with pytest.raises(ConversionError, match=r"for .*down_proj, but a policy's are all alike"):
-            read_peft(path).uniform(shapes, parameters)
+            read_peft(path).find_common_scale(shapes, parameters)
 
 
 def test_a_head_that_is_trained_in_full_comes_with_the_adapters(written: Path) -> None:
     head = {"base_model.model.score.weight": (1, 8)}
     with pytest.raises(ConversionError, match=r"has base_model.model.score.weight; only linear"):
-        read_peft(written).uniform(SHAPES | head)
+        read_peft(written).find_common_scale(SHAPES | head)
     assert not read_peft(written).settings.of_head
     changed(written, ADAPTER_CONFIG, modules_to_save=["classifier", "score"])
     found = read_peft(written)
-    assert found.uniform(SHAPES | head) == (4, 8.0) and found.settings.has_head
+    assert found.find_common_scale(SHAPES | head) == (4, 8.0) and found.settings.has_head
     changed(written, ADAPTER_CONFIG, modules_to_save=None, task_type="SEQ_CLS")
     found = read_peft(written)
     assert found.settings.of_head and not found.settings.has_head

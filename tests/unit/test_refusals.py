@@ -16,9 +16,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.cli import app
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.layout import checked_topology
 from megatron_policy.engines.hugging_face.assemble import check_build
 from megatron_policy.errors import ConfigError
@@ -135,7 +135,7 @@ OTHERWISE: dict[str, str] = {
     """,
     "files, which are read later, or the disk": """
         checkpoint.kept_files:* converters.files.*:* monitoring.writers:JsonlWriter.__init__
-        training.reference:* weights.adapters:*
+        training.reference:* adapters.loading:*
     """,
     "what is installed or visible on a machine": """
         engines.hugging_face.assemble:_shared_out engines.megatron.cpu_platform:*
@@ -150,8 +150,9 @@ OTHERWISE: dict[str, str] = {
     "what a model's code passes to its attention": "engines.hugging_face.attention:*",
     "a file of keys, which the check reads too": "config.composed:* config.yaml_file:*",
     "the model's files, which the check reads too": """
-        config.model_table:_refuse_other_architecture config.model_table:_refuse_unwanted_head
-        config.model_table:_unlisted_table converters.formats.*:*
+        config.model_table:_refuse_other_architecture config.model_table:_refuse_head
+        config.model_table:_make_unlisted_table converters.formats.*:*
+        adapters.base:* adapters.opening:* adapters.peft_files:*
         engines.hugging_face.assemble:_refuse_mixing engines.hugging_face.assemble:_tensor_parallel
         engines.hugging_face.decoder:Decoder.base
     """,
@@ -209,7 +210,7 @@ def policy_section(checkpoint: Any, model: str, keys: dict[str, Any]) -> dict[st
 def check(raw: dict[str, Any], ranks: int) -> None:
     """What `inspect-config` asks."""
     config = PolicyConfig.parse(raw)
-    table, _ = model_tables(config)
+    table, _ = bind_tables(config)
     topology = checked_topology(config, table.architecture, ranks)
     if not config.megatron_cfg.enabled:
         check_build(config, table, topology)

@@ -25,18 +25,18 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.adapters import (
+from megatron_policy.adapters.rows import Concatenated
+from megatron_policy.adapters.table import (
     PREFIX,
     AdapterSpec,
     B,
-    module_of,
-    outputs,
-    without_head,
+    drop_head,
+    number_outputs,
+    strip_weight,
 )
+from megatron_policy.config.trained import PeftConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.canonical import canonical_name
-from megatron_policy.converters.rows.adapter_rows import Concatenated
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device import current_device
 from megatron_policy.memory.host_copies import HostCopies
@@ -108,13 +108,13 @@ class LowRank(torch.nn.Module):
         elif self.exchanged_outside:
             b_QR = copy_to_tensor_model_parallel_region(b_QR, self.group)
         if self.before:
-            x = self._dropped(x, self.sequence_parallel or self.splits_inputs)
-        inner = self._exchanged(F.linear(x, a_SI)) * self.scale
+            x = self._drop(x, self.sequence_parallel or self.splits_inputs)
+        inner = self._exchange(F.linear(x, a_SI)) * self.scale
         y = F.linear(inner, self._spread(b_QR))
         if self.before:
             return y
         whole = self.splits_inputs and not self.sequence_parallel
-        return self._dropped(y, not whole)
+        return self._drop(y, not whole)
 
     def merged(self, weight_OI: torch.Tensor) -> torch.Tensor:
         """A new tensor `weight + scale * B A`, computed in fp32; the weight is unchanged."""
@@ -126,7 +126,7 @@ class LowRank(torch.nn.Module):
             out[piece] = torch.addmm(weight_OI[piece].float(), b_OS[piece], a_SI).to(out.dtype)
         return out
 
-    def _exchanged(self, inner: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, inner: torch.Tensor) -> torch.Tensor:
         """What B is applied to: of all positions if this rank has some outputs, else the sum over
         the ranks that have some inputs.
         """
@@ -155,7 +155,7 @@ class LowRank(torch.nn.Module):
             return spread
         return spread.new_zeros(outputs, spread.size(1)).index_copy(0, places_Q, spread)
 
-    def _dropped(self, values: torch.Tensor, differs: bool) -> torch.Tensor:
+    def _drop(self, values: torch.Tensor, differs: bool) -> torch.Tensor:
         """With elements dropped; tensor-parallel ranks whose values differ draw for themselves."""
         if not (self.training and self.dropout):
             return values
@@ -221,7 +221,7 @@ def install_adapters(
         return found, switch
     bases = {entry.megatron: entry for entry in table.entries}
     sides: dict[str, list[Entry]] = defaultdict(list)
-    for entry in without_head(adapters).entries:
+    for entry in drop_head(adapters).entries:
         sides[entry.adapts].append(entry)
     moe = table.architecture.moe
     experts = range(0) if moe is None else place.experts(moe.experts)
@@ -241,7 +241,7 @@ def install_adapters(
                 parts = _parts(bases[name], out, arch, place) if own else None
                 adapter = LowRank(module, config, peft, shapes, parts, switch)
                 module.add_module("adapter", adapter)
-                module.register_forward_hook(_added)
+                module.register_forward_hook(_add_adapter)
                 found[name] = adapter
     return found, switch
 
@@ -249,12 +249,12 @@ def install_adapters(
 def _parts(base: Entry, out: Entry, arch: Architecture, place: Placement) -> OutputParts:
     """Which outputs of this rank belong to which part of a fused layer."""
     shard = place.shard_of(out.row)
-    own_Q2, all_O2 = (outputs(each.row, arch, *shard) for each in (out, base))
+    own_Q2, all_O2 = (number_outputs(each.row, arch, *shard) for each in (out, base))
     part_Q = own_Q2[:, 0]
     of_part_QN = part_Q.unsqueeze(1) == torch.arange(len(out.hf))
     if len(out.hf) == len(base.hf):
         return OutputParts(of_part_QN.to(current_device()), None, len(all_O2))
-    modules = [PREFIX + module_of(name) + B for name in base.hf]
+    modules = [PREFIX + strip_weight(name) + B for name in base.hf]
     own_Q2[:, 0] = torch.tensor([modules.index(name) for name in out.hf])[part_Q]
     at = {tuple(each): place for place, each in enumerate(all_O2.tolist())}
     places_Q = torch.tensor([at[tuple(each)] for each in own_Q2.tolist()])
@@ -262,7 +262,7 @@ def _parts(base: Entry, out: Entry, arch: Architecture, place: Placement) -> Out
     return OutputParts(of_part_QN.to(device), places_Q.to(device), len(all_O2))
 
 
-def _added(linear: Any, given: tuple[torch.Tensor, ...], result: Any) -> Any:
+def _add_adapter(linear: Any, given: tuple[torch.Tensor, ...], result: Any) -> Any:
     """The layer's result with that of its adapter. Megatron-Core returns a bias besides."""
     adapter = linear.adapter
     if not adapter.switch.on:

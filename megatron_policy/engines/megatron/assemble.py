@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_policy.adapters.base import base_digest
+from megatron_policy.adapters.loading import fill_adapters
+from megatron_policy.adapters.table import join_adapters
+from megatron_policy.adapters.targets import choose_adapters, make_spec
 from megatron_policy.config import MegatronConfig, PolicyConfig
-from megatron_policy.config.adapters import adapter_spec, adapters_of
 from megatron_policy.config.layout import layer_split
 from megatron_policy.config.param_groups import ParamGroups
-from megatron_policy.converters.adapters import joined
 from megatron_policy.converters.architecture import Architecture, vocab_shard
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.peft_base import base_digest
 from megatron_policy.converters.table import Table
 from megatron_policy.device.timing import Recorder
-from megatron_policy.engines.megatron.adapter_values import first_adapters
 from megatron_policy.engines.megatron.adapters import (
     MegatronAdapters,
     held_adapters,
@@ -113,16 +113,16 @@ def _build(
         variable_lengths=config.dynamic_batching.enabled or config.sequence_packing.enabled,
     )
     built = _chunks(config, arch, model_config, place, implementation)
-    of_adapters = adapters_of(config, table)
+    of_adapters = choose_adapters(config, table)
     installed = install_adapters(built, table, of_adapters, place, model_config, settings.peft)
-    everything = held_entries(built, joined(table, of_adapters), place)
+    everything = held_entries(built, join_adapters(table, of_adapters), place)
     held = [pair for pair in everything if not pair[0].adapts]
     source_dtypes, base = _fill(config, held, table, place, source_dtypes)
     adapters = None
     if of_adapters is not None:
         own, head_of_base = held_adapters(everything, of_adapters)
-        spec = adapter_spec(config, base, table.overrides)
-        dtypes = first_adapters(own, of_adapters, place, config, spec)
+        spec = make_spec(config, base, table.overrides)
+        dtypes = fill_adapters(own, of_adapters, place, config, spec)
         values = (own, dtypes, spec, head_of_base)
         adapters = MegatronAdapters(of_adapters, *values, *installed)
     param_groups = ParamGroups.of(settings)

@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_policy.config.adapters import beyond_its_modules, check_implementation
+from megatron_policy.config.model_table import check_implementation
 from megatron_policy.converters.architecture import (
     Architecture,
     Attention,
@@ -27,6 +27,7 @@ from megatron_policy.converters.architecture import (
     Norms,
     QkNorm,
 )
+from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.experts import experts_spec
@@ -50,7 +51,7 @@ def resolve_implementation(
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and is_accelerated()
     if requested == "auto":
-        beyond = beyond_its_modules(architecture, adapted)
+        beyond = beyond_transformer_engine(architecture, adapted)
         return TRANSFORMER_ENGINE if usable and not beyond else LOCAL
     check_implementation(requested, architecture, adapted)
     if requested == TRANSFORMER_ENGINE and not usable:

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.config import PolicyConfig, yaml_file
-from megatron_policy.config.adapters import model_tables
 from megatron_policy.config.layout import checked_topology
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.errors import ConfigError, ConversionError
@@ -66,7 +66,7 @@ def report(document: Mapping[str, Any]) -> Iterator[str]:
         with with_verl_names():
             translation = translate(model, engine, optim, checkpoint)
             config = translation.parse()
-            table, _ = model_tables(config)
+            table, _ = bind_tables(config)
             topology = checked_topology(config, table.architecture, ranks, planned=True)
         made[role] = config, topology
         axes = " x ".join(f"{axis}={getattr(topology, axis)}" for axis in _AXES)

@@ -7,15 +7,14 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_policy.converters.files.contained import expanded
-from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.converters.formats.hf_names import MANIFEST, SINGLE
-from megatron_policy.converters.formats.peft_files import (
+from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
-    is_peft,
     read_peft,
 )
+from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.formats.hf_files import HfReader, is_peft
+from megatron_policy.converters.formats.hf_names import MANIFEST, SINGLE
 from megatron_policy.errors import ConfigError, ConversionError, RefitError
 from megatron_policy.formats.manifest import read_manifest
 from megatron_policy.refit.digest import HOST

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_policy.adapters.peft_files import ADAPTER_MODEL, peft_contents
 from megatron_policy.converters.files import publishing
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.formats import hf_writing
 from megatron_policy.converters.formats.hf_names import MANIFEST
-from megatron_policy.converters.formats.peft_files import ADAPTER_MODEL, peft_contents
 from megatron_policy.converters.formats.safetensors_format import encode
 from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.formats.digests import Digest, of_bytes

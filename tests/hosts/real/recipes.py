@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, topology_of
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import bind_model
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
@@ -154,7 +154,7 @@ def architecture_of(config: PolicyConfig) -> Architecture | None:
         return None
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(fields))
-        return model_table(config.model_copy(update={"model_name": folder})).architecture
+        return bind_model(config.model_copy(update={"model_name": folder})).architecture
 
 
 def refusal(document: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import bind_model
 from megatron_policy.hosts.nemo_rl.losses import adapt_loss
 from megatron_policy.training.sharding import BatchDispatcher
 from tests.dist.cases import open_policy, policy_config
@@ -47,7 +47,7 @@ def found(config: dict[str, Any], data: BatchedDataDict) -> dict[str, Any]:
     """A step, by the loss as the host's worker calls it."""
     loss = adapt_loss(host.losses()["dpo"])
     with open_policy(config, init_reference_model=False) as policy:
-        architecture = model_table(policy.config).architecture
+        architecture = bind_model(policy.config).architecture
         dispatcher = BatchDispatcher.of(policy.config, policy.topology, architecture)
         own = dispatcher.to_train(data, loss, ROWS, 2)[policy.coords.dp]
         return {"dp": policy.coords.dp, "step": policy.train(own, loss, gbs=ROWS, mbs=2)}

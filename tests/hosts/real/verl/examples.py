@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, topology_of
-from megatron_policy.config.model_table import model_table
+from megatron_policy.config.model_table import bind_model
 from megatron_policy.engines.megatron.process_groups import check_same_layout
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.hosts.roles import check_alike
@@ -157,7 +157,7 @@ def _made(role: Role, ranks: int) -> Made:
     config = translate(model, engine, role.optim, role.checkpoint).parse()
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(fields))
-        table = model_table(config.model_copy(update={"model_name": folder}))
+        table = bind_model(config.model_copy(update={"model_name": folder}))
     topology = topology_of(config, ranks)
     check_layout(config, table.architecture, topology)
     return Made(config, topology)

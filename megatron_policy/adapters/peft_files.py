@@ -9,26 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.converters.adapters import (
+from megatron_policy.adapters.base import StatedBase, check_named
+from megatron_policy.adapters.peft_config import PeftSettings, read_settings
+from megatron_policy.adapters.table import (
     PREFIX,
     A,
     AdapterSpec,
     B,
-    path_of,
-    unwrapped,
+    strip_leaf,
+    unwrap,
 )
-from megatron_policy.converters.config_fields.peft_fields import PeftSettings, peft_settings
 from megatron_policy.converters.files import strict_json
-from megatron_policy.converters.files.contained import expanded, inside, read
+from megatron_policy.converters.files.contained import inside, read
+from megatron_policy.converters.formats.hf_names import ADAPTER_CONFIG as ADAPTER_CONFIG
+from megatron_policy.converters.formats.hf_names import ADAPTER_MODEL as ADAPTER_MODEL
+from megatron_policy.converters.formats.safetensors_format import Shape
 from megatron_policy.converters.scalar_head import TENSORS
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
-
-from .hf_files import has_weights
-from .hf_names import ADAPTER_CONFIG as ADAPTER_CONFIG
-from .hf_names import ADAPTER_MODEL as ADAPTER_MODEL
-from .peft_base import StatedBase, check_named
-from .safetensors_format import Shape
 
 BASE = "megatron_policy_base.json"
 """Which base the adapters were trained on, by its digest; PEFT does not read it."""
@@ -47,7 +45,17 @@ class PeftAdapters:
     settings: PeftSettings
     stated: StatedBase | None
 
-    def modules(
+    @property
+    def model(self) -> str | None:
+        """The name of the model that they adapt, if they have it."""
+        return self.stated.model if self.stated else self.settings.model
+
+    @property
+    def overrides(self) -> Mapping[str, Any]:
+        """The fields of that model's config.json that were overridden."""
+        return self.stated.overrides if self.stated else {}
+
+    def find_modules(
         self, shapes: Mapping[str, Shape], parameters: Collection[str] = ()
     ) -> dict[str, tuple[int, float]]:
         """Rank and alpha of each linear module that tensors of these shapes adapt, by its path.
@@ -56,7 +64,7 @@ class PeftAdapters:
         says so. ConversionError, naming tensors, unless each module has both matrices, of the rank
         that the config says, and PEFT adapts it.
         """
-        stacks = {path_of(name) for name in parameters}
+        stacks = {strip_leaf(name) for name in parameters}
         head = {PREFIX + name for name in TENSORS} if self.settings.has_head else set[str]()
         sides = ((name, side) for name in shapes for side in (A, B) if name.endswith(side))
         named = (name.removesuffix(side) for name, side in sides if name.startswith(PREFIX))
@@ -65,10 +73,10 @@ class PeftAdapters:
         self._refuse("has no", sorted(pairs - shapes.keys()), "write both matrices of a module")
         why = "only linear modules' lora_A.weight and lora_B.weight are read: take the others out"
         self._refuse("has", sorted(shapes.keys() - pairs - head), why)
-        modules = [module for module in modules if unwrapped(module) not in stacks]
+        modules = [module for module in modules if unwrap(module) not in stacks]
         why = f"{ADAPTER_CONFIG} does not name them, so PEFT leaves them out: add them to it"
         self._refuse("adapts", [m for m in modules if not self.settings.names(m)], why)
-        found = {m: (self.settings.rank_of(m), self.settings.alpha_of(m)) for m in modules}
+        found = {m: self.settings.find_scale(m) for m in modules}
         for module, (rank, _) in found.items():
             if (seen := shapes[f"{PREFIX}{module}{A}"])[:1] != (rank,):
                 raise ConversionError(
@@ -77,14 +85,14 @@ class PeftAdapters:
                 )
         return found
 
-    def uniform(
+    def find_common_scale(
         self, shapes: Mapping[str, Shape], parameters: Collection[str] = ()
     ) -> tuple[int, float]:
         """Rank and alpha of all adapters; ConversionError, naming modules, if they differ, or if no
-        policy has such an alpha. See `modules`.
+        policy has such an alpha. See `find_modules`.
         """
-        settings, found = self.settings, self.modules(shapes, parameters)
-        found |= {each: (settings.rank_of(each), settings.alpha_of(each)) for each in parameters}
+        found = self.find_modules(shapes, parameters)
+        found |= {each: self.settings.find_scale(each) for each in parameters}
         if not found:
             raise ConversionError(f"{self.root} has no adapters: its {ADAPTER_MODEL} is empty")
         (first, own), *others = found.items()
@@ -102,12 +110,12 @@ class PeftAdapters:
                 )
         return own
 
-    def parameters(self, legal: Collection[str], model: object) -> list[str]:
+    def find_parameters(self, legal: Collection[str], model: object) -> list[str]:
         """The tensors with stacked experts that are adapted, of those that a model has. They have
         no more adapters than one for all experts. ConversionError if it has no such tensor.
         """
         named = self.settings.parameters
-        fitting = {name: self.settings.parameters_named(name, legal) for name in named}
+        fitting = {name: self.settings.match_parameters(name, legal) for name in named}
         unknown = [name for name, found in fitting.items() if not found]
         why = f"{model} has no such tensors with stacked experts: give the model that they are of"
         self._refuse("adapts target_parameters", unknown, why)
@@ -129,12 +137,6 @@ class PeftAdapters:
             raise ConversionError(f"{self.root} {what} {shown}{more}; {why}")
 
 
-def is_peft(path: str | Path) -> bool:
-    """Whether a directory has adapters, and no model."""
-    root = expanded(path)
-    return (root / ADAPTER_CONFIG).is_file() and not has_weights(root)
-
-
 def read_peft(root: Path) -> PeftAdapters:
     """What a directory of PEFT's `save_pretrained` or of `export_peft` says. ConfigError if it is
     neither, ConversionError for adapters of another kind, or files that are damaged.
@@ -144,13 +146,24 @@ def read_peft(root: Path) -> PeftAdapters:
             f"{root} has no {ADAPTER_CONFIG} and {ADAPTER_MODEL}: give a directory that PEFT's "
             "save_pretrained or export_peft wrote"
         )
-    return described(root)
+    return read_description(root)
 
 
-def described(root: Path) -> PeftAdapters:
+def read_description(root: Path) -> PeftAdapters:
     """What the files in `root` say of adapters whose tensors can be elsewhere; see `read_peft`."""
     config = read_object(root, ADAPTER_CONFIG)
-    return PeftAdapters(root, config, peft_settings(config, root), stated_base(root))
+    settings = read_settings(config, root)
+    stated: StatedBase | None = None
+    if (root / BASE).is_file():
+        found = read_object(root, BASE)
+        model, digest = found.get("model"), found.get("digest")
+        overrides = found.get("hf_config_overrides", {})
+        if not (isinstance(model, str) and isinstance(digest, str) and isinstance(overrides, dict)):
+            raise ConversionError(
+                f"{root / BASE} is damaged: it does not name a base and its digest"
+            )
+        stated = StatedBase(model, digest, overrides)
+    return PeftAdapters(root, config, settings, stated)
 
 
 def read_object(root: Path, name: str) -> dict[str, Any]:
@@ -162,18 +175,6 @@ def read_object(root: Path, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConversionError(f"{root / name} is not an object")
     return found
-
-
-def stated_base(root: Path) -> StatedBase | None:
-    """The base that a directory of ours names; None of others. ConversionError if it is damaged."""
-    if not (root / BASE).is_file():
-        return None
-    found = read_object(root, BASE)
-    model, digest = found.get("model"), found.get("digest")
-    overrides = found.get("hf_config_overrides", {})
-    if not (isinstance(model, str) and isinstance(digest, str) and isinstance(overrides, dict)):
-        raise ConversionError(f"{root / BASE} is damaged: it does not name a base and its digest")
-    return StatedBase(model, digest, overrides)
 
 
 def peft_contents(spec: AdapterSpec, table: Table) -> dict[str, bytes]:

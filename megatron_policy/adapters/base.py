@@ -8,25 +8,24 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from megatron_policy.converters.adapters import same_base
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.adapters.peft_config import PeftSettings
+from megatron_policy.adapters.table import is_same_base
+from megatron_policy.converters.architecture import Architecture, ScalarHead
 from megatron_policy.converters.architecture.plain_values import plain
-from megatron_policy.converters.config_fields.peft_fields import PeftSettings
 from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.formats.hf_files import HfReader, has_weights
+from megatron_policy.converters.formats.hf_location import locate
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.scalar_head import FIELDS as OF_HEAD
-from megatron_policy.converters.table import bind
+from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
-
-from .hf_config import read_config
-from .hf_files import HfReader, has_weights
-from .hf_location import locate
 
 _SAMPLES, _SAMPLE, _SPREAD = 512, 1024, 8
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -45,7 +44,7 @@ class StatedBase:
         """ConfigError unless the adapters in `root` are of `model`, which has that digest with the
         overrides `own`.
         """
-        if same_base(self.digest, digest):
+        if is_same_base(self.digest, digest):
             return
         if dict(self.overrides) != dict(own):
             raise ConfigError(
@@ -76,30 +75,40 @@ def check_named(
     if revision and commit and _COMMIT.fullmatch(revision) and revision != commit:
         _refuse(root, f"revision {revision} of {named!r}", f"revision {commit}", "revision")
     there = expanded(named)
-    if _real(there) == _real(own) or _repository(own) == named:
+    if os.path.realpath(there) == os.path.realpath(own) or _find_repository(own) == named:
         return
     if has_weights(there):
         with HfReader(there) as theirs, HfReader(own) as ours:
             try:
-                of_theirs = base_digest(theirs, architecture_of(there), {})
+                of_theirs = base_digest(theirs, open_base(there).architecture, {})
             except (ConfigError, ConversionError):
                 of_theirs = ""  # a model of no family here
             for given in (overrides, {}):
-                if base_digest(ours, architecture_of(own, given), {}) == of_theirs:
+                if base_digest(ours, open_base(own, given).architecture, {}) == of_theirs:
                     return
-    elif _last(_repository(there) or named) == _last(_repository(own) or str(model)):
-        return
+    else:
+        names = (_find_repository(there) or named, _find_repository(own) or str(model))
+        if len({name.rstrip("/").rpartition("/")[2].casefold() for name in names}) == 1:
+            return
     _refuse(root, repr(named), repr(str(model)), "base_model_name_or_path")
 
 
-def architecture_of(model: str | Path, overrides: Mapping[str, Any] | None = None) -> Architecture:
-    """What the config of `model` says with these overrides, without those of a new scalar head."""
+def open_base(
+    model: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    head: ScalarHead | None = None,
+    tensors: Collection[str] = (),
+) -> Table:
+    """The table of `model` with these overrides, without those of a new scalar head; see
+    `open_model`.
+    """
     own = {name: value for name, value in (overrides or {}).items() if name not in OF_HEAD}
-    return bind(read_config(model, own)).architecture
+    return open_model(model, own, head=head, tensors=tensors).table
 
 
 def base_digest(reader: HfReader, architecture: Architecture, overrides: Mapping[str, Any]) -> str:
-    """What tells a model of these files from others, in two parts; see `same_base`.
+    """What tells a model of these files from others, in two parts; see `is_same_base`.
 
     The first has the names, shapes and dtypes of its tensors, the first bytes of up to 512 of them,
     in an order without a pattern, and the fields of its config that are overridden. The second has
@@ -118,13 +127,13 @@ def base_digest(reader: HfReader, architecture: Architecture, overrides: Mapping
         shape = reader.shapes[name]
         rows = tuple(slice(0, min(size, 1 if dim else 4)) for dim, size in enumerate(shape[:-1]))
         taken = reader.part(name)[(*rows, slice(0, _SAMPLE))] if shape else reader.tensor(name)
-        first.update(_bytes(taken))
-        for index in _spread(shape):
-            second.update(_bytes(reader.part(name)[index]))
+        first.update(_view_bytes(taken))
+        for index in _sample_places(shape):
+            second.update(_view_bytes(reader.part(name)[index]))
     return f"{first.hexdigest()[:32]}.{second.hexdigest()[:32]}"
 
 
-def _spread(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+def _sample_places(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     """Short pieces of rows of a tensor, from its first element to its last."""
     for place in range(_SPREAD if shape and all(shape) else 0):
         lengths = [*(1 for _ in shape[:-1]), min(_SAMPLE, shape[-1])]
@@ -134,7 +143,7 @@ def _spread(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
         yield tuple(slice(at, at + long) for at, long in zip(starts, lengths, strict=True))
 
 
-def _bytes(values: torch.Tensor) -> bytes:
+def _view_bytes(values: torch.Tensor) -> bytes:
     return values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -145,16 +154,8 @@ def _refuse(root: Path, theirs: str, ours: str, what: str) -> NoReturn:
     )
 
 
-def _real(path: Path) -> str:
-    return os.path.realpath(path)
-
-
-def _repository(root: Path) -> str:
+def _find_repository(root: Path) -> str:
     """The hub repository of a snapshot in its cache; "" for other directories."""
     folder = root.parent.parent.name
     is_snapshot = root.parent.name == "snapshots" and folder.startswith("models--")
     return folder.removeprefix("models--").replace("--", "/") if is_snapshot else ""
-
-
-def _last(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2].casefold()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_policy.converters.architecture import Architecture, Attention, LayerPart
-
-from .blocks import Block, Shape, even, nth
-from .kinds import ALL, RowBase
+from megatron_policy.converters.rows.blocks import Block, Shape, even, nth
+from megatron_policy.converters.rows.kinds import ALL, RowBase
 
 
 @dataclass(frozen=True)

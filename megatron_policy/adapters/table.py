@@ -9,7 +9,7 @@ scalar head is trained in full: PEFT calls such a module one of its `modules_to_
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_policy.adapters.rows import Concatenated, QkvParts
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.rows.adapter_rows import Concatenated, QkvParts
 from megatron_policy.converters.rows.blocks import Role, Row, fill_shard
 from megatron_policy.converters.rows.expert_rows import (
     Stacked,
@@ -71,9 +71,9 @@ class AdapterSpec:
     def peft_config(self, table: Table) -> dict[str, Any]:
         """The fields of PEFT's config for the adapters of `table`."""
         whole = self.alpha == int(self.alpha)
-        names, parameters = [*table.hf_shapes(), *table.copies()], target_parameters(table)
-        stacks = {path_of(name) for name in parameters}
-        modules = sorted(module for name in names if (module := adapted_by(name)))
+        names, parameters = [*table.hf_shapes(), *table.copies()], list_target_parameters(table)
+        stacks = {strip_leaf(name) for name in parameters}
+        modules = sorted(module for name in names if (module := find_module(name)))
         head = table.architecture.head if PREFIX + TENSORS[0] in names else None
         of_head = "TOKEN_CLS" if head is not None and head.per_token else "SEQ_CLS"
         return {
@@ -84,9 +84,9 @@ class AdapterSpec:
             "lora_alpha": int(self.alpha) if whole else self.alpha,
             # Adapters of stacked experts have none in PEFT.
             "lora_dropout": 0.0 if parameters else self.dropout,
-            "target_modules": [m for m in modules if unwrapped(m) not in stacks],
+            "target_modules": [m for m in modules if unwrap(m) not in stacks],
             "target_parameters": parameters or None,
-            "modules_to_save": None if head is None else [path_of(TENSORS[0])],
+            "modules_to_save": None if head is None else [strip_leaf(TENSORS[0])],
             "inference_mode": True,
             "bias": "none",
             "fan_in_fan_out": False,
@@ -98,12 +98,12 @@ class AdapterSpec:
         """What has to agree for values of the adapters of `table` to mean the same: their base,
         rank and scale, and a digest of the modules they adapt.
         """
-        names = "\n".join([*table.hf_shapes(), *sorted(table.copies()), *target_parameters(table)])
-        modules = hashlib.sha256(names.encode()).hexdigest()[:32]
+        names = [*table.hf_shapes(), *sorted(table.copies()), *list_target_parameters(table)]
+        modules = hashlib.sha256("\n".join(names).encode()).hexdigest()[:32]
         return {"base": self.base, "dim": self.rank, "alpha": self.alpha, "modules": modules}
 
 
-def same_base(stated: object, own: str) -> bool:
+def is_same_base(stated: object, own: str) -> bool:
     """Whether the digest of a base that a directory states is `own`, of `base_digest`.
 
     Directories of an earlier release state its first part alone, which is all that is compared.
@@ -111,7 +111,7 @@ def same_base(stated: object, own: str) -> bool:
     return stated in (own, own.partition(".")[0])
 
 
-def adapted_by(name: str) -> str:
+def find_module(name: str) -> str:
     """The module that the A of this name adapts, by its whole path; "" for other tensors."""
     is_a = name.startswith(PREFIX) and name.endswith(A)
     return name.removeprefix(PREFIX).removesuffix(A) if is_a else ""
@@ -124,21 +124,28 @@ def is_adaptable(entry: Entry) -> bool:
         and entry.row.role is Role.MATRIX
         and entry.megatron.endswith(WEIGHT)
         and _ROUTER not in entry.megatron
-        and _of(entry.row) is not None
+        and _unjoin(entry.row) is not None
     )
 
 
-def adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) -> Table:
+def build_adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) -> Table:
     """The table of the adapters of `rank` on the weights whose Megatron names are in `chosen`, and
     of a scalar head, by PEFT's names.
     """
-    ignored: dict[str, Ignore] = {}
     entries: list[Entry] = []
     adapted = [entry for entry in table.entries if entry.megatron in chosen]
-    inside = dict.fromkeys(name for entry in adapted if is_stacked(entry) for name in entry.hf)
+    stacks = dict.fromkeys(name for entry in adapted if is_stacked(entry) for name in entry.hf)
     for _, same in groupby(adapted, key=lambda entry: entry.hf):
-        pairs = [_entries(e, chosen[e.megatron], rank, inside, ignored) for e in same]
+        pairs = [_make_pair(each, chosen[each.megatron], rank, stacks) for each in same]
         entries += [entry for side in zip(*pairs, strict=True) for entry in side]
+    why = "the adapter of the fused layer has one A for all its tensors"
+    ignored = {
+        name: Ignore(name, why, equals=first, carried=True)
+        for entry in adapted
+        if chosen[entry.megatron] is None
+        for first, *others in [[PREFIX + strip_weight(each) + A for each in entry.hf]]
+        for name in others
+    }
     for entry in table.entries:
         if entry.hf[0] in TENSORS:
             assert isinstance(entry.row, Whole), "a scalar head is on every rank"
@@ -147,12 +154,12 @@ def adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) -> Table
     return replace(table, entries=tuple(entries), ignored=ignored, fresh={})
 
 
-def without_head(adapters: Table) -> Table:
+def drop_head(adapters: Table) -> Table:
     """The table of the adapters alone, without a scalar head."""
     return replace(adapters, entries=tuple(e for e in adapters.entries if e.adapts))
 
 
-def adapters_on(
+def bind_adapters(
     table: Table,
     rank: int,
     modules: Collection[str],
@@ -172,7 +179,7 @@ def adapters_on(
             if entry.hf[0] in parameters:
                 chosen[entry.megatron] = None
             continue
-        names = [module_of(name) for name in entry.hf]
+        names = [strip_weight(name) for name in entry.hf]
         parts = tuple(number for number, name in enumerate(names) if name in left)
         whole = len(parts) == len(names) and (len(names) == 1 or is_joined(entry))
         if parts:
@@ -185,26 +192,26 @@ def adapters_on(
             f"no linear layer of this {table.family} model that can be adapted is called "
             f"{shown}{' and others' * (len(left) > _SHOWN)}"
         )
-    return adapter_table(table, rank, chosen)
+    return build_adapter_table(table, rank, chosen)
 
 
-def a_of(weight: str) -> str:
+def name_a(weight: str) -> str:
     """The name of the A that adapts the Megatron parameter `weight`."""
-    return module_of(weight) + _IN
+    return strip_weight(weight) + _IN
 
 
-def b_of(weight: str) -> str:
+def name_b(weight: str) -> str:
     """The name of the B that adapts the Megatron parameter `weight`."""
-    return module_of(weight) + _OUT
+    return strip_weight(weight) + _OUT
 
 
-def joined(table: Table, adapters: Table | None) -> Table:
+def join_adapters(table: Table, adapters: Table | None) -> Table:
     """The model's table with the entries of its adapters, if there are any."""
-    own = () if adapters is None else without_head(adapters).entries
+    own = () if adapters is None else drop_head(adapters).entries
     return replace(table, entries=(*table.entries, *own)) if own else table
 
 
-def outputs(row: Row, arch: Architecture, rank: int, size: int) -> Tensor:
+def number_outputs(row: Row, arch: Architecture, rank: int, size: int) -> Tensor:
     """The outputs that shard `rank` of `size` of a fused layer's weight or B has: int64 `[O, 2]`,
     for each the number of its HF tensor and of its row there.
     """
@@ -223,7 +230,7 @@ def outputs(row: Row, arch: Architecture, rank: int, size: int) -> Tensor:
     return torch.cat(found, 1)
 
 
-def module_of(name: str) -> str:
+def strip_weight(name: str) -> str:
     """The name of the module whose weight has this name."""
     return name.removesuffix(WEIGHT)
 
@@ -233,93 +240,84 @@ def is_stacked(entry: Entry) -> bool:
     return isinstance(entry.row, Stacked)
 
 
-def stacked_parameters(table: Table) -> list[str]:
+def list_stacked_parameters(table: Table) -> list[str]:
     """The HF tensors with stacked experts of a model that adapters can be on."""
     stacked = (e for e in table.entries if is_stacked(e) and is_adaptable(e))
     return list(dict.fromkeys(entry.hf[0] for entry in stacked))
 
 
-def path_of(tensor: str) -> str:
+def strip_leaf(tensor: str) -> str:
     """The module that has a tensor."""
     return tensor.rpartition(".")[0]
 
 
-def unwrapped(module: str) -> str:
+def unwrap(module: str) -> str:
     """The module itself, of the path of its adapter: PEFT calls it its `base_layer` within the
     adapter of the second of its tensors.
     """
     return module.partition(_INNER)[0]
 
 
-def target_parameters(adapters: Table) -> list[str]:
+def list_target_parameters(adapters: Table) -> list[str]:
     """The HF tensors with stacked experts that these adapters adapt."""
     rows = ((entry.row, entry.layer) for entry in adapters.entries)
     stacked = ((row.of.hf[0], layer) for row, layer in rows if isinstance(row, StackedAdapterB))
     return sorted({name.replace("{layer}", str(layer)) for name, layer in stacked})
 
 
-def _entries(
-    entry: Entry,
-    parts: Parts,
-    rank: int,
-    stacks: Iterable[str],
-    ignored: dict[str, Ignore],
-) -> Iterator[Entry]:
-    numbers = range(len(entry.hf)) if parts is None else parts
-    if is_stacked(entry):
-        yield from _stacked_entries(entry, rank, stacks)
-        return
-    into, out = _rows(entry.row, parts, rank)
-    modules = [PREFIX + module_of(entry.hf[number]) for number in numbers]
-    first, *others = (module + A for module in modules)
-    if parts is None:
-        for name in others:
-            why = "the adapter of the fused layer has one A for all its tensors"
-            ignored[name] = Ignore(name, why, equals=first, carried=True)
-        others = []
-    for row, side, hf in (
-        (into, _IN, (first, *others)),
-        (out, _OUT, tuple(module + B for module in modules)),
-    ):
-        name = module_of(entry.megatron) + side
-        yield replace(entry, megatron=name, hf=hf, row=row, adapts=entry.megatron)
-
-
-def _stacked_entries(entry: Entry, rank: int, stacks: Iterable[str]) -> Iterator[Entry]:
-    """PEFT wraps a module once for each of its tensors that is adapted; of all such `stacks`, which
-    are in the module's order, the first is innermost.
+def _make_pair(entry: Entry, parts: Parts, rank: int, stacks: Iterable[str]) -> tuple[Entry, Entry]:
+    """The entries of A and B. PEFT wraps a module once for each of its tensors that is adapted; of
+    all such `stacks`, which are in the module's order, the first is innermost.
     """
-    row = entry.row
-    assert isinstance(row, StackedGateUp | StackedRows), f"{row.megatron} is not adaptable"
-    path = path_of(entry.hf[0])
-    siblings = [name for name in stacks if path_of(name) == path]
-    depth = len(siblings) - 1 - siblings.index(entry.hf[0])
-    inputs, split = (row.dims[1], True) if isinstance(row, StackedRows) else (row.tail[0], False)
-    for side, peft in ((_IN, A), (_OUT, B)):
-        hf = (PREFIX + path + depth * _INNER + peft,)
-        name = module_of(row.megatron) + side
-        own: Row = StackedAdapterA(name, hf, rank, inputs, split, row.expert)
-        if side == _OUT:
-            own = StackedAdapterB(name, hf, row, rank, row.expert)
-        yield replace(
-            entry, megatron=module_of(entry.megatron) + side, hf=hf, row=own, adapts=entry.megatron
+    numbers = range(len(entry.hf)) if parts is None else parts
+    modules = [PREFIX + strip_weight(entry.hf[number]) for number in numbers]
+    if is_stacked(entry):
+        path = strip_leaf(entry.hf[0])
+        siblings = [name for name in stacks if strip_leaf(name) == path]
+        modules = [PREFIX + path + (len(siblings) - 1 - siblings.index(entry.hf[0])) * _INNER]
+        rows = _make_stacked_rows(entry.row, modules[0], rank)
+    else:
+        rows = _make_rows(entry.row, parts, rank)
+    into, out = (
+        replace(
+            entry,
+            megatron=strip_weight(entry.megatron) + side,
+            hf=tuple(module + name for module in modules[: len(row.hf)]),
+            row=row,
+            adapts=entry.megatron,
         )
+        for row, side, name in zip(rows, (_IN, _OUT), (A, B), strict=True)
+    )
+    return into, out
 
 
-def _of(row: Row) -> Qkv | GateUp | Columns | Rows | Whole | StackedGateUp | StackedRows | None:
+def _make_stacked_rows(row: Row, module: str, rank: int) -> tuple[Row, Row]:
+    """The rows of A and B of an expert's part of a tensor that HF has for all experts."""
+    assert isinstance(row, StackedGateUp | StackedRows), f"{row.megatron} is not adaptable"
+    inputs, split = (row.dims[1], True) if isinstance(row, StackedRows) else (row.tail[0], False)
+    into, out = (strip_weight(row.megatron) + side for side in (_IN, _OUT))
+    return (
+        StackedAdapterA(into, (module + A,), rank, inputs, split, row.expert),
+        StackedAdapterB(out, (module + B,), row, rank, row.expert),
+    )
+
+
+_Adaptable = Qkv | GateUp | Columns | Rows | Whole | StackedGateUp | StackedRows
+
+
+def _unjoin(row: Row) -> _Adaptable | None:
     """The row, or the one of which it joins the tensors, if adapters can follow it."""
     of = row.of if isinstance(row, Joined) else row
-    legal = Qkv | GateUp | Columns | Rows | Whole | StackedGateUp | StackedRows
-    return of if isinstance(of, legal) else None
+    return of if isinstance(of, _Adaptable) else None
 
 
-def _rows(row: Row, parts: Parts, rank: int) -> tuple[Row, Row]:
+def _make_rows(row: Row, parts: Parts, rank: int) -> tuple[Row, Row]:
     """The rows of A and B."""
-    of = _of(row)
+    of = _unjoin(row)
     assert isinstance(of, Qkv | GateUp | Columns | Rows | Whole), f"{row.megatron} is not adaptable"
-    into, out = (module_of(row.megatron) + side for side in (_IN, _OUT))
+    into, out = (strip_weight(row.megatron) + side for side in (_IN, _OUT))
     numbers = tuple(range(len(row.hf))) if parts is None else parts
-    modules = [PREFIX + module_of(row.hf[number]) for number in numbers]
+    modules = [PREFIX + strip_weight(row.hf[number]) for number in numbers]
     hf_a, hf_b = (tuple(module + side for module in modules) for side in (A, B))
     kind = of.part
     if isinstance(of, Rows):
@@ -331,26 +329,17 @@ def _rows(row: Row, parts: Parts, rank: int) -> tuple[Row, Row]:
         a = Whole(into, hf_a, (rank, inputs), part=kind)
         return a, type(of)(out, hf_b, (outputs, rank), part=kind)
     (inputs,) = of.tail if isinstance(of, Qkv) else of.dims[1:]
-    a = Whole(into, hf_a[:1], (rank, inputs), part=kind)
-    if parts is not None:
+    if parts is None:
+        a = Whole(into, hf_a[:1], (rank, inputs), part=kind)
+    else:
         a = Concatenated(into, hf_a, (rank, inputs), part=kind)
-    if parts is None or len(parts) == len(row.hf):
-        b: Row = _with_inputs(of, out, hf_b, rank)
-        return a, (
-            Joined((hf_b[0],), _with_inputs(of, out, (), rank)) if isinstance(row, Joined) else b
-        )
-    return a, _some_outputs(of, out, hf_b, parts, rank)
-
-
-def _with_inputs(of: Qkv | GateUp, name: str, hf: tuple[str, ...], rank: int) -> Qkv | GateUp:
-    if isinstance(of, Qkv):
-        return Qkv(name, hf, (rank,))
-    return GateUp(name, hf, (of.dims[0], rank), part=of.part)
-
-
-def _some_outputs(
-    of: Qkv | GateUp, name: str, hf: tuple[str, ...], parts: tuple[int, ...], rank: int
-) -> Row:
+    if len(numbers) < len(row.hf):
+        if isinstance(of, Qkv):
+            return a, QkvParts(out, hf_b, numbers, (rank,))
+        return a, Columns(out, hf_b, (of.dims[0], rank), part=kind)
+    joins = isinstance(row, Joined)
+    hf = () if joins else hf_b
+    b: Qkv | GateUp = Qkv(out, hf, (rank,))
     if isinstance(of, GateUp):
-        return Columns(name, hf, (of.dims[0], rank), part=of.part)
-    return QkvParts(name, hf, parts, (rank,))
+        b = GateUp(out, hf, (of.dims[0], rank), part=kind)
+    return a, (Joined((hf_b[0],), b) if joins else b)

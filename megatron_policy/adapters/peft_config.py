@@ -13,9 +13,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from megatron_policy.converters.config_fields.fields import (
+    IGNORED_FIELD,
+    REFUSED,
+    TRANSLATED,
+    FieldUse,
+    shown,
+)
 from megatron_policy.errors import ConversionError
-
-from .fields import IGNORED_FIELD, REFUSED, TRANSLATED, FieldUse, shown
 
 _MERGED = "merge them into their model with PEFT (merge_and_unload), and take that as the model"
 _PLAIN: tuple[Any, ...] = (None, False, "none", [], {})
@@ -42,7 +47,7 @@ _IGNORED: Mapping[str, str] = {
     "qalora_group_size": "of use_qalora, which is refused",
     "runtime_config": "how PEFT computes",
 }
-_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Ways to draw the first values that leave the base as it is."""
 _HEADS = ("classifier", "score")
 """Names under which PEFT looks for a scalar head; models of transformers call it the latter."""
@@ -83,14 +88,11 @@ class PeftSettings:
     of_head: bool = False
     """Whether they are of a model with such a head."""
 
-    def rank_of(self, module: str) -> int:
-        """The rank of a module's adapter."""
-        return _by_module(self.ranks, module, self.rank)
-
-    def alpha_of(self, module: str) -> float:
-        """The alpha with which `alpha / rank` is the scale of a module's adapter."""
-        alpha = _by_module(self.alphas, module, self.alpha)
-        return alpha * math.sqrt(self.rank_of(module)) if self.rank_stabilised else alpha
+    def find_scale(self, module: str) -> tuple[int, float]:
+        """Rank and alpha of a module's adapter; its scale is `alpha / rank`."""
+        rank = _look_up(self.ranks, module, self.rank)
+        alpha = _look_up(self.alphas, module, self.alpha)
+        return rank, alpha * math.sqrt(rank) if self.rank_stabilised else alpha
 
     def names(self, module: str) -> bool:
         """Whether PEFT adapts the module; of a pattern, that is assumed."""
@@ -100,7 +102,7 @@ class PeftSettings:
             return True
         return _is_listed(self.targets, module) and self._is_in_layers(module)
 
-    def parameters_named(self, name: str, legal: Iterable[str]) -> list[str]:
+    def match_parameters(self, name: str, legal: Iterable[str]) -> list[str]:
         """Those of the `legal` tensors that one of `parameters` names."""
         return [each for each in legal if _is_listed(frozenset([name]), each)]
 
@@ -118,13 +120,13 @@ class PeftSettings:
         return next(numbers, None) in self.layers
 
 
-def peft_settings(config: Mapping[str, Any], where: object) -> PeftSettings:
+def read_settings(config: Mapping[str, Any], where: object) -> PeftSettings:
     """The settings of the adapters in the directory `where`. ConversionError naming every field
     with which they are of another kind.
     """
     problems = [
         f"{use.name}={shown(use.value)}: {use.why}"
-        for use in peft_uses(config)
+        for use in classify_fields(config)
         if use.outcome == REFUSED
     ]
     if problems:
@@ -143,8 +145,8 @@ def peft_settings(config: Mapping[str, Any], where: object) -> PeftSettings:
         revision=config.get("revision"),
         targets=frozenset(targets) if isinstance(targets, list) else None,
         excluded=frozenset(excluded if isinstance(excluded, list) else ()),
-        layers=None if layers in (None, []) else frozenset(_listed(layers)),
-        layer_lists=frozenset(_listed(lists)),
+        layers=None if layers in (None, []) else frozenset(_as_list(layers)),
+        layer_lists=frozenset(_as_list(lists)),
         parameters=tuple(config.get("target_parameters") or ()),
         has_head=bool(config.get("modules_to_save")),
         of_head=bool(config.get("modules_to_save")) or config.get("task_type") in _OF_HEADS,
@@ -153,14 +155,17 @@ def peft_settings(config: Mapping[str, Any], where: object) -> PeftSettings:
     )
 
 
-def peft_uses(config: Mapping[str, Any]) -> Iterator[FieldUse]:
-    """What becomes of each field, in the file's order; of those that have to be there also if they
-    are not.
+def classify_fields(config: Mapping[str, Any]) -> Iterator[FieldUse]:
+    """Classify each field of an `adapter_config.json`, in its order; required fields are reported
+    even when absent.
     """
     for name in dict.fromkeys((*config, *_NEEDED)):
         value = config.get(name)
-        if name in _APPLIED:
-            problem = _APPLIED[name](value)
+        checks = [(is_legal, why) for names, is_legal, why in _CHECKS if name in names.split()]
+        if checks:
+            is_null = value is None and name not in _NEEDED
+            wrong = (why for is_legal, why in checks if not (is_null or is_legal(value)))
+            problem = next(wrong, "")
             yield FieldUse(name, value, REFUSED if problem else TRANSLATED, problem)
         elif name in _IGNORED:
             yield FieldUse(name, value, IGNORED_FIELD, _IGNORED[name])
@@ -170,7 +175,7 @@ def peft_uses(config: Mapping[str, Any]) -> Iterator[FieldUse]:
             yield FieldUse(name, value, REFUSED, _REMEDIES.get(name, _UNKNOWN))
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
@@ -183,7 +188,7 @@ def _is_listed(names: frozenset[str], module: str) -> bool:
     return False
 
 
-def _by_module(values: Mapping[str, Number], module: str, default: Number) -> Number:
+def _look_up(values: Mapping[str, Number], module: str, default: Number) -> Number:
     for name, value in values.items():
         whole = name.startswith("^")
         if module == name.removeprefix("^") or (not whole and module.endswith(f".{name}")):
@@ -195,114 +200,76 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and -_MOST < value < _MOST
 
 
-def _kind(value: Any) -> str:
-    return "" if value == "LORA" else "only 'LORA' is read: " + _MERGED
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 0 < value < _MOST
 
 
-def _task(value: Any) -> str:
-    if value in (None, "CAUSAL_LM", *_OF_HEADS):
-        return ""
-    return "adapters of other models than 'CAUSAL_LM', 'SEQ_CLS', 'TOKEN_CLS' are not supported"
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-def _start(value: Any) -> str:
-    if any(value is each or (isinstance(each, str) and value == each) for each in _STARTS):
-        return ""
-    return "it changes the base: save them with path_initial_model_for_weight_conversion first"
+def _are_modules(value: Any) -> bool:
+    return isinstance(value, str) or _are_names(value)
 
 
-def _rank(value: Any) -> str:
-    return "" if type(value) is int and 0 < value < _MOST else "must be a whole number, 1 or more"
+def _are_literal(value: Any) -> bool:
+    names = [*value] if isinstance(value, Mapping) else _as_list(value)
+    return all(isinstance(name, str) and _LITERAL.fullmatch(name) for name in names)
 
 
-def _number(value: Any) -> str:
-    return "" if _is_number(value) else "must be a number"
+def _have(values: Any, is_legal: Callable[[Any], bool]) -> bool:
+    return isinstance(values, Mapping) and all(map(is_legal, values.values()))
 
 
-def _dropout(value: Any) -> str:
-    return "" if value is None or (_is_number(value) and 0 <= value < 1) else "must be in 0 .. 1"
-
-
-def _flag(value: Any) -> str:
-    return "" if value in (None, False, True) else "must be true or false"
-
-
-def _name(value: Any) -> str:
-    return "" if value is None or isinstance(value, str) else "must be a name"
-
-
-def _targets(value: Any) -> str:
-    if value is None:
-        return "PEFT adapts modules of its own choice then, and no others: write the modules out"
-    return _modules(value)
-
-
-def _modules(value: Any) -> str:
-    if value is None or isinstance(value, str):
-        return ""
-    named = isinstance(value, list) and all(isinstance(each, str) for each in value)
-    return "" if named else "must be names of modules, or a pattern"
-
-
-def _parameters(value: Any) -> str:
-    named = isinstance(value, list) and all(isinstance(each, str) for each in value)
-    return "" if value is None or named else "must be names of parameters"
-
-
-def _in_full(value: Any) -> str:
-    if not value or (isinstance(value, list) and all(each in _HEADS for each in value)):
-        return ""
-    return "of modules that they come with, only a scalar head is read: " + _MERGED
-
-
-def _excluded(value: Any) -> str:
-    if isinstance(value, str) and value:
-        return "a pattern is not read here: list the modules by name, or leave it out"
-    return _modules(value)
-
-
-def _layers(value: Any) -> str:
-    numbers = [] if value is None else _listed(value)
-    return "" if all(type(each) is int for each in numbers) else "must be numbers of layers"
-
-
-def _literal(value: Any) -> str:
-    names = [] if value is None else [*value] if isinstance(value, Mapping) else _listed(value)
-    if all(isinstance(name, str) and _LITERAL.fullmatch(name) for name in names):
-        return ""
-    return (
-        "patterns are not read here: write the modules out by name, or by the ends of their paths"
-    )
-
-
-def _ranks(value: Any) -> str:
-    values = value.values() if isinstance(value, Mapping) else () if value is None else (None,)
-    return _literal(value) or next(filter(None, map(_rank, values)), "")
-
-
-def _alphas(value: Any) -> str:
-    values = value.values() if isinstance(value, Mapping) else () if value is None else (None,)
-    return _literal(value) or next(filter(None, map(_number, values)), "")
-
-
-_APPLIED: Mapping[str, Callable[[Any], str]] = {
-    "peft_type": _kind,
-    "r": _rank,
-    "lora_alpha": _number,
-    "lora_dropout": _dropout,
-    "alpha_pattern": _alphas,
-    "base_model_name_or_path": _name,
-    "exclude_modules": _excluded,
-    "init_lora_weights": _start,
-    "layers_pattern": _literal,
-    "layers_to_transform": _layers,
-    "modules_to_save": _in_full,
-    "rank_pattern": _ranks,
-    "revision": _name,
-    "target_modules": _targets,
-    "target_parameters": _parameters,
-    "task_type": _task,
-    "use_rslora": _flag,
-}
-"""What is wrong with the value of each field that is applied; "" for nothing."""
+_A_NUMBER, _A_RANK = "must be a number", "must be a whole number, 1 or more"
+_TASKS = ("CAUSAL_LM", *_OF_HEADS)
+_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("peft_type", lambda v: v == "LORA", "only 'LORA' is read: " + _MERGED),
+    ("r", _is_rank, _A_RANK),
+    ("lora_alpha", _is_number, _A_NUMBER),
+    ("lora_dropout", lambda v: _is_number(v) and 0 <= v < 1, "must be in 0 .. 1"),
+    (
+        "alpha_pattern layers_pattern rank_pattern",
+        _are_literal,
+        "patterns are not read here: write the modules out by name, or by the ends of their paths",
+    ),
+    ("alpha_pattern", lambda v: _have(v, _is_number), _A_NUMBER),
+    ("rank_pattern", lambda v: _have(v, _is_rank), _A_RANK),
+    ("base_model_name_or_path revision", lambda v: isinstance(v, str), "must be a name"),
+    (
+        "target_modules",
+        lambda v: v is not None,
+        "PEFT adapts modules of its own choice then, and no others: write the modules out",
+    ),
+    (
+        "exclude_modules",
+        lambda v: not (isinstance(v, str) and v),
+        "a pattern is not read here: list the modules by name, or leave it out",
+    ),
+    ("exclude_modules target_modules", _are_modules, "must be names of modules, or a pattern"),
+    ("target_parameters", _are_names, "must be names of parameters"),
+    (
+        "init_lora_weights",
+        lambda v: any(v is each or (isinstance(each, str) and v == each) for each in _STARTS),
+        "it changes the base: save them with path_initial_model_for_weight_conversion first",
+    ),
+    (
+        "layers_to_transform",
+        lambda v: all(type(each) is int for each in _as_list(v)),
+        "must be numbers of layers",
+    ),
+    (
+        "modules_to_save",
+        lambda v: not v or (isinstance(v, list) and all(each in _HEADS for each in v)),
+        "of modules that they come with, only a scalar head is read: " + _MERGED,
+    ),
+    (
+        "task_type",
+        lambda v: v in _TASKS,
+        "adapters of other models than 'CAUSAL_LM', 'SEQ_CLS', 'TOKEN_CLS' are not supported",
+    ),
+    ("use_rslora", lambda v: v in (False, True), "must be true or false"),
+)
+"""The fields that are applied: names, whether a value is legal, and what is wrong with others."""
 _NEEDED = ("peft_type", "r", "lora_alpha", "target_modules")
+"""Fields that have to be there; all others can also be null."""
