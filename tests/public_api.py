@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from enum import Enum
+from functools import cached_property
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def _described(name: str, value: Any) -> Iterator[str]:
             continue
         if _of_this_package(value, member):
             raw = inspect.getattr_static(value, member)
-            if isinstance(raw, property):
+            if isinstance(raw, property | cached_property):
                 yield f"    {member}: property"
             elif callable(found):
                 yield f"    {member}{_signature(found)}"

@@ -27,7 +27,7 @@ def architecture(fields: Fields) -> Architecture:
 
 def _take_layers(fields: Fields) -> tuple[bool, ...]:
     """Which layers have experts: all but the first, unless the config says otherwise."""
-    number = fields.take("num_hidden_layers")
+    number: int = fields.take("num_hidden_layers")
     check_number(number)
     kinds = fields.take("mlp_layer_types", None) or ["dense"] + ["sparse"] * (number - 1)
     if len(kinds) != number:

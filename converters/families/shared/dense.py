@@ -287,7 +287,7 @@ def take_windows(fields: Fields, attention: Attention, rope: Rope | None = None)
     return [narrow if kind == "sliding_attention" else attention for kind in layers]
 
 
-def state_ropes(layers: Sequence[Attention], whole: Rope, of_windowed: Rope) -> dict[str, Rope]:
+def state_ropes(layers: Sequence[Attention], whole: Rope, of_windowed: Rope) -> dict[str, Any]:
     """What `Architecture` says of rotary embeddings beside the layers: the config has one for
     layers without a window and one for those with it.
     """
