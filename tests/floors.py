@@ -108,7 +108,6 @@ FRAGMENTS = {
     "packing.dynamic": _LONG,
     "policy.weight_exports": _LONG,
     "refit.receive.staging": _LONG,
-    "refit.transports.carried": _TRANSPORT,
     "refit.transports.ipc.sockets.replies": _TRANSPORT,
 }
 

@@ -41,8 +41,7 @@ from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats import digests
 from megatron_policy.formats.digests import Digest
-from megatron_policy.formats.manifest import DirectoryManifest
-from megatron_policy.version import VERSION
+from megatron_policy.formats.manifest import DirectoryManifest, describe_origin
 
 Progress = Callable[[int, int], None]
 
@@ -266,14 +265,13 @@ def _origin(ready: Prepared, content: str) -> dict[str, Any]:
         config = strict_json.parse(written, finite=False)
     else:
         config = dict(adapters.config)
-    return {
-        "package": f"megatron-policy {VERSION}",
-        "direction": f"{kind}{' + adapters' if merged else ''} -> {to}",
-        "source": {"path": str(root), "revision": revision, "content": content},
-        **({} if merged is None else {"adapters": os.path.realpath(merged)}),
-        "family": ready.plan.family,
-        "config": config,
-    }
+    return describe_origin(
+        f"{kind}{' + adapters' if merged else ''} -> {to}",
+        {"path": str(root), "revision": revision, "content": content},
+        ready.plan.family,
+        config,
+        adapters=None if merged is None else os.path.realpath(merged),
+    )
 
 
 def check_copies(checkpoint: OpenCheckpoint, table: Table) -> None:

@@ -37,7 +37,7 @@ from megatron_policy.formats.tensors import (
     Tensors,
     shares_of,
 )
-from megatron_policy.refit.file_plan import ExportFile, ExportPlan, plan_export
+from megatron_policy.refit.hf_directory import ExportFile, ExportPlan, plan_export
 from megatron_policy.refit.plan import RefitTensor
 
 
@@ -81,7 +81,7 @@ def _safetensors(plan: ExportPlan, files: RawFiles, small: Mapping[str, bytes]) 
     extents: dict[Path, list[tuple[int, int]]] = {}
     for file in plan.files:
         path = Path(file.name)
-        header, places = encode({t.name: (t.dtype, t.shape) for t in file.tensors})
+        header, places = encode(file.inventory)
         framing.append((path, 0, header))
         sizes[path] = max((at.end for at in places.values()), default=len(header))
         for name, at in places.items():

@@ -13,6 +13,7 @@ from megatron_policy.errors import ConversionError
 from megatron_policy.formats.digests import UNSEALED, is_sealed, sealed
 from megatron_policy.formats.manifest_values import count, entries, form, inside, text, xxh3
 from megatron_policy.formats.tensors import Info
+from megatron_policy.version import VERSION
 
 FORMAT = 1
 MAX_BYTES = 2**30
@@ -52,6 +53,26 @@ class DirectoryManifest:
             },
         }
         return sealed(strict_json.encoded(content, indent=1))
+
+
+def describe_origin(
+    direction: str,
+    source: Mapping[str, Any],
+    family: str,
+    config: Any,
+    adapters: str | None = None,
+) -> dict[str, Any]:
+    """The origin of a directory: this package has written it in that `direction` from `source`, of
+    a model of that family and config, with `adapters` merged, if any were.
+    """
+    return {
+        "package": f"megatron-policy {VERSION}",
+        "direction": direction,
+        "source": source,
+        **({} if adapters is None else {"adapters": adapters}),
+        "family": family,
+        "config": config,
+    }
 
 
 def read_manifest(root: Path) -> DirectoryManifest | None:

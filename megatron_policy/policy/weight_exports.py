@@ -15,8 +15,12 @@ from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.refit.delivery import Transport, deliver
 from megatron_policy.refit.exporter import Exporter, tensors
 from megatron_policy.refit.manifest import RefitManifest
-from megatron_policy.refit.transports.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
-from megatron_policy.refit.transports.peft import export_adapters
+from megatron_policy.refit.transports.disk import (
+    DEFAULT_MAX_SHARD_BYTES,
+    HfDirectory,
+    export_directory,
+)
+from megatron_policy.refit.transports.peft import PeftDirectory
 
 
 class WeightExports:
@@ -41,7 +45,8 @@ class WeightExports:
         """
         self.memory.ready("export_hf()", SEND_WEIGHTS)
         source = self.config.model_name
-        export_checkpoint(path, self.exporter, source, self.steps, max_shard_bytes, overwrite)
+        transport = HfDirectory(path, source, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+        export_directory(transport, self.exporter, self.steps)
 
     def export_peft(self, path: str | PathLike[str], *, overwrite: bool = False) -> None:
         """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads. It
@@ -50,8 +55,8 @@ class WeightExports:
         write.
         """
         self.memory.ready("export_peft()", SEND_WEIGHTS)
-        self.exporter.plan(adapters=True)  # refuses before any rank begins
-        export_adapters(path, self.exporter, self.steps, overwrite)
+        exporter = self.exporter.select(adapters=True)
+        export_directory(PeftDirectory(path, overwrite=overwrite), exporter, self.steps)
 
     def export(
         self, dtype: torch.dtype | None = None, *, adapters: bool = False
@@ -61,7 +66,8 @@ class WeightExports:
         Iterate to the end: the other ranks do.
         """
         self.memory.ready("export()", SEND_WEIGHTS)
-        stream = tensors(self.exporter, self.exporter.plan(dtype=dtype, adapters=adapters))
+        exporter = self.exporter.select(adapters=adapters)
+        stream = tensors(exporter, exporter.plan(dtype=dtype))
         return self.memory.during("export()", SEND_WEIGHTS, stream)
 
     def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:
@@ -71,6 +77,6 @@ class WeightExports:
         answer in time; the policy stays usable.
         """
         self.memory.ready("refit()", SEND_WEIGHTS)
-        sent = deliver(self.exporter, transport, self.steps, adapters=adapters)
+        sent = deliver(self.exporter.select(adapters=adapters), transport, self.steps)
         self._metrics.sent(sent)
         return sent

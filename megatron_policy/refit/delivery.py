@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 import traceback
-from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -58,19 +57,12 @@ class Transport(Protocol):
         """This rank's end; None if it only helps to gather. May raise."""
 
 
-def deliver(
-    exporter: Exporter, transport: Transport, step: int, *, adapters: bool = False
-) -> RefitManifest:
-    """Send all weights, as they are after `step` optimizer steps, or the `adapters` alone; return
-    what this rank has sent, and how long it took.
+def deliver(exporter: Exporter, transport: Transport, step: int) -> RefitManifest:
+    """Send what the exporter exports, as it is after `step` optimizer steps; return what this rank
+    has sent, and how long it took.
 
     Collective over all ranks. RefitError on all of them if any failed; the policy is unharmed.
     """
-    with exporter.handing_over(adapters=True) if adapters else nullcontext():
-        return _delivered(exporter, transport, step)
-
-
-def _delivered(exporter: Exporter, transport: Transport, step: int) -> RefitManifest:
     began = time.perf_counter()
     exporter.begin()
     plan = transport.plan(exporter)
@@ -93,7 +85,7 @@ class _Delivery:
         self.failure: Exception | None = None
         self._session: TransportSession | None = None
         self._forms: dict[str, Form] = {}
-        self._digests, self._model = Digests(algorithm_for(exporter.probe)), exporter.served()
+        self._digests, self._model = Digests(algorithm_for(exporter.probe)), exporter.served_model
         if plan is not None:
             with self._attempt():
                 self._session = transport.open(exporter, plan)

@@ -58,7 +58,7 @@ def peft_config(policy: MegatronPolicy) -> dict[str, Any]:
     """The adapters' configuration as PEFT's `to_dict` gives it, with its own enumerations."""
     from peft import PeftType, TaskType
 
-    found = dict(policy.exporter.served(adapters=True).adapters or {})
+    found = dict(policy.exporter.select(adapters=True).served_model.adapters or {})
     return found | {
         "peft_type": PeftType(found["peft_type"]),
         "task_type": TaskType(found["task_type"]),

@@ -197,7 +197,7 @@ class CollectiveTransport:
         try:
             if member.sender == 0:
                 layout = _layout(self._plan(exporter, False), self._group.by_stage)
-                member.caller.offer(layout, plan.bucket_bytes, exporter.served())
+                member.caller.offer(layout, plan.bucket_bytes, exporter.served_model)
             return CollectiveSession(member, member.meet(), plan, exporter)
         except BaseException as error:
             member.give_up(str(error))
@@ -241,7 +241,7 @@ class CollectiveSession:
 
     def finish(self, manifest: RefitManifest) -> None:
         """See `delivery.TransportSession`."""
-        with self._exporter.alive():  # for ranks that wait: engines may be slow to load
+        with self._exporter.ranks.alive():  # for ranks that wait: engines may be slow to load
             with raise_peer_failure(self._member.caller.objections):
                 self._writer.settle()
             self._member.caller.finish(manifest.encoded())

@@ -58,9 +58,9 @@ class IpcHandles:
             self._check_same(step, adapters)
         self._step, self._of_adapters = step, adapters
         self._close_buffers()
-        exporter = self._exporter
+        exporter = self._exporter.select(adapters=adapters)
         exporter.begin()
-        plan = exporter.plan(names=tuple(names), adapters=adapters)
+        plan = exporter.plan(names=tuple(names))
         places = _places(plan.tensors)
         failure: Exception | None = None
         try:
@@ -94,7 +94,7 @@ class IpcHandles:
             raise RefitError("nothing was exported since the last refit: call `weights` first")
         self._check_same(step, self._of_adapters)
         sent, digests = self._sent, self._digests
-        model = self._exporter.served(adapters=self._of_adapters)
+        model = self._exporter.select(adapters=self._of_adapters).served_model
         self._restart()
         return RefitManifest(step, digests.algorithm, sent_tensors(sent, digests.read()), model)
 

@@ -154,7 +154,7 @@ class _Session:
 
     def begin(self, plan: RefitPlan) -> None:
         """Announce the tensors, if the dialect has an announcement."""
-        opening = self._dialect.opening(plan.info(), self._exporter.served())
+        opening = self._dialect.opening(plan.info(), self._exporter.served_model)
         if opening is not None:
             self._send(lambda: opening)
 
@@ -182,7 +182,7 @@ class _Session:
             self._buffers.take_back()
 
     def finish(self, manifest: RefitManifest) -> None:
-        with self._exporter.alive():  # for ranks that wait: the engine may be slow to load
+        with self._exporter.ranks.alive():  # for ranks that wait: the engine may be slow to load
             self._receive()
             self._buffers.close()  # the engine may need the memory when it loads
             self._send(lambda: self._dialect.closing(manifest))
