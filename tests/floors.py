@@ -93,7 +93,6 @@ SAME_CLASS_NAME: dict[str, str] = {}
 FRAGMENT_LINES = 80
 _LAYER = "a module of the model is a file"
 _LONG = "one subject, and its importer has at least the 150 to 250 lines that a file aims at"
-_TRANSPORT = "one side of one transport is a file"
 FRAGMENTS = {
     "attention.context_parallel": _LONG,
     "engines.megatron.layers.parallel_layer": _LAYER,
@@ -107,8 +106,6 @@ FRAGMENTS = {
     "lm_head.fused_topk": _LONG,
     "packing.dynamic": _LONG,
     "policy.weight_exports": _LONG,
-    "refit.receive.staging": _LONG,
-    "refit.transports.ipc.sockets.replies": _TRANSPORT,
 }
 
 

@@ -16,12 +16,12 @@ from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import Adapters, TrainingEngine
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.export import Filled, Place, Sources, stream_alone
 from megatron_policy.refit.manifest import ServedModel
 from megatron_policy.refit.plan import RefitPlan, RefitTensor
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.ranks import RefitRanks
 from megatron_policy.refit.rounds import rounds_of, stream_together
+from megatron_policy.refit.sources import Filled, Place, Sources, stream_alone
 
 _KEPT_PLANS = 64
 

@@ -15,8 +15,8 @@ from megatron_policy.converters.rows.regions import Region
 from megatron_policy.converters.table import Entry
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.export import Filled, Place, Sources
 from megatron_policy.refit.plan import Exchange, Item, Part
+from megatron_policy.refit.sources import Filled, Place, Sources
 from megatron_policy.weights.geometry import Segment, overlaps, segments
 
 Pending = Sequence[PendingCollective]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
-from megatron_policy.refit.transports.ipc.sockets.address import path_of
+from megatron_policy.refit.transports.ipc.sockets.link import path_of
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests import refit_engine as engine
 from tests.dist.refits import LAYOUTS, serving

@@ -30,7 +30,7 @@ from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.manifest import ServedModel
 from megatron_policy.refit.receive.collective import join_collective
 from megatron_policy.refit.receive.receiver import Receiver
-from megatron_policy.refit.transports.collective.stream_layout import Stream
+from megatron_policy.refit.transports.collective.stream import Stream
 from megatron_policy.refit.transports.collective.transport import Collective
 from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.ipc.handles import IpcHandles

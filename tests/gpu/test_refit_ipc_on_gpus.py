@@ -12,8 +12,8 @@ from megatron_policy import device
 from megatron_policy.device import allocated, release_cached
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.delivery import deliver
-from megatron_policy.refit.transports.ipc.exported_buffer import handle_of, open_exported
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
+from megatron_policy.refit.transports.ipc.shared_memory import handle_of, open_exported
 from megatron_policy.refit.transports.ipc.transport import IpcStream, address_of
 from tests import refit_engine as engine
 from tests.other_process import OtherProcess

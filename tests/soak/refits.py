@@ -29,10 +29,9 @@ from megatron_policy.refit.buffers import aligned
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.receive import ipc as ipc_receiving
 from megatron_policy.refit.receive.receiver import Receiver
-from megatron_policy.refit.transports.ipc.exported_buffer import open_exported
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from megatron_policy.refit.transports.ipc.protocol import Dialect
-from megatron_policy.refit.transports.ipc.shared_memory import Handle
+from megatron_policy.refit.transports.ipc.shared_memory import Handle, open_exported
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests.other_process import OtherProcess
 from tests.refit_trainer import FORMS, StandIn

@@ -26,12 +26,10 @@ from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.manifest import RefitManifest, ServedModel
-from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.refit.transports.ipc.protocol import Dialect, PackMessage, understood
-from megatron_policy.refit.transports.ipc.sockets.address import path_of
-from megatron_policy.refit.transports.ipc.sockets.link import Link
-from megatron_policy.refit.transports.ipc.sockets.replies import ReplySocket
-from megatron_policy.refit.transports.ipc.sockets.requests import RequestSocket
+from megatron_policy.refit.transports.ipc.shared_memory import ExportedBuffer
+from megatron_policy.refit.transports.ipc.sockets.link import Link, path_of
+from megatron_policy.refit.transports.ipc.sockets.request_reply import ReplySocket, RequestSocket
 from megatron_policy.refit.transports.ipc.transport import IpcStream, address_of
 from tests import refit_engine as engine
 from tests.other_process import OtherProcess, shared_memory_of

@@ -24,10 +24,10 @@ from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.parallel.topology import LayerSplit, Placement, Topology
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.export import Sources, stream_alone
 from megatron_policy.refit.plan import RefitPlan, RefitTensor, packed
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.rounds import rounds_of, stream_together
+from megatron_policy.refit.sources import Sources, stream_alone
 from tests.families import SAMPLES
 
 # What a stream has beside tensors: alignment. (Vocabularies and groups that ranks share unevenly,

@@ -16,16 +16,14 @@ import torch
 
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.transports.ipc import shared_memory
-from megatron_policy.refit.transports.ipc.exported_buffer import (
-    ExportedBuffer,
-    handle_of,
-    open_exported,
-)
 from megatron_policy.refit.transports.ipc.shared_memory import (
     DIRECTORY,
+    ExportedBuffer,
     SharedMemory,
     attach,
     create,
+    handle_of,
+    open_exported,
 )
 from tests.other_process import OtherProcess, shared_memory_of
 from tests.small_disk import MIB, free, small_disk

@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.transports.collective.chunks import (
-    ChunkReader,
-    WholeReader,
-    Writer,
-    views_of,
-)
-from megatron_policy.refit.transports.collective.stream_layout import (
+from megatron_policy.refit.transports.collective.stream import (
     ALIGNMENT,
+    ChunkReader,
     Stream,
     StreamLayout,
     StreamSlot,
+    WholeReader,
+    Writer,
+    views_of,
 )
 
 CPU = torch.device("cpu")

@@ -7,9 +7,12 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatron_policy import device
 from megatron_policy.coordination.control_store import ControlStore
@@ -18,7 +21,6 @@ from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_tim
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel
 from megatron_policy.refit.receive.assembler import WeightAssembler
-from megatron_policy.refit.receive.staging import readers_of
 from megatron_policy.refit.transports.collective.handshake import (
     ACCEPTED,
     CALL,
@@ -33,7 +35,14 @@ from megatron_policy.refit.transports.collective.handshake import (
     read_abort_reason,
     sent_manifest,
 )
-from megatron_policy.refit.transports.collective.stream_layout import StreamLayout
+from megatron_policy.refit.transports.collective.stream import (
+    ChunkReader,
+    Reader,
+    Stream,
+    StreamLayout,
+    WholeReader,
+    views_of,
+)
 
 
 def join_collective(
@@ -280,3 +289,37 @@ def _model_of(offer: Mapping[str, Any]) -> ServedModel:
 
 def _left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
+
+
+def readers_of(
+    streams: Sequence[Stream], chunk_bytes: int, where: torch.device, assembler: WeightAssembler
+) -> list[Reader]:
+    """One reader for each stream. A staged assembler keeps the memory that chunks are received in,
+    so nothing is copied; a later refit of the same streams reuses that memory.
+    """
+    if not assembler.staged:
+        return [ChunkReader(stream, chunk_bytes, where) for stream in streams]
+    readers: list[Reader] = []
+    for stream in streams:
+        memory = _kept_memory(stream, assembler.kept)
+        if memory is None:
+            memory = torch.empty(stream.nbytes, dtype=torch.uint8, device=where)
+            assembler.kept.update(views_of(stream, memory))
+        readers.append(WholeReader(stream, memory, assembler.kept))
+    return readers
+
+
+def _kept_memory(stream: Stream, kept: Mapping[str, Tensor]) -> Tensor | None:
+    """The memory of which the kept tensors of this stream are views, if they are."""
+    names = [slot.name for slot in stream.slots]
+    if not names or any(name not in kept for name in names):
+        return None
+    storage = kept[names[0]].untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    if memory.numel() != stream.nbytes:
+        return None
+    for name, view in views_of(stream, memory).items():
+        had = kept[name]
+        if (had.data_ptr(), had.shape, had.dtype) != (view.data_ptr(), view.shape, view.dtype):
+            return None
+    return memory

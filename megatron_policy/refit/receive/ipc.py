@@ -16,9 +16,9 @@ from megatron_policy.refit.buffers import aligned
 from megatron_policy.refit.manifest import RefitInfo, RefitManifest
 from megatron_policy.refit.receive.assembler import WeightAssembler
 from megatron_policy.refit.transports.ipc import protocol
-from megatron_policy.refit.transports.ipc.exported_buffer import handle_of, open_exported
-from megatron_policy.refit.transports.ipc.sockets.address import remove_if_dead
-from megatron_policy.refit.transports.ipc.sockets.replies import ReplySocket
+from megatron_policy.refit.transports.ipc.shared_memory import handle_of, open_exported
+from megatron_policy.refit.transports.ipc.sockets.link import remove_if_dead
+from megatron_policy.refit.transports.ipc.sockets.request_reply import ReplySocket
 
 _LINGER_S = 2.0  # to flush the last reply
 

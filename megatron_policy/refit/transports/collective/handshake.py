@@ -29,7 +29,7 @@ import xxhash
 from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.manifest import ServedModel
-from megatron_policy.refit.transports.collective.stream_layout import StreamLayout
+from megatron_policy.refit.transports.collective.stream import StreamLayout
 
 CALL = "call"
 ACCEPTED = b""

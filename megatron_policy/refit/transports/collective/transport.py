@@ -19,13 +19,12 @@ from megatron_policy.coordination.timeouts import ENGINE_SHARE, checked_timeout
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.manifest import RefitManifest
-from megatron_policy.refit.transports.collective.chunks import Writer
 from megatron_policy.refit.transports.collective.handshake import (
     SenderHandshake,
     group_name,
     raise_peer_failure,
 )
-from megatron_policy.refit.transports.collective.stream_layout import Stream, StreamLayout
+from megatron_policy.refit.transports.collective.stream import Stream, StreamLayout, Writer
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter

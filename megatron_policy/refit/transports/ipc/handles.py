@@ -21,8 +21,7 @@ from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import BufferSlice, aligned
 from megatron_policy.refit.digest import Digests, algorithm_for
 from megatron_policy.refit.manifest import Form, RefitManifest, sent_tensors
-from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
-from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY
+from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY, ExportedBuffer
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter

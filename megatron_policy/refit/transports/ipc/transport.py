@@ -17,10 +17,9 @@ from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.plan import Pack, RefitPlan, RefitTensor, packed
 from megatron_policy.refit.transports.ipc import protocol
-from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.refit.transports.ipc.protocol import Dialect
-from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY
-from megatron_policy.refit.transports.ipc.sockets.requests import RequestSocket
+from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY, ExportedBuffer
+from megatron_policy.refit.transports.ipc.sockets.request_reply import RequestSocket
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
