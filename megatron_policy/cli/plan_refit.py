@@ -23,7 +23,7 @@ from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConversionError
 from megatron_policy.estimate.sizes import show_size
 from megatron_policy.parallel.topology import LayerSplit, Topology, ranges
-from megatron_policy.refit.plan import RefitPlan, RefitTensor, packed
+from megatron_policy.refit.plan import RefitPlan, RefitTensor, pack_tensors
 from megatron_policy.refit.planning import RefitModel, plan_refit
 
 
@@ -124,7 +124,7 @@ def _in_buckets(plan: RefitPlan) -> list[list[RefitTensor]]:
     buckets = []
     for exchange in plan.exchanges:
         if not exchange.gathers:
-            packs = packed(exchange.tensors, plan.bucket_bytes)
+            packs = pack_tensors(exchange.tensors, plan.bucket_bytes)
             buckets += [list(pack.tensors) for pack in packs]
         for number in range(exchange.rounds):
             found = {item.tensor.name: item.tensor for item, _, _ in exchange.in_round(number)}

@@ -2,7 +2,7 @@
 
 Formats are Hugging Face directories and Megatron-Core's `torch_dist`, of adapters alone those of
 PEFT and training checkpoints; needs no GPU and no process group. Read `plan.py` first, then
-`convert.py`; of adapters `merging.py`.
+`convert.py`; of adapters `bases.py`.
 """
 
 from megatron_policy.convert.compare import Check, Comparison, Difference, check, verify

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from megatron_policy.convert.bases import in_words, resumed_with, with_base
 from megatron_policy.convert.blockwise import Blocks, check_memory, cut
-from megatron_policy.convert.merging import in_words, resumed_with, with_base
 from megatron_policy.convert.open_checkpoint import (
     HF,
     MCORE,

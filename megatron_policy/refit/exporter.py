@@ -20,7 +20,7 @@ from megatron_policy.refit.manifest import ServedModel
 from megatron_policy.refit.plan import RefitPlan, RefitTensor
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.ranks import RefitRanks
-from megatron_policy.refit.rounds import rounds_of, stream_together
+from megatron_policy.refit.rounds import make_rounds, stream_together
 from megatron_policy.refit.sources import Filled, Place, Sources, stream_alone
 
 _KEPT_PLANS = 64
@@ -159,7 +159,7 @@ class Exporter:
                 group = groups.experts if exchange.of_experts else groups.tp
                 # Nothing keeps the buffer of these rounds while the next exchange makes its own.
                 yield from stream_together(
-                    exchange, rounds_of(exchange, self._sources, group, groups.pp), place
+                    exchange, make_rounds(exchange, self._sources, group, groups.pp), place
                 )
             else:
                 yield from stream_alone(exchange, self._sources, place)

@@ -169,7 +169,7 @@ class OwnerRounds(Rounds):
         ]
 
 
-def rounds_of(
+def make_rounds(
     exchange: Exchange, sources: Sources, group: BoundedProcessGroup, pp: BoundedProcessGroup
 ) -> Rounds:
     """The rounds of an exchange over the ranks that hold its items between them."""

@@ -18,7 +18,7 @@ from megatron_policy.refit.transports.collective.stream import (
     StreamSlot,
     WholeReader,
     Writer,
-    views_of,
+    make_views,
 )
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_what_is_written_in_chunks_is_read_from_them_whole_and_once(
     assert len(chunks) == -(-stream.nbytes // size)
     memory = torch.empty(stream.nbytes, dtype=torch.uint8)
     for reader in (
-        WholeReader(stream, memory, views_of(stream, memory)),
+        WholeReader(stream, memory, make_views(stream, memory)),
         ChunkReader(stream, size, CPU),
     ):
         got: list[tuple[str, bytes]] = []

@@ -41,7 +41,7 @@ from megatron_policy.refit.transports.collective.stream import (
     Stream,
     StreamLayout,
     WholeReader,
-    views_of,
+    make_views,
 )
 
 
@@ -79,13 +79,6 @@ def join_collective(
     return CollectiveGroup(store, rank - trainers, world_size - trainers, timeout_s)
 
 
-def receive_collective(
-    assembler: WeightAssembler, group: CollectiveGroup, timeout_s: float
-) -> RefitManifest:
-    """Receive one refit; see `CollectiveGroup.receive`."""
-    return group.receive(assembler, timeout_s)
-
-
 @dataclass(frozen=True)
 class _Call:
     """A refit that this engine takes part in."""
@@ -108,9 +101,8 @@ class CollectiveGroup:
         self._process = uuid.uuid4().hex
         self._session, self._last = "", 0
         self._layout: tuple[str, StreamLayout] = ("", StreamLayout(()))
-        self._joined: dict[
-            int, tuple[int, BoundedProcessGroup]
-        ] = {}  # by sender: the handshake that made the group, and the group
+        # By sender: the handshake that made the group, and the group.
+        self._joined: dict[int, tuple[int, BoundedProcessGroup]] = {}
 
     def receive(self, assembler: WeightAssembler, timeout_s: float | None = None) -> RefitManifest:
         """Receive one refit: the next that the trainer begins, or one that waits for this engine.
@@ -119,8 +111,10 @@ class CollectiveGroup:
         continue or finish within `timeout_s` seconds each, gives up, or sends weights that are
         refused; the trainer raises too, and the next refit starts afresh on both sides.
         """
-        limit = timeout_s or self._timeout_s
-        call = self._next_call(assembler, limit)
+        limit, call = timeout_s or self._timeout_s, None
+        deadline = time.monotonic() + limit
+        while call is None:
+            call = self._answer(self._wait_for_call(deadline, limit), assembler, deadline, limit)
         try:
             self._join(call, limit)
             self._take(call, assembler)
@@ -135,14 +129,6 @@ class CollectiveGroup:
         """Leave; the remaining engines need another process in place of this one."""
         self._leave()
         self._store.close()
-
-    def _next_call(self, assembler: WeightAssembler, limit: float) -> _Call:
-        deadline = time.monotonic() + limit
-        while True:
-            number = self._wait_for_call(deadline, limit)
-            call = self._answer(number, assembler, deadline, limit)
-            if call is not None:
-                return call
 
     def _wait_for_call(self, deadline: float, limit: float) -> int:
         """The number of an open handshake that this process has not answered yet."""
@@ -170,28 +156,25 @@ class CollectiveGroup:
         missing = f"the trainer has not continued its refit within {limit:g} s"
         content = self._store.get(note(number, "offer"), _left(deadline), missing)
         offer = parse_note("offer", content, layout=str, senders=int, bucket_bytes=int, model=dict)
-        layout = self._known_layout(offer["layout"], deadline, missing)
+        if self._layout[0] != (digest := offer["layout"]):
+            content = self._store.get(layout_note(digest), _left(deadline), missing)
+            self._layout = digest, StreamLayout.decoded(content)
+        layout = self._layout[1]
         if offer["senders"] != len(layout.streams) or offer["bucket_bytes"] < 1:
             raise RefitError(f"the trainer's offer contradicts itself: {offer}")
         ready = note(number, "ready", self._engine)
         try:
             slots = (slot for stream in layout.streams for slot in stream.slots)
             forms = {slot.name: (slot.shape, slot.dtype) for slot in slots}
-            assembler.announce(RefitInfo(forms, _model_of(offer)))
+            assembler.announce(RefitInfo(forms, _read_model(offer)))
         except RefitError as error:
             self._store.put(ready, encode({REFUSED: str(error)}))
             raise
         groups = {str(sender): made_in for sender, (made_in, _) in self._joined.items()}
         self._store.put(ready, encode({"process": self._process, "groups": groups}))
-        answers = [
-            parse_note(
-                "go",
-                self._store.get(note(number, "go", sender), _left(deadline), missing),
-                group=int,
-                to=list,
-            )
-            for sender in range(offer["senders"])
-        ]
+        keys = [note(number, "go", sender) for sender in range(offer["senders"])]
+        found = (self._store.get(key, _left(deadline), missing) for key in keys)
+        answers = [parse_note("go", content, group=int, to=list) for content in found]
         for answer in answers:
             if OFF in answer:
                 raise RefitError(f"the trainer gave up: {answer[OFF]}")
@@ -199,12 +182,6 @@ class CollectiveGroup:
             return None
         made_in = tuple(answer["group"] for answer in answers)
         return _Call(number, layout, offer["bucket_bytes"], made_in)
-
-    def _known_layout(self, digest: str, deadline: float, missing: str) -> StreamLayout:
-        if self._layout[0] != digest:
-            content = self._store.get(layout_note(digest), _left(deadline), missing)
-            self._layout = (digest, StreamLayout.decoded(content))
-        return self._layout[1]
 
     def _join(self, call: _Call, limit: float) -> None:
         """Join the group of each sender."""
@@ -223,7 +200,7 @@ class CollectiveGroup:
         """Receive all chunks, one of each sender in turn, in the same order on all engines."""
         chunks = [list(stream.chunks(call.bucket_bytes)) for stream in call.layout.streams]
         where = device.current_device()
-        readers = readers_of(call.layout.streams, call.bucket_bytes, where, assembler)
+        readers = make_readers(call.layout.streams, call.bucket_bytes, where, assembler)
         pending: dict[int, PendingCollective] = {}
 
         def start(sender: int, number: int) -> None:
@@ -247,12 +224,9 @@ class CollectiveGroup:
     def _manifest(self, call: _Call, limit: float) -> RefitManifest:
         """The manifest of what all senders have sent."""
         missing = f"the trainer has not said within {limit:g} s what it has sent"
-        parts = [
-            RefitManifest.decoded(
-                sent_manifest(self._store.get(note(call.number, "sent", s), limit, missing))
-            )
-            for s in range(len(call.made_in))
-        ]
+        keys = [note(call.number, "sent", sender) for sender in range(len(call.made_in))]
+        sent = (sent_manifest(self._store.get(key, limit, missing)) for key in keys)
+        parts = [RefitManifest.decoded(content) for content in sent]
         kinds = {(part.step, part.algorithm) for part in parts}
         if len(kinds) > 1:
             raise RefitError(f"the trainer's pipeline stages sent different steps: {sorted(kinds)}")
@@ -280,9 +254,9 @@ class CollectiveGroup:
         self._joined.clear()
 
 
-def _model_of(offer: Mapping[str, Any]) -> ServedModel:
+def _read_model(offer: Mapping[str, Any]) -> ServedModel:
     try:
-        return ServedModel.understood(offer["model"])
+        return ServedModel.from_plain(offer["model"])
     except ValueError as error:
         raise RefitError(f"the trainer's offer cannot be read: {error}") from error
 
@@ -291,7 +265,7 @@ def _left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-def readers_of(
+def make_readers(
     streams: Sequence[Stream], chunk_bytes: int, where: torch.device, assembler: WeightAssembler
 ) -> list[Reader]:
     """One reader for each stream. A staged assembler keeps the memory that chunks are received in,
@@ -304,7 +278,7 @@ def readers_of(
         memory = _kept_memory(stream, assembler.kept)
         if memory is None:
             memory = torch.empty(stream.nbytes, dtype=torch.uint8, device=where)
-            assembler.kept.update(views_of(stream, memory))
+            assembler.kept.update(make_views(stream, memory))
         readers.append(WholeReader(stream, memory, assembler.kept))
     return readers
 
@@ -318,7 +292,7 @@ def _kept_memory(stream: Stream, kept: Mapping[str, Tensor]) -> Tensor | None:
     memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     if memory.numel() != stream.nbytes:
         return None
-    for name, view in views_of(stream, memory).items():
+    for name, view in make_views(stream, memory).items():
         had = kept[name]
         if (had.data_ptr(), had.shape, had.dtype) != (view.data_ptr(), view.shape, view.dtype):
             return None

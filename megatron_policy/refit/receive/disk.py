@@ -19,7 +19,7 @@ from megatron_policy.converters.formats.peft_files import (
 from megatron_policy.errors import ConfigError, ConversionError, RefitError
 from megatron_policy.formats.manifest import read_manifest
 from megatron_policy.refit.digest import HOST
-from megatron_policy.refit.manifest import RefitInfo, RefitManifest, Sent, ServedModel
+from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel, TensorDigest
 from megatron_policy.refit.receive.assembler import WeightAssembler
 
 _PORTION = 256 * 2**20  # bytes given to the engine at a time
@@ -73,7 +73,7 @@ def _manifest_of(root: Path) -> RefitManifest:
             "export_peft, or refit with HfDirectory or PeftDirectory"
         )
     tensors = {
-        name: Sent(info.shape, info.dtype, int(digest, 16))
+        name: TensorDigest(info.shape, info.dtype, int(digest, 16))
         for name, (info, digest) in stated.tensors.items()
     }
     adapters = read_peft(root).config if is_peft(root) else None

@@ -31,9 +31,17 @@ _Places = Mapping[str, tuple[tuple[int, ...], int]]
 def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -> RefitManifest:
     """Receive one refit from the trainer that listens at the address; see `Receiver`."""
     try:
-        line = ReplySocket(address, "trainer", timeout_s)
+        line, accepted = ReplySocket(address, "trainer", timeout_s), None
         try:
-            return _answered(assembler, line)
+            while accepted is None:
+                content = line.receive()
+                try:
+                    accepted = _carry_out(protocol.parse_request(content), assembler)
+                except Exception as error:
+                    line.send(protocol.refusal(error))
+                    raise
+                line.send(protocol.ACK)
+            return accepted
         finally:
             line.close(min(timeout_s, _LINGER_S))
     except BaseException:
@@ -41,36 +49,21 @@ def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -
         raise
 
 
-def _answered(assembler: WeightAssembler, line: ReplySocket) -> RefitManifest:
-    """Answer the trainer's requests up to the last one."""
-    while True:
-        content = line.receive()
-        try:
-            accepted = _taken(assembler, protocol.understood(content))
-        except Exception as error:
-            line.send(protocol.refusal(error))
-            raise
-        line.send(protocol.ACK)
-        if accepted is not None:
-            return accepted
-
-
-def _taken(
-    assembler: WeightAssembler, said: protocol.PackMessage | RefitInfo | RefitManifest
+def _carry_out(
+    request: protocol.PackMessage | RefitInfo | RefitManifest, assembler: WeightAssembler
 ) -> RefitManifest | None:
     """Carry out a request; return the manifest if it was the last."""
-    if isinstance(said, RefitManifest):
-        return assembler.finish(said)
-    if isinstance(said, RefitInfo):
-        assembler.announce(said)
-    else:
-        open_exported(
-            said.handle, lambda memory: assembler.take(list(_packed(assembler, said, memory)))
-        )
+    match request:
+        case RefitManifest():
+            return assembler.finish(request)
+        case RefitInfo():
+            assembler.announce(request)
+        case pack:
+            open_exported(pack.handle, lambda at: assembler.take([*_unpack(assembler, pack, at)]))
     return None
 
 
-def _packed(
+def _unpack(
     assembler: WeightAssembler, pack: protocol.PackMessage, memory: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a pack, as views of `memory`."""
@@ -100,9 +93,16 @@ def receive_handles(
     The protocol does not mark the start of a refit: a new one begins when the first tensor of the
     unfinished one comes again.
     """
-    own = _of_device(handles, device_id)
+    wanted = device_id or device.device_id()
+    if device_id is None and len(handles) == 1 and not device.is_accelerated():
+        wanted = next(iter(handles))
+    if wanted not in handles:
+        raise RefitError(
+            f"the trainer sent weights for {', '.join(sorted(handles))}, none for {wanted}. "
+            "Trainer and engine must use the same device; or choose one with `device_id`"
+        )
     try:
-        packed, rebuilds, offsets = own
+        packed, rebuilds, offsets = handles[wanted]
         rebuilds, offsets = dict(rebuilds), dict(offsets)
     except (TypeError, ValueError) as error:
         raise RefitError(
@@ -124,28 +124,10 @@ def receive_handles(
 def _take_flat(
     assembler: WeightAssembler, dtype: torch.dtype, where: _Places, memory: Tensor
 ) -> None:
-    assembler.take(_flat(memory, dtype, where))
-
-
-def _flat(memory: Tensor, dtype: torch.dtype, where: _Places) -> list[tuple[str, Tensor]]:
-    """Tensors of one dtype in flat memory; offsets are in elements."""
     flat = memory.reshape(-1).view(dtype)
     taken = []
     for name, (shape, offset) in where.items():
         if not 0 <= offset <= flat.numel() - math.prod(shape):
             raise RefitError(f"{name} does not fit in what the trainer sent: {_DIFFERENT_MODELS}")
         taken.append((name, flat[offset : offset + math.prod(shape)].view(shape)))
-    return taken
-
-
-def _of_device(handles: Mapping[str, Any], device_id: str | None) -> Any:
-    """This engine's entry: that of its device, or the only one."""
-    wanted = device_id or device.device_id()
-    if wanted in handles:
-        return handles[wanted]
-    if device_id is None and len(handles) == 1 and not device.is_accelerated():
-        return next(iter(handles.values()))
-    raise RefitError(
-        f"the trainer sent weights for {', '.join(sorted(handles))}, none for {wanted}. Trainer "
-        "and engine must use the same device; or choose one with `device_id`"
-    )
+    assembler.take(taken)

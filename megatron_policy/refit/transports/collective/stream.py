@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_policy.coordination.process_group import PendingCollective
-from megatron_policy.dtypes import dtype_named
+from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 
@@ -87,7 +87,7 @@ class StreamLayout:
     def encoded(self) -> bytes:
         """The layout as JSON: for each stream, its tensors in order."""
         content = [
-            [[slot.name, list(slot.shape), _word(slot.dtype)] for slot in stream.slots]
+            [[slot.name, list(slot.shape), name_dtype(slot.dtype)] for slot in stream.slots]
             for stream in self.streams
         ]
         return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
@@ -96,25 +96,22 @@ class StreamLayout:
     def decoded(cls, content: bytes) -> StreamLayout:
         """The inverse of `encoded`; RefitError for anything else."""
         try:
-            return cls(tuple(_stream(said) for said in json.loads(content)))
+            return cls(
+                tuple(
+                    Stream.of(
+                        [
+                            StreamSlot(name, tuple(map(int, shape)), dtype_named(dtype), 0)
+                            for name, shape, dtype in tensors
+                        ]
+                    )
+                    for tensors in json.loads(content)
+                )
+            )
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise RefitError(
                 f"the trainer's list of tensors cannot be read: {error}; "
                 "use the same version of megatron-policy on both sides"
             ) from error
-
-
-def _stream(said: list[tuple[str, list[int], str]]) -> Stream:
-    return Stream.of(
-        [
-            StreamSlot(name, tuple(map(int, shape)), dtype_named(dtype), 0)
-            for name, shape, dtype in said
-        ]
-    )
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Writer:
@@ -189,16 +186,14 @@ class WholeReader:
     """Receives a stream into memory that holds all of it; its tensors are views of that memory."""
 
     def __init__(self, stream: Stream, memory: Tensor, views: Mapping[str, Tensor]) -> None:
-        """`views` are the views of `memory` by name that `views_of` makes."""
+        """`views` are the views of `memory` by name that `make_views` makes."""
         self._memory, self._views = memory, views
         self._slots, self._next = stream.slots, 0
 
     def memory_for(self, first: int, end: int) -> Tensor:
-        """See `Reader`."""
         return self._memory[first:end]
 
     def complete(self, first: int, end: int) -> list[tuple[str, Tensor]]:
-        """See `Reader`."""
         begin = self._next
         while self._next < len(self._slots) and self._slots[self._next].end <= end:
             self._next += 1
@@ -216,14 +211,14 @@ class ChunkReader:
         self._aside: Tensor | None = None
 
     def memory_for(self, first: int, end: int) -> Tensor:
-        """See `Reader`."""
         return self._chunk[: end - first]
 
     def complete(self, first: int, end: int) -> list[tuple[str, Tensor]]:
-        """See `Reader`."""
         done: list[tuple[str, Tensor]] = []
-        while self._next < len(self._slots) and _begun(self._slots[self._next], end):
+        while self._next < len(self._slots):
             slot = self._slots[self._next]
+            if slot.offset >= end and slot.end > end:  # nothing of it has come
+                break
             if _fits(slot, self._size):
                 done.append((slot.name, _view_of(slot, self._chunk, first)))
             elif (tensor := self._pieced(slot, first, end)) is not None:
@@ -246,7 +241,7 @@ class ChunkReader:
         return _view_of(slot, whole, slot.offset)
 
 
-def views_of(stream: Stream, memory: Tensor) -> dict[str, Tensor]:
+def make_views(stream: Stream, memory: Tensor) -> dict[str, Tensor]:
     """The tensors of a stream stored in `memory`."""
     return {slot.name: _view_of(slot, memory) for slot in stream.slots}
 
@@ -263,8 +258,3 @@ def _fits(slot: StreamSlot, size: int) -> bool:
     """Whether the tensor lies in one chunk, aligned for its dtype."""
     first, within = divmod(slot.offset, size)
     return slot.end <= (first + 1) * size and within % slot.dtype.itemsize == 0
-
-
-def _begun(slot: StreamSlot, end: int) -> bool:
-    """Whether any part of the tensor, or an empty tensor, lies before byte `end` of the stream."""
-    return slot.offset < end or slot.end <= end

@@ -6,15 +6,15 @@ The engine's side is in `refit.receive.collective`, the protocol in `handshake`.
 from __future__ import annotations
 
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_policy.coordination.authenticated_connection import checked_secret, new_secret
 from megatron_policy.coordination.control_store import ControlStore
-from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
+from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.coordination.timeouts import ENGINE_SHARE, checked_timeout
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit.buffers import BufferSlice
@@ -68,21 +68,29 @@ class Collective:
                 f"world_size={world_size} leaves no rank for an engine: world_size counts "
                 f"{train_world_size or 1} training rank(s) plus engines"
             )
-        by_stage = train_world_size is not None
-        sender, member = _sender_of(exporter, by_stage), None
+        by_stage, at, member = train_world_size is not None, exporter.coords, None
+        sender = None if exporter.rank else 0
+        if by_stage:
+            sender = at.pp if (at.dp, at.cp, at.tp) == (0, 0, 0) else None
         limit_s = exporter.timeout_s if timeout_s is None else checked_timeout(timeout_s)
         engine_timeout_s = limit_s * ENGINE_SHARE
-        known = _shared_secret(exporter) if secret is None else secret
-        checked_secret(known)
+        if secret is None:
+            secret = new_secret()
+            if trains > 1:
+                letters = torch.tensor(
+                    list(secret.encode()), dtype=torch.uint8, device=exporter.device
+                )
+                dist.broadcast(letters, 0)
+                secret = bytes(letters.tolist()).decode()
+        checked_secret(secret)
         if sender is not None:
-            store = ControlStore(ip, port, engine_timeout_s, known, host=sender == 0)
+            store = ControlStore(ip, port, engine_timeout_s, secret, host=sender == 0)
             member = Member(store, sender, engines, engine_timeout_s)
-        return cls(by_stage, member, known)
+        return cls(by_stage, member, secret)
 
     def __init__(self, by_stage: bool, member: Member | None, secret: str) -> None:
         """See `join`; `member` is None on ranks that send nothing."""
-        self.by_stage, self.member = by_stage, member
-        self.secret = secret
+        self.by_stage, self.member, self.secret = by_stage, member, secret
 
     @property
     def broadcasts(self) -> int:
@@ -101,24 +109,6 @@ class Collective:
         """Leave for good; once rank 0 has left, engines cannot connect any more."""
         if self.member is not None:
             self.member.close()
-
-
-def _sender_of(exporter: Exporter, by_stage: bool) -> int | None:
-    """This rank's sender number, if it sends."""
-    at = exporter.coords
-    if by_stage:
-        return at.pp if (at.dp, at.cp, at.tp) == (0, 0, 0) else None
-    return 0 if exporter.rank == 0 else None
-
-
-def _shared_secret(exporter: Exporter) -> str:
-    """A new secret, the same on all ranks."""
-    made = new_secret().encode()
-    if exporter.topology.world_size > 1:
-        letters = torch.tensor(list(made), dtype=torch.uint8, device=exporter.device)
-        dist.broadcast(letters, 0)
-        made = bytes(letters.tolist())
-    return made.decode()
 
 
 class Member:
@@ -195,7 +185,10 @@ class CollectiveTransport:
         member.caller.begin()
         try:
             if member.sender == 0:
-                layout = _layout(self._plan(exporter, False), self._group.by_stage)
+                every = self._plan(exporter, False)
+                stages = every.stages if self._group.by_stage else ()
+                parts = [[t for t in every.tensors if t.stage == stage] for stage in stages]
+                layout = StreamLayout(tuple(map(Stream.of, parts or [every.tensors])))
                 member.caller.offer(layout, plan.bucket_bytes, exporter.served_model)
             return CollectiveSession(member, member.meet(), plan, exporter)
         except BaseException as error:
@@ -208,38 +201,27 @@ class CollectiveTransport:
         )
 
 
-def _layout(plan: RefitPlan, by_stage: bool) -> StreamLayout:
-    if not by_stage:
-        return StreamLayout((Stream.of(plan.tensors),))
-    return StreamLayout(
-        tuple(Stream.of([t for t in plan.tensors if t.stage == stage]) for stage in plan.stages)
-    )
-
-
 class CollectiveSession:
-    """Sends this sender's stream of one refit, chunk by chunk."""
+    """Sends this sender's stream of one refit, chunk by chunk; a `TransportSession`."""
 
     def __init__(
         self, member: Member, channel: BoundedProcessGroup, plan: RefitPlan, exporter: Exporter
     ) -> None:
         self._exporter = exporter
-        self._member, self._channel, self._accepted = member, channel, False
-        self._writer = Writer(
-            Stream.of(plan.tensors), plan.bucket_bytes, exporter.device, self._send
-        )
+        self._member, self._accepted = member, False
+        stream, size = Stream.of(plan.tensors), plan.bucket_bytes
+        send = partial(channel.broadcast, source=0)
+        self._writer = Writer(stream, size, exporter.device, send)
 
     def place(self, tensor: RefitTensor) -> BufferSlice:
-        """See `delivery.TransportSession`."""
         with raise_peer_failure(self._member.caller.objections):
             return self._writer.place(tensor.name)
 
     def filled(self, tensor: RefitTensor, target: BufferSlice) -> None:
-        """See `delivery.TransportSession`."""
         with raise_peer_failure(self._member.caller.objections):
             self._writer.filled(tensor.name, target)
 
     def finish(self, manifest: RefitManifest) -> None:
-        """See `delivery.TransportSession`."""
         with self._exporter.ranks.alive():  # for ranks that wait: engines may be slow to load
             with raise_peer_failure(self._member.caller.objections):
                 self._writer.settle()
@@ -247,9 +229,5 @@ class CollectiveSession:
         self._accepted = True
 
     def close(self) -> None:
-        """See `delivery.TransportSession`."""
         if not self._accepted:
             self._member.give_up("its log says what failed")
-
-    def _send(self, chunk: Tensor) -> PendingCollective:
-        return self._channel.broadcast(chunk, 0)

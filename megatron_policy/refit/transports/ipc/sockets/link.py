@@ -26,7 +26,7 @@ _ENDING_S = 1.0
 _LONGEST = 107  # bytes of a path (unix(7))
 
 
-def path_of(address: str) -> str:
+def parse_address(address: str) -> str:
     """The socket file of an `ipc://` address; ConfigError for any other address."""
     path = address.removeprefix(SCHEME)
     if path == address or not os.path.isabs(path) or len(os.fsencode(path)) > _LONGEST:
@@ -42,7 +42,7 @@ def remove_if_dead(address: str) -> None:
 
     An owner that is just shutting down gets a moment to finish.
     """
-    path = path_of(address)
+    path = parse_address(address)
     end = time.monotonic() + _ENDING_S
     with contextlib.suppress(FileNotFoundError, RefitError):
         while is_own_socket(path) and time.monotonic() < end:
@@ -148,7 +148,7 @@ class Link:
             self.left = True
 
 
-def gone(other: str, address: str) -> str:
+def describe_leaving(other: str, address: str) -> str:
     """Error text: the other side disconnected."""
     return (
         f"the {other} at {address} disconnected in the middle of a refit. Check its log; the "
@@ -156,7 +156,7 @@ def gone(other: str, address: str) -> str:
     )
 
 
-def silent(other: str, address: str, timeout_s: float) -> str:
+def describe_silence(other: str, address: str, timeout_s: float) -> str:
     """Error text: the other side is connected but silent."""
     return (
         f"the {other} at {address} was silent for {timeout_s:g} s. Check its log, or allow more "
@@ -164,7 +164,7 @@ def silent(other: str, address: str, timeout_s: float) -> str:
     )
 
 
-def nobody(other: str, address: str, timeout_s: float) -> str:
+def describe_absence(other: str, address: str, timeout_s: float) -> str:
     """Error text: the other side never connected."""
     return (
         f"no {other} connected to {address} within {timeout_s:g} s. Start its side of the refit, "

@@ -18,11 +18,11 @@ from megatron_policy.refit.transports.ipc.sockets.link import (
     RETRY_S,
     SCHEME,
     Link,
-    gone,
+    describe_absence,
+    describe_leaving,
+    describe_silence,
     is_own_socket,
-    nobody,
-    path_of,
-    silent,
+    parse_address,
 )
 
 _MOMENT_S = 0.001
@@ -103,7 +103,7 @@ class RequestSocket:
             return
         self._wait_for_others_to_leave()
         if not self._sent(question):
-            raise RefitError(gone(self._other, self.address))
+            raise RefitError(describe_leaving(self._other, self.address))
 
     def receive(self) -> bytes:
         """The reply; RefitError if none comes in time, or the other side disconnects."""
@@ -111,7 +111,7 @@ class RequestSocket:
         while True:
             if not self._ready(zmq.POLLIN, end):
                 if self._heard:
-                    raise RefitError(gone(self._other, self.address))
+                    raise RefitError(describe_leaving(self._other, self.address))
                 # That peer belonged to another refit.
                 self._reopen()
                 self._send_first()
@@ -140,7 +140,7 @@ class RequestSocket:
         while time.monotonic() < self._come_by and not link.met:
             link.wait(self._come_by)
         if time.monotonic() >= self._come_by:
-            raise RefitError(nobody(self._other, self.address, self._timeout_s))
+            raise RefitError(describe_absence(self._other, self.address, self._timeout_s))
         file.shut(self._come_by)
         link.wait(0.0)
         end = min(self._come_by, time.monotonic() + _LEAVING_S)
@@ -166,7 +166,7 @@ class RequestSocket:
             if self._engine not in link.here:
                 return False
             if time.monotonic() >= end:
-                raise RefitError(silent(self._other, self.address, self._timeout_s))
+                raise RefitError(describe_silence(self._other, self.address, self._timeout_s))
         return True
 
     def _wait_for_first_answer(self) -> None:
@@ -186,7 +186,7 @@ class RequestSocket:
 
     def _open(self) -> None:
         """Open a new socket for engines."""
-        path = path_of(self.address)
+        path = parse_address(self.address)
         self._file = _SocketFile(path)
         self._link = Link(self._context, zmq.REQ)
         # ZeroMQ takes ownership of the descriptor and closes it.
@@ -228,7 +228,7 @@ class ReplySocket:
     def __init__(self, address: str, other: str, timeout_s: float) -> None:
         """`other` names the peer in errors; the first `receive` connects to it."""
         self.address, self._other, self._timeout_s = address, other, timeout_s
-        self._path = path_of(address)
+        self._path = parse_address(address)
         self._context = zmq.Context()
         self._link: Link | None = None
         self._heard = False
@@ -249,11 +249,11 @@ class ReplySocket:
                     return question
             elif link.left:
                 if self._heard:
-                    raise RefitError(gone(self._other, self.address))
+                    raise RefitError(describe_leaving(self._other, self.address))
                 self._hang_up()
                 time.sleep(RETRY_S * random.uniform(0.5, 1.5))  # not in step with another engine
             elif time.monotonic() >= end:
-                words = silent if self._heard else nobody
+                words = describe_silence if self._heard else describe_absence
                 raise RefitError(words(self._other, self.address, self._timeout_s))
 
     def send(self, answer: bytes) -> None:
@@ -270,7 +270,7 @@ class ReplySocket:
         """A new link to the address, as soon as a socket is there."""
         while not is_own_socket(self._path):
             if time.monotonic() >= end:
-                raise RefitError(nobody(self._other, self.address, self._timeout_s))
+                raise RefitError(describe_absence(self._other, self.address, self._timeout_s))
             time.sleep(RETRY_S)
         self._link = Link(self._context, zmq.REP)
         self._link.socket.setsockopt(zmq.MAXMSGSIZE, LONGEST)
