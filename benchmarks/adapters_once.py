@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Backend
 
 from benchmarks.collectives_once import COLLECTIVES
 from benchmarks.export_once import policy_on
-from megatron_policy.refit.exporter import tensors
+from megatron_policy.refit.exporter import stream_tensors
 
 PEFT = {"enabled": True, "dim": 16, "alpha": 32, "lora_B_init_method": "normal"}
 
@@ -29,7 +29,7 @@ def main(path: Path, tp: int, pp: int) -> dict[str, Any]:
         exporter = policy.exporter.select(adapters=True)
         plan = exporter.plan()
         with counted_bytes() as found:
-            handed_over = {name: tensor.nbytes for name, tensor in tensors(exporter, plan)}
+            handed_over = {name: tensor.nbytes for name, tensor in stream_tensors(exporter, plan)}
         if not handed_over or any(".lora_" not in name for name in handed_over):
             raise RuntimeError(f"other tensors than adapters were handed over: {set(handed_over)}")
         whole = policy.exporter.plan().total_bytes

@@ -106,6 +106,7 @@ FRAGMENTS = {
     "lm_head.fused_topk": _LONG,
     "packing.dynamic": _LONG,
     "policy.weight_exports": _LONG,
+    "refit.transports.peft": "users import its transport by this name",
 }
 
 

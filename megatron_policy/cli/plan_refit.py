@@ -19,7 +19,7 @@ from megatron_policy.converters.formats.hf_config import CONFIG
 from megatron_policy.converters.formats.hf_names import holds_weights
 from megatron_policy.converters.rows.shards import split_dimension
 from megatron_policy.converters.table import Table, bind
-from megatron_policy.dtypes import dtype_named
+from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import ConversionError
 from megatron_policy.estimate.sizes import show_size
 from megatron_policy.parallel.topology import LayerSplit, Topology, ranges
@@ -111,7 +111,7 @@ def _tensor_lines(planned: PlannedRefit) -> Iterator[str]:
     yield "tensors, in the order in which they are sent"
     for tensor in planned.plan.tensors:
         first, *_, last = (*numbers[tensor.name], numbers[tensor.name][-1])
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = name_dtype(tensor.dtype)
         yield (
             f"  {tensor.name}  {list(tensor.shape)}  {dtype}  {tensor.nbytes:,} bytes  "
             f"stage {tensor.stage}  {split[tensor.name]}  "

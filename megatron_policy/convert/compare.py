@@ -168,7 +168,7 @@ class _Comparing:
         for kind, a, b in ((SHAPE, one.shape, other.shape), (DTYPE, one.dtype, other.dtype)):
             if a != b:
                 self._add(
-                    kind, name, f"{name}: {a} in {_described(left)}, {b} in {_described(right)}"
+                    kind, name, f"{name}: {a} in {_describe(left)}, {b} in {_describe(right)}"
                 )
                 for tensor in (left, right):
                     for _ in self._blocks(tensor):
@@ -183,7 +183,7 @@ class _Comparing:
                 count += len(at)
         if count:
             message = f"{name}: {count} of {one.elements} differ, {example}"
-            self._add(VALUES, name, f"{message} ({_described(left)} and {_described(right)})")
+            self._add(VALUES, name, f"{message} ({_describe(left)} and {_describe(right)})")
 
     def _blocks(self, *tensors: _Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yield (first element, values of each tensor) of each block; check the digests at
@@ -225,7 +225,7 @@ _Tensor = tuple[OpenCheckpoint, str]
 """A tensor of one side, by its name there."""
 
 
-def _described(tensor: _Tensor) -> str:
+def _describe(tensor: _Tensor) -> str:
     side, name = tensor
     return f"{side.root}: {name}"
 

@@ -13,7 +13,7 @@ from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.states import SEND_WEIGHTS
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.refit.delivery import Transport, deliver
-from megatron_policy.refit.exporter import Exporter, tensors
+from megatron_policy.refit.exporter import Exporter, stream_tensors
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.disk import (
     DEFAULT_MAX_SHARD_BYTES,
@@ -67,7 +67,7 @@ class WeightExports:
         """
         self.memory.ready("export()", SEND_WEIGHTS)
         exporter = self.exporter.select(adapters=adapters)
-        stream = tensors(exporter, exporter.plan(dtype=dtype))
+        stream = stream_tensors(exporter, exporter.plan(dtype=dtype))
         return self.memory.during("export()", SEND_WEIGHTS, stream)
 
     def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:

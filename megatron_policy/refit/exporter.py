@@ -147,12 +147,12 @@ class Exporter:
         RefitError if one of them does not take part in time.
         """
         if self.topology.world_size > 1:
-            return self.ranks.watch(self._exchanged(plan, place))
+            return self.ranks.watch(self._exchange(plan, place))
         return chain.from_iterable(
             stream_alone(exchange, self._sources, place) for exchange in plan.exchanges
         )
 
-    def _exchanged(self, plan: RefitPlan, place: Place) -> Filled:
+    def _exchange(self, plan: RefitPlan, place: Place) -> Filled:
         groups = self.ranks.join_groups()
         for exchange in plan.exchanges:
             if exchange.gathers:
@@ -165,7 +165,7 @@ class Exporter:
                 yield from stream_alone(exchange, self._sources, place)
 
 
-def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Tensor]]:
+def stream_tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each HF tensor of the plan by name, in its own memory, which the caller may keep.
 
     The iteration ends when every rank has reached its end; RefitError if one of them does not.

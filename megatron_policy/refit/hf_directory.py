@@ -20,7 +20,7 @@ from megatron_policy.converters.formats.hf_writing import ShardFile
 from megatron_policy.converters.formats.safetensors_format import Shape, encode
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
-from megatron_policy.formats.digests import of_bytes, of_file, size_of
+from megatron_policy.formats.digests import digest_bytes, digest_file, find_size
 from megatron_policy.formats.manifest import DirectoryManifest
 from megatron_policy.formats.tensors import Info
 from megatron_policy.parallel.topology import Topology
@@ -44,7 +44,7 @@ class ExportFile:
         """Dtype and shape of each tensor by name."""
         return {tensor.name: (tensor.dtype, tensor.shape) for tensor in self.tensors}
 
-    def rank_of(self, topology: Topology) -> int:
+    def find_writer(self, topology: Topology) -> int:
         """The global rank that writes it."""
         stage = topology.world_size // topology.pp
         return self.stage * stage + topology.gatherers[self.writer]
@@ -234,11 +234,11 @@ def describe_directory(
         for file in plan.files
         for tensor in file.tensors
     }
-    files = {file.name: of_bytes(encode(file.inventory)[0]) for file in plan.files}
+    files = {file.name: digest_bytes(encode(file.inventory)[0]) for file in plan.files}
     others = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*"))}
     with RawFiles() as reader:
         files |= {
-            name: of_file(reader, path, size_of(path))
+            name: digest_file(reader, path, find_size(path))
             for name, path in others.items()
             if path.is_file() and name not in files
         }

@@ -133,7 +133,7 @@ class RefitManifest:
         names = ("total_bytes", "seconds", "bytes_per_second")
         return {name: getattr(self, name) for name in names}
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """The manifest as JSON, for another process or a file."""
         content = {
             "format": FORMAT,
@@ -150,8 +150,8 @@ class RefitManifest:
         return json.dumps(content, ensure_ascii=False).encode()
 
     @classmethod
-    def decoded(cls, content: bytes) -> RefitManifest:
-        """The inverse of `encoded`; RefitError for anything else or for inconsistent totals."""
+    def decode(cls, content: bytes) -> RefitManifest:
+        """The inverse of `encode`; RefitError for anything else or for inconsistent totals."""
         try:
             fields = json.loads(content)
             if (number := fields["format"]) != FORMAT:

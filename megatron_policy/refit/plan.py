@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_policy.converters.table import Entry
-from megatron_policy.refit.buffers import aligned
+from megatron_policy.refit.buffers import align
 
 STREAM_ALIGNMENT = 16
 """Bytes; a multiple of every dtype's size."""
@@ -131,7 +131,7 @@ class Exchange:
     @cached_property
     def chunk(self) -> int:
         """Bytes of each stream per round; `shards` times this is at most a bucket plus 2 %."""
-        return aligned(-(-self._stream_bytes // max(1, self.rounds)), STREAM_ALIGNMENT)
+        return align(-(-self._stream_bytes // max(1, self.rounds)), STREAM_ALIGNMENT)
 
     @property
     def round_bytes(self) -> int:
@@ -248,7 +248,7 @@ def pack_tensors(tensors: Sequence[RefitTensor], capacity: int) -> tuple[Pack, .
     """Group tensors in order into packs of at most `capacity` bytes; a larger one gets its own."""
     groups: list[tuple[list[RefitTensor], list[int]]] = []  # tensors, and ends of each
     for tensor in tensors:
-        space = aligned(tensor.nbytes)
+        space = align(tensor.nbytes)
         if not groups or groups[-1][1][-1] + space > capacity:
             groups.append(([], [0]))
         held, ends = groups[-1]

@@ -20,7 +20,7 @@ from megatron_policy.converters.table import EMBEDDING, HEAD, WEIGHT_DTYPES, Ent
 from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.parallel.topology import LayerSplit, Topology
-from megatron_policy.refit.buffers import aligned
+from megatron_policy.refit.buffers import align
 from megatron_policy.refit.plan import STREAM_ALIGNMENT, Exchange, Item, RefitPlan, RefitTensor
 from megatron_policy.weights.geometry import largest_share
 
@@ -58,7 +58,7 @@ class RefitModel:
         """Whether other groups of ranks hold experts than hold all else."""
         return self.table.architecture.moe is not None and self.topology.experts_apart
 
-    def owner_of(self, entry: Entry) -> int:
+    def find_owner(self, entry: Entry) -> int:
         """The expert-parallel rank that holds the entry's parameter; 0 if all do."""
         moe = self.table.architecture.moe
         if moe is None or entry.expert is None:
@@ -142,7 +142,7 @@ def _exchanges(
         shared = items(in_turn, etp)
         yield Exchange(shared, ep * etp, stages, bucket_bytes, sharing=ep, of_experts=True)
     if single:
-        single.sort(key=lambda each: (each.stage, model.owner_of(each.entries[0])))
+        single.sort(key=lambda each: (each.stage, model.find_owner(each.entries[0])))
         owned = items(single, etp)
         yield Exchange(owned, etp, stages, bucket_bytes, owners=ep, of_experts=True)
 
@@ -181,7 +181,7 @@ def _items(
             elements=largest_share(row, architecture, part, shards),
             first=first,
             last=index + 1 == len(chosen) or chosen[index + 1].name != name,
-            owner=model.owner_of(entries[0]) if len(entries) == 1 else 0,
+            owner=model.find_owner(entries[0]) if len(entries) == 1 else 0,
         )
-        start = aligned(item.end, STREAM_ALIGNMENT)
+        start = align(item.end, STREAM_ALIGNMENT)
         yield item

@@ -134,8 +134,9 @@ def stream_alone(exchange: Exchange, sources: Sources, place: Place) -> Filled:
         elif target is not None:
             typed, first = target.elements(item.tensor.dtype)
             for (size, stride, offset), source in regions:
-                is_merged = isinstance(source, Region)
-                view = sources.view(item.entry, source) if is_merged else source
+                view = source
+                if isinstance(view, Region):
+                    view = sources.view(item.entry, view)
                 torch.as_strided(typed, size, stride, first + offset).copy_(view)
         if item.last:
             yield item.tensor, target

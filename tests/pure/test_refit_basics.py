@@ -78,7 +78,7 @@ MANIFEST = RefitManifest(12, HOST, SENT)
 
 
 def test_a_manifest_comes_back_and_accepts_what_it_lists() -> None:
-    again = RefitManifest.decoded(MANIFEST.encoded())
+    again = RefitManifest.decode(MANIFEST.encode())
     assert again == MANIFEST
     assert list(again.tensors) == list(SENT)
     assert again.total_bytes == 12 + 4
@@ -111,7 +111,7 @@ MODEL = ServedModel({"rope_theta": 2.0, "x": None}, {"r": 4, "target_modules": [
 @pytest.mark.parametrize("model", [ServedModel(), ServedModel({"a": 1}), MODEL], ids=str)
 def test_what_engines_have_to_set_up_comes_back_with_the_manifest(model: ServedModel) -> None:
     sent = replace(MANIFEST, model=model)
-    assert RefitManifest.decoded(sent.encoded()).model == model
+    assert RefitManifest.decode(sent.encode()).model == model
     assert ServedModel.from_plain(model.plain()) == model
     assert model.differences(model) == []
 
@@ -133,7 +133,7 @@ def test_information_on_a_refit_is_its_forms_and_travels_with_its_model() -> Non
 
 
 def _changed(**fields: object) -> bytes:
-    return json.dumps(json.loads(MANIFEST.encoded()) | fields).encode()
+    return json.dumps(json.loads(MANIFEST.encode()) | fields).encode()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def _changed(**fields: object) -> bytes:
     [
         b"",
         b"[]",
-        MANIFEST.encoded()[:-1],
+        MANIFEST.encode()[:-1],
         _changed(format=2),
         _changed(total_bytes=15),
         _changed(total_tensors=2),
@@ -154,7 +154,7 @@ def _changed(**fields: object) -> bytes:
 )
 def test_what_is_no_manifest_is_refused(content: bytes) -> None:
     with pytest.raises(RefitError, match="manifest cannot be read"):
-        RefitManifest.decoded(content)
+        RefitManifest.decode(content)
 
 
 def test_a_room_shows_a_tensor_in_its_buffer() -> None:

@@ -25,7 +25,7 @@ import zmq
 from torch import Tensor
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.buffers import aligned
+from megatron_policy.refit.buffers import align
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.receive import ipc as ipc_receiving
 from megatron_policy.refit.receive.receiver import Receiver
@@ -222,7 +222,7 @@ def _unpack(held: dict[str, Tensor], said: tuple[Any, list[str], int], memory: T
         shape, dtype = FORMS[name]
         size = torch.Size(shape).numel() * dtype.itemsize
         held[name] = memory[offset : offset + size].view(dtype).view(shape).clone()
-        offset += aligned(size)
+        offset += align(size)
 
 
 _here: dict[str, Any] = {}

@@ -488,7 +488,7 @@ def test_a_handle_of_gpu_memory_is_let_through() -> None:
     """As torch makes it: type, size, stride, offset, storage type, dtype, GPU, handles."""
     storage = torch.storage.TypedStorage, torch.uint8, 0, b"handle", 8, 0, False, b"c", 0, b"", True
     handle = ((torch.Tensor, torch.Size([8]), (1,), 0, *storage),)
-    sent = Dialect().question(PackMessage(handle, ["a"], 512))
+    sent = Dialect().encode_pack(PackMessage(handle, ["a"], 512))
     assert parse_request(sent) == PackMessage(handle, ["a"], 512)
     for field, other in (("dtype", "load"), ("device", "0"), ("handle", 7), ("handle", "zz")):
         said = json.loads(sent)
@@ -546,8 +546,8 @@ def test_a_pack_larger_than_its_memory_is_refused_by_name(pair: Pair) -> None:
         line.send(lambda: content)
         return line.receive()
 
-    assert said(Dialect().opening(FORMS, ServedModel())) == b"ack"
-    refused = said(Dialect().question(PackMessage(exported.handle(), ["norm", "embed"], 3584)))
+    assert said(Dialect().encode_opening(FORMS, ServedModel())) == b"ack"
+    refused = said(Dialect().encode_pack(PackMessage(exported.handle(), ["norm", "embed"], 3584)))
     assert refused.startswith(b"refused: embed does not fit")
     line.close()
     exported.close()

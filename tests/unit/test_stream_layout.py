@@ -111,10 +111,10 @@ def test_a_writer_holds_one_chunk_and_the_largest_tensor_that_spans_two() -> Non
 @given(SIZES, SIZES)
 def test_a_layout_survives_its_encoding(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
     layout = StreamLayout((model_of(a)[0], model_of(b)[0]))
-    assert StreamLayout.decoded(layout.encoded()) == layout
+    assert StreamLayout.decode(layout.encode()) == layout
 
 
 @pytest.mark.parametrize("content", [b"", b"{}x", b"[[1]]", b'[[["a",[1],"manual_seed"]]]'])
 def test_a_layout_that_is_none_is_refused(content: bytes) -> None:
     with pytest.raises(RefitError, match="list of tensors cannot be read"):
-        StreamLayout.decoded(content)
+        StreamLayout.decode(content)

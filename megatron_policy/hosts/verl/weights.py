@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_policy.memory.states import SEND_WEIGHTS
-from megatron_policy.refit.exporter import tensors
+from megatron_policy.refit.exporter import stream_tensors
 from megatron_policy.refit.manifest import RefitManifest
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def base_of_adapters(policy: MegatronPolicy) -> Named:
     exporter = policy.exporter
     assert exporter.adapters is not None
     with policy.memory.in_use("the base of adapters"), exporter.adapters.off():
-        yield from tensors(exporter, exporter.plan())
+        yield from stream_tensors(exporter, exporter.plan())
 
 
 def peft_config(policy: MegatronPolicy) -> dict[str, Any]:

@@ -27,13 +27,13 @@ from megatron_policy.refit.transports.collective.handshake import (
     OFF,
     REFUSED,
     encode,
+    extract_manifest,
     group_name,
-    layout_note,
-    note,
+    layout_key,
+    note_key,
     parse_note,
     raise_peer_failure,
     read_abort_reason,
-    sent_manifest,
 )
 from megatron_policy.refit.transports.collective.stream import (
     ChunkReader,
@@ -122,7 +122,7 @@ class CollectiveGroup:
         except BaseException as error:
             self._refuse(call, error)
             raise
-        self._store.put(note(call.number, "verdict", self._engine), ACCEPTED)
+        self._store.put(note_key(call.number, "verdict", self._engine), ACCEPTED)
         return manifest
 
     def close(self) -> None:
@@ -133,17 +133,17 @@ class CollectiveGroup:
     def _wait_for_call(self, deadline: float, limit: float) -> int:
         """The number of an open handshake that this process has not answered yet."""
         missing = f"the trainer has not begun a refit within {limit:g} s"
-        now = self._announced(deadline, missing)
+        now = self._read_call(deadline, missing)
         if now["session"] != self._session:  # another trainer, whose numbers start again
             self._leave()
             self._session, self._last = now["session"], 0
         if now["number"] <= max(self._last, now["over"]):
-            self._store.get(note(now["number"] + 1, "offer"), _left(deadline), missing)
-            now = self._announced(deadline, missing)
+            self._store.get(note_key(now["number"] + 1, "offer"), _left(deadline), missing)
+            now = self._read_call(deadline, missing)
         self._last = now["number"]
         return self._last
 
-    def _announced(self, deadline: float, missing: str) -> dict[str, Any]:
+    def _read_call(self, deadline: float, missing: str) -> dict[str, Any]:
         content = self._store.get(CALL, _left(deadline), missing)
         return parse_note(CALL, content, session=str, number=int, over=int)
 
@@ -154,15 +154,15 @@ class CollectiveGroup:
         place.
         """
         missing = f"the trainer has not continued its refit within {limit:g} s"
-        content = self._store.get(note(number, "offer"), _left(deadline), missing)
+        content = self._store.get(note_key(number, "offer"), _left(deadline), missing)
         offer = parse_note("offer", content, layout=str, senders=int, bucket_bytes=int, model=dict)
         if self._layout[0] != (digest := offer["layout"]):
-            content = self._store.get(layout_note(digest), _left(deadline), missing)
-            self._layout = digest, StreamLayout.decoded(content)
+            content = self._store.get(layout_key(digest), _left(deadline), missing)
+            self._layout = digest, StreamLayout.decode(content)
         layout = self._layout[1]
         if offer["senders"] != len(layout.streams) or offer["bucket_bytes"] < 1:
             raise RefitError(f"the trainer's offer contradicts itself: {offer}")
-        ready = note(number, "ready", self._engine)
+        ready = note_key(number, "ready", self._engine)
         try:
             slots = (slot for stream in layout.streams for slot in stream.slots)
             forms = {slot.name: (slot.shape, slot.dtype) for slot in slots}
@@ -172,7 +172,7 @@ class CollectiveGroup:
             raise
         groups = {str(sender): made_in for sender, (made_in, _) in self._joined.items()}
         self._store.put(ready, encode({"process": self._process, "groups": groups}))
-        keys = [note(number, "go", sender) for sender in range(offer["senders"])]
+        keys = [note_key(number, "go", sender) for sender in range(offer["senders"])]
         found = (self._store.get(key, _left(deadline), missing) for key in keys)
         answers = [parse_note("go", content, group=int, to=list) for content in found]
         for answer in answers:
@@ -224,9 +224,9 @@ class CollectiveGroup:
     def _manifest(self, call: _Call, limit: float) -> RefitManifest:
         """The manifest of what all senders have sent."""
         missing = f"the trainer has not said within {limit:g} s what it has sent"
-        keys = [note(call.number, "sent", sender) for sender in range(len(call.made_in))]
-        sent = (sent_manifest(self._store.get(key, limit, missing)) for key in keys)
-        parts = [RefitManifest.decoded(content) for content in sent]
+        keys = [note_key(call.number, "sent", sender) for sender in range(len(call.made_in))]
+        sent = (extract_manifest(self._store.get(key, limit, missing)) for key in keys)
+        parts = [RefitManifest.decode(content) for content in sent]
         kinds = {(part.step, part.algorithm) for part in parts}
         if len(kinds) > 1:
             raise RefitError(f"the trainer's pipeline stages sent different steps: {sorted(kinds)}")
@@ -237,7 +237,8 @@ class CollectiveGroup:
         """Why senders have given up, if any have."""
         if not self._store.connected:
             return []
-        notes = [self._store.find(note(call.number, "sent", s)) for s in range(len(call.made_in))]
+        keys = [note_key(call.number, "sent", sender) for sender in range(len(call.made_in))]
+        notes = map(self._store.find, keys)
         return [words for words in map(read_abort_reason, notes) if words]
 
     def _refuse(self, call: _Call, error: BaseException) -> None:
@@ -245,7 +246,7 @@ class CollectiveGroup:
         if self._store.connected:
             with contextlib.suppress(RefitError):  # the trainer is gone
                 words = str(error) or type(error).__name__
-                self._store.put(note(call.number, "verdict", self._engine), words.encode())
+                self._store.put(note_key(call.number, "verdict", self._engine), words.encode())
         self._leave()
 
     def _leave(self) -> None:

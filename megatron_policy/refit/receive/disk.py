@@ -35,7 +35,7 @@ def receive_directory(
     """
     root = expanded(path)
     try:
-        manifest = _manifest_of(root)
+        manifest = _read_manifest(root)
         with HfReader(root, ADAPTER_MODEL if is_peft(root) else SINGLE) as reader:
             assembler = assembler_of(manifest.algorithm)
             forms = {name: (s.shape, s.dtype) for name, s in manifest.tensors.items()}
@@ -62,7 +62,7 @@ def _portions(reader: HfReader) -> Iterator[list[str]]:
     yield names
 
 
-def _manifest_of(root: Path) -> RefitManifest:
+def _read_manifest(root: Path) -> RefitManifest:
     """The manifest of what the directory should hold."""
     if not root.is_dir():
         raise RefitError(f"{root} is not a directory: the trainer has published nothing there")

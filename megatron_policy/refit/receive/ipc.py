@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megatron_policy import device
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.buffers import aligned
+from megatron_policy.refit.buffers import align
 from megatron_policy.refit.manifest import RefitInfo, RefitManifest
 from megatron_policy.refit.receive.assembler import WeightAssembler
 from megatron_policy.refit.transports.ipc import protocol
-from megatron_policy.refit.transports.ipc.shared_memory import handle_of, open_exported
+from megatron_policy.refit.transports.ipc.shared_memory import open_exported, read_handle
 from megatron_policy.refit.transports.ipc.sockets.link import remove_if_dead
 from megatron_policy.refit.transports.ipc.sockets.request_reply import ReplySocket
 
@@ -38,7 +38,7 @@ def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -
                 try:
                     accepted = _carry_out(protocol.parse_request(content), assembler)
                 except Exception as error:
-                    line.send(protocol.refusal(error))
+                    line.send(protocol.encode_refusal(error))
                     raise
                 line.send(protocol.ACK)
             return accepted
@@ -74,7 +74,7 @@ def _unpack(
         if offset + size > memory.numel():
             raise RefitError(f"{name} does not fit in what the trainer sent: {_DIFFERENT_MODELS}")
         yield name, memory[offset : offset + size].view(dtype).view(shape)
-        offset += aligned(size)
+        offset += align(size)
     if offset != pack.used_bytes:
         raise RefitError(
             f"a pack of {pack.used_bytes} bytes should have {offset} by the shapes that the engine "
@@ -117,7 +117,7 @@ def receive_handles(
         raise RefitError(f"the trainer sent no tensor of {unclaimed}: {_DIFFERENT_MODELS}")
     for dtype, rebuild in rebuilds.items():
         mine = {name: (shape, offsets[name]) for name, (shape, d) in forms.items() if d == dtype}
-        open_exported(handle_of(rebuild), functools.partial(_take_flat, assembler, dtype, mine))
+        open_exported(read_handle(rebuild), functools.partial(_take_flat, assembler, dtype, mine))
     return assembler
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 # A stage's ranks share the writing of its tensors, but not into files smaller than this.
 _MIN_SHARD_BYTES = 64 * 2**20
+_NOTHING_COPIED = CopiedTensors("", ExportPlan(()))
 
 
 def export_directory(transport: DirectoryTransport, exporter: Exporter, step: int) -> None:
@@ -48,9 +49,11 @@ def export_directory(transport: DirectoryTransport, exporter: Exporter, step: in
     `step` is the number of optimizer steps taken so far. ConfigError if its path is taken,
     ExportError if a rank cannot write; the policy is then unharmed and nothing is published.
     """
+    prepared = None
     try:
         exporter.begin()
-        place = transport.prepare(exporter)
+        prepared = transport.prepare(exporter)
+        place = prepared.place
         if not place.refusal:
             deliver(exporter, transport, step)
             return
@@ -58,7 +61,8 @@ def export_directory(transport: DirectoryTransport, exporter: Exporter, step: in
     except RefitError as error:
         raise ExportError(str(error)) from error
     finally:
-        transport.drop()
+        if prepared is not None:
+            prepared.drop()
     raise ConfigError(place.refusal) if place.is_config else ExportError(f"rank 0: {place.refusal}")
 
 
@@ -85,7 +89,57 @@ class ExportContents:
     origin: Mapping[str, Any]
     write: Callable[[Path], object]
     """Writes the files besides tensors and manifest to a directory."""
-    copied: CopiedTensors | None = None
+    copied: CopiedTensors = _NOTHING_COPIED
+
+
+class StagedExport:
+    """A directory that is being written, next to its path."""
+
+    def __init__(
+        self,
+        path: Path,
+        files: ExportPlan,
+        place: ExportDestination,
+        contents: ExportContents | None = None,
+        staged: publishing.Staged | None = None,
+    ) -> None:
+        """`files` have the policy's own tensors. Only rank 0 has `contents`, and a directory
+        `staged` to publish, unless it has refused.
+        """
+        self.place, self.partial = place, Path(place.partial)
+        self.files = files.numbered(place.copied_files) if place.copied_files else files
+        self._path, self._contents, self._staged = path, contents, staged
+
+    def copy(self) -> dict[str, int]:
+        """Write the copied tensors, on rank 0; returns their digests."""
+        if self._contents is None or not self.place.copied_files:
+            return {}
+        copied = self._contents.copied
+        return copied.write(self.partial, self._whole.files[len(self.files.files) :])
+
+    def publish(self, exporter: Exporter, digests: Mapping[str, int], step: int) -> None:
+        """Write the manifest, and rename the directory to its final path; on rank 0, when all have
+        written. `digests` are those of all tensors.
+        """
+        assert self._contents is not None and self._staged is not None, "rank 0 publishes"
+        origin, overrides = self._contents.origin, exporter.served_model.hf_config_overrides
+        stated = describe_directory(self.partial, self._whole, digests, origin, step, overrides)
+        publishing.write_file(self.partial / MANIFEST, stated.encode())
+        self._staged.publish()
+
+    def drop(self) -> None:
+        """Remove what was written, unless it was published: it may have filled the disk."""
+        if self._staged is not None:
+            self._staged.drop()
+
+    def not_written(self, error: OSError) -> ExportError:
+        """The error for a file that could not be written."""
+        return publishing.not_written(self._path, error, self.place.nbytes)
+
+    @property
+    def _whole(self) -> ExportPlan:
+        assert self._contents is not None, "rank 0 knows it"
+        return self.files.followed_by(self._contents.copied.plan)
 
 
 class DirectoryTransport(ABC):
@@ -100,114 +154,86 @@ class DirectoryTransport(ABC):
         """With `overwrite`, a checkpoint at `path` is replaced."""
         # Absolute: workers, to which it may be sent, run in their own directories.
         self.path, self.overwrite = expanded(path).absolute(), overwrite
-        self._place: ExportDestination | None = None
-        self._contents: ExportContents | None = None
-        self._staged: publishing.Staged | None = None
+        self._prepared: StagedExport | None = None
 
     @abstractmethod
     def plan(self, exporter: Exporter) -> RefitPlan:
         """What is gathered on this rank. ConfigError unless the exporter has what is written."""
 
     @abstractmethod
-    def files(self, exporter: Exporter) -> ExportPlan:
+    def _files(self, exporter: Exporter) -> ExportPlan:
         """Which tensors are in which file, and who writes it; the same on every rank."""
 
     @abstractmethod
-    def collect(self, exporter: Exporter, files: ExportPlan) -> ExportContents:
+    def _collect(self, exporter: Exporter, files: ExportPlan) -> ExportContents:
         """Look up on rank 0 what belongs beside the `files`, before anything is written."""
 
-    def prepare(self, exporter: Exporter) -> ExportDestination:
+    def prepare(self, exporter: Exporter) -> StagedExport:
         """Make the directory to write to. Collective over all ranks, which learn its path from
         rank 0; no other export, of this job or another, uses it.
         """
-        self.drop()
+        made, files = None, self._files(exporter)
         try:
-            made = self._make(exporter) if exporter.rank == 0 else None
-            agreed = exporter.ranks.broadcast_text(
-                None if made is None else json.dumps(asdict(made))
-            )
+            if exporter.rank == 0:
+                made = self._make(exporter, files)
+            words = None if made is None else json.dumps(asdict(made.place))
+            place = ExportDestination(**json.loads(exporter.ranks.broadcast_text(words)))
         except BaseException:
-            self.drop()
+            if made is not None:
+                made.drop()
             raise
-        self._place = ExportDestination(**json.loads(agreed))
-        return self._place
+        self._prepared = made or StagedExport(self.path, files, place)
+        return self._prepared
 
     def open(self, exporter: Exporter, plan: RefitPlan) -> DirectorySession | None:
         """This rank's files, possibly none; RefitError, on rank 0 only, if there is no directory to
         write to.
         """
-        place, self._place = self._place or self.prepare(exporter), None
-        if not place.refusal:
-            return DirectorySession(self, exporter, place)
+        prepared, self._prepared = self._prepared or self.prepare(exporter), None
+        if not prepared.place.refusal:
+            return DirectorySession(prepared, exporter)
         if exporter.rank == 0:
-            raise RefitError(place.refusal)
+            raise RefitError(prepared.place.refusal)
         return None
 
-    def publish(
-        self, exporter: Exporter, files: ExportPlan, digests: Mapping[str, int], step: int
-    ) -> None:
-        """Write the manifest, and rename the directory to its final path; on rank 0, when all have
-        written the `files` of the policy's own tensors. `digests` are those of the tensors.
-        """
-        contents, staged = self._contents, self._staged
-        assert contents is not None and staged is not None, "rank 0 publishes"
-        (partial,) = staged.partials
-        if contents.copied is not None:
-            files = files.followed_by(contents.copied.plan)
-        overrides = exporter.served_model.hf_config_overrides
-        stated = describe_directory(partial, files, digests, contents.origin, step, overrides)
-        publishing.write_file(partial / MANIFEST, stated.encoded())
-        staged.publish()
-
-    def copy(self, partial: Path, files: ExportPlan) -> dict[str, int]:
-        """Write the copied tensors that follow the `files`; returns their digests."""
-        if self._contents is None or (copied := self._contents.copied) is None:
-            return {}
-        return copied.write(partial, files.followed_by(copied.plan).files[len(files.files) :])
-
-    def drop(self) -> None:
-        """Remove what was written, unless it was published: it may have filled the disk."""
-        staged, self._staged, self._place = self._staged, None, None
-        if staged is not None:
-            staged.drop()
-
-    def _make(self, exporter: Exporter) -> ExportDestination:
-        nbytes = 0
+    def _make(self, exporter: Exporter, files: ExportPlan) -> StagedExport:
+        staged, nbytes = None, 0
         try:
-            self._contents = contents = self.collect(exporter, self.files(exporter))
+            contents = self._collect(exporter, files)
             nbytes = contents.nbytes
             publishing.check_replaceable(self.path, self.overwrite)
             publishing.check_room(self.path, nbytes)
-            self._staged = publishing.Staged([self.path], self.overwrite)
-            (partial,) = self._staged.partials
+            staged = publishing.Staged([self.path], self.overwrite)
+            (partial,) = staged.partials
             contents.write(partial)
-        except Exception as error:
-            self.drop()
+        except BaseException as error:
+            if staged is not None:
+                staged.drop()
+            if not isinstance(error, Exception):
+                raise
             if isinstance(error, OSError):
                 error = publishing.not_written(self.path, error, nbytes)
-            known = isinstance(error, ConfigError | ExportError)
+            is_config = isinstance(error, ConfigError)
+            known = is_config or isinstance(error, ExportError)
             refusal = str(error) if known else f"{type(error).__name__}: {error}"
-            return ExportDestination(refusal=refusal, is_config=isinstance(error, ConfigError))
-        count = 0 if contents.copied is None else len(contents.copied.plan.files)
-        return ExportDestination(str(partial), copied_files=count, nbytes=nbytes)
+            return StagedExport(self.path, files, ExportDestination("", refusal, is_config))
+        count = len(contents.copied.plan.files)
+        place = ExportDestination(str(partial), copied_files=count, nbytes=nbytes)
+        return StagedExport(self.path, files, place, contents, staged)
 
 
 class DirectorySession:
-    """A rank's end of a `DirectoryTransport`: writes its files; rank 0 publishes the directory.
+    """A rank's end of a `DirectoryTransport`, a `TransportSession`: writes its files; rank 0
+    publishes the directory.
 
     A failure in a file is kept until `finish`, which is collective and tells all ranks.
     """
 
-    def __init__(
-        self, transport: DirectoryTransport, exporter: Exporter, place: ExportDestination
-    ) -> None:
-        self._transport, self._exporter, self._place = transport, exporter, place
-        self._files = transport.files(exporter)
-        if place.copied_files:
-            self._files = self._files.numbered(place.copied_files)
+    def __init__(self, export: StagedExport, exporter: Exporter) -> None:
+        self._export, self._exporter = export, exporter
         grid, rank = exporter.topology, exporter.rank
-        own = [file for file in self._files.files if file.rank_of(grid) == rank]
-        self._writer = DirectoryWriter(Path(place.partial), own, exporter.ranks.alive)
+        own = [file for file in export.files.files if file.find_writer(grid) == rank]
+        self._writer = DirectoryWriter(export.partial, own, exporter.ranks.alive)
         self._digests: dict[str, int] = {}
         self._failure: Exception | None = None
         try:
@@ -216,13 +242,12 @@ class DirectorySession:
             self._failure = error
 
     def place(self, tensor: RefitTensor) -> BufferSlice | None:
-        """See `delivery.TransportSession`; None for tensors in other ranks' files."""
+        """None for tensors in other ranks' files."""
         if self._failure is not None or not self._writer.has(tensor.name):
             return None
         return BufferSlice(self._buffer, 0)
 
     def filled(self, tensor: RefitTensor, target: BufferSlice) -> None:
-        """See `delivery.TransportSession`."""
         held = target.tensor(tensor.shape, tensor.dtype)
         try:
             host = held.cpu()
@@ -233,38 +258,35 @@ class DirectorySession:
             self._failure = error
 
     def finish(self, manifest: RefitManifest) -> None:
-        """See `delivery.TransportSession`; collective over all ranks."""
+        """Collective over all ranks."""
         if manifest.algorithm == HOST:
             self._digests = {name: sent.digest for name, sent in manifest.tensors.items()}
+        ranks, export = self._exporter.ranks, self._export
         if self._failure is None:
             try:
-                with self._exporter.ranks.alive():
-                    partial = Path(self._place.partial)
-                    self._digests |= self._transport.copy(partial, self._files)
+                with ranks.alive():
+                    self._digests |= export.copy()
             except Exception as error:
                 self._failure = error
         if isinstance(self._failure, OSError):
-            self._failure = self._not_written(self._failure)
+            self._failure = export.not_written(self._failure)
         own = self._digests if self._failure is None else None
-        parts = self._exporter.ranks.gather_text(json.dumps(own))
+        parts = ranks.gather_text(json.dumps(own))
         if self._failure is not None:
             raise self._failure
         digests = [json.loads(part) for part in parts]
         if digests and None not in digests:
             known = {name: number for part in digests for name, number in part.items()}
             try:
-                with self._exporter.ranks.alive():
-                    self._transport.publish(self._exporter, self._files, known, manifest.step)
+                with ranks.alive():
+                    export.publish(self._exporter, known, manifest.step)
             except OSError as error:
-                raise self._not_written(error) from error
+                raise export.not_written(error) from error
 
     def close(self) -> None:
-        """See `delivery.TransportSession`; an incomplete directory is removed."""
+        """An incomplete directory is removed."""
         self._writer.close()
-        self._transport.drop()
-
-    def _not_written(self, error: OSError) -> ExportError:
-        return publishing.not_written(self._transport.path, error, self._place.nbytes)
+        self._export.drop()
 
 
 class HfDirectory(DirectoryTransport):
@@ -285,7 +307,7 @@ class HfDirectory(DirectoryTransport):
         """
         super().__init__(path, overwrite)
         self.source, self._max_shard_bytes = source, max_shard_bytes
-        self._files: tuple[Exporter, ExportPlan] | None = None
+        self._planned: tuple[Exporter, ExportPlan] | None = None
 
     def plan(self, exporter: Exporter) -> RefitPlan:
         """The tensors of the files that the ranks of this stage write which gather together.
@@ -297,26 +319,26 @@ class HfDirectory(DirectoryTransport):
         block = grid.block_of(exporter.rank)
         names = tuple(
             tensor.name
-            for file in self.files(exporter).files
-            if (file.stage, grid.block_of(file.rank_of(grid))) == (at.pp, block)
+            for file in self._files(exporter).files
+            if (file.stage, grid.block_of(file.find_writer(grid))) == (at.pp, block)
             for tensor in file.tensors
         )
         if not names:
             return RefitPlan((), (at.pp,), exporter.bucket_bytes)
         return exporter.plan(names=names, own_stage=True, as_stored=True)
 
-    def files(self, exporter: Exporter) -> ExportPlan:
-        """See `DirectoryTransport`; every stage's ranks share the writing of its tensors."""
-        if self._files is None or self._files[0] is not exporter:
+    def _files(self, exporter: Exporter) -> ExportPlan:
+        """Every stage's ranks share the writing of its tensors."""
+        if self._planned is None or self._planned[0] is not exporter:
             tensors, topology = exporter.plan(as_stored=True).tensors, exporter.topology
             writers = len(topology.gatherers)
             fair = -(-sum(tensor.nbytes for tensor in tensors) // (writers * topology.pp))
             limit = min(self._max_shard_bytes, max(fair, _MIN_SHARD_BYTES))
-            self._files = exporter, plan_export(tensors, limit, writers)
-        return self._files[1]
+            self._planned = exporter, plan_export(tensors, limit, writers)
+        return self._planned[1]
 
-    def collect(self, exporter: Exporter, files: ExportPlan) -> ExportContents:
-        """See `DirectoryTransport`: config, tokenizer, and what is copied."""
+    def _collect(self, exporter: Exporter, files: ExportPlan) -> ExportContents:
+        """Config, tokenizer, and what is copied."""
         table = exporter.table
         side = side_files(self.source, table.overrides)
         copied = CopiedTensors.of(self.source, table, exporter.source_dtypes, self._max_shard_bytes)

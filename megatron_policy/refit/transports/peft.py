@@ -39,13 +39,12 @@ class PeftDirectory(DirectoryTransport):
             return RefitPlan((), (exporter.coords.pp,), exporter.bucket_bytes)
         return exporter.plan(as_stored=True)
 
-    def files(self, exporter: Exporter) -> ExportPlan:
-        """See `DirectoryTransport`."""
+    def _files(self, exporter: Exporter) -> ExportPlan:
         tensors = exporter.plan(as_stored=True).tensors
         return ExportPlan((ExportFile(ADAPTER_MODEL, 0, 0, tensors),))
 
-    def collect(self, exporter: Exporter, files: ExportPlan) -> ExportContents:
-        """See `DirectoryTransport`: what the adapters are, and of which base."""
+    def _collect(self, exporter: Exporter, files: ExportPlan) -> ExportContents:
+        """What the adapters are, and of which base."""
         assert exporter.adapters is not None, "its plan is of adapters"
         spec, table = exporter.adapters.spec, exporter.table
         contents = peft_contents(spec, table)

@@ -84,7 +84,7 @@ class StreamLayout:
 
     streams: tuple[Stream, ...]
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """The layout as JSON: for each stream, its tensors in order."""
         content = [
             [[slot.name, list(slot.shape), name_dtype(slot.dtype)] for slot in stream.slots]
@@ -93,8 +93,8 @@ class StreamLayout:
         return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
     @classmethod
-    def decoded(cls, content: bytes) -> StreamLayout:
-        """The inverse of `encoded`; RefitError for anything else."""
+    def decode(cls, content: bytes) -> StreamLayout:
+        """The inverse of `encode`; RefitError for anything else."""
         try:
             return cls(
                 tuple(
@@ -220,15 +220,15 @@ class ChunkReader:
             if slot.offset >= end and slot.end > end:  # nothing of it has come
                 break
             if _fits(slot, self._size):
-                done.append((slot.name, _view_of(slot, self._chunk, first)))
-            elif (tensor := self._pieced(slot, first, end)) is not None:
+                done.append((slot.name, _make_view(slot, self._chunk, first)))
+            elif (tensor := self._piece_together(slot, first, end)) is not None:
                 done.append((slot.name, tensor))
             else:
                 break
             self._next += 1
         return done
 
-    def _pieced(self, slot: StreamSlot, first: int, end: int) -> Tensor | None:
+    def _piece_together(self, slot: StreamSlot, first: int, end: int) -> Tensor | None:
         if self._aside is None:
             nbytes = slot.end - slot.offset
             self._aside = torch.empty(nbytes, dtype=torch.uint8, device=self._chunk.device)
@@ -238,15 +238,15 @@ class ChunkReader:
         if slot.end > end:
             return None
         whole, self._aside = self._aside, None
-        return _view_of(slot, whole, slot.offset)
+        return _make_view(slot, whole, slot.offset)
 
 
 def make_views(stream: Stream, memory: Tensor) -> dict[str, Tensor]:
     """The tensors of a stream stored in `memory`."""
-    return {slot.name: _view_of(slot, memory) for slot in stream.slots}
+    return {slot.name: _make_view(slot, memory) for slot in stream.slots}
 
 
-def _view_of(slot: StreamSlot, memory: Tensor, first: int = 0) -> Tensor:
+def _make_view(slot: StreamSlot, memory: Tensor, first: int = 0) -> Tensor:
     """The tensor in `memory`, which begins at byte `first` of the stream."""
     if slot.end == slot.offset:  # its offset may be misaligned for its dtype
         return torch.empty(slot.shape, dtype=slot.dtype, device=memory.device)

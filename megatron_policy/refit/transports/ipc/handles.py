@@ -18,7 +18,7 @@ import torch
 
 from megatron_policy import device
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.buffers import BufferSlice, aligned
+from megatron_policy.refit.buffers import BufferSlice, align
 from megatron_policy.refit.digest import Digests, algorithm_for
 from megatron_policy.refit.manifest import Form, RefitManifest, with_digests
 from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY, ExportedBuffer
@@ -64,7 +64,7 @@ class IpcHandles:
         places: dict[str, int] = {}  # the offset of each tensor in the memory of its dtype
         for tensor in plan.tensors:
             places[tensor.name] = used.setdefault(tensor.dtype, 0)
-            used[tensor.dtype] += aligned(tensor.nbytes)
+            used[tensor.dtype] += align(tensor.nbytes)
         failure: Exception | None = None
         try:
             for dtype, nbytes in used.items():

@@ -5,7 +5,7 @@ The trainer sends requests (ZeroMQ REQ, bound at `ipc:///tmp/<device id>.sock`),
 
     {"say": "announce", "version": 3, "tensors": {name: [dtype, shape]}, "model": ..}
     {"say": "pack", "handle": .., "names": [..], "used_bytes": ..}
-    {"say": "complete", "manifest": ..}     the end: `RefitManifest.encoded()`
+    {"say": "complete", "manifest": ..}     the end: `RefitManifest.encode()`
 
 A pack is the tensors of these names, in this order, row-major, each at a multiple of 512 bytes in
 the memory that the handle opens; `used_bytes` is where the next one would start. The reply `ack`
@@ -59,14 +59,14 @@ class Dialect:
 
     end: object | None = None
 
-    def opening(self, announced: Mapping[str, Form], model: ServedModel) -> bytes | None:
+    def encode_opening(self, announced: Mapping[str, Form], model: ServedModel) -> bytes | None:
         """The first request, if there is one."""
         if self.end is not None:
             return None
         tensors = {n: [name_dtype(dtype), list(shape)] for n, (shape, dtype) in announced.items()}
         return _encode(_ANNOUNCE, version=VERSION, tensors=tensors, model=model.plain())
 
-    def question(self, pack: PackMessage) -> bytes:
+    def encode_pack(self, pack: PackMessage) -> bytes:
         """The request for a pack."""
         handle, names = pack.handle, list(pack.names)
         if self.end is None:
@@ -76,10 +76,10 @@ class Dialect:
         own = (_HOST_MEMORY, *astuple(handle)) if isinstance(handle, Handle) else handle
         return pickle.dumps((own, names, pack.used_bytes))
 
-    def closing(self, manifest: RefitManifest) -> bytes:
+    def encode_closing(self, manifest: RefitManifest) -> bytes:
         """The last request."""
         if self.end is None:
-            return _encode(_COMPLETE, manifest=manifest.encoded().decode())
+            return _encode(_COMPLETE, manifest=manifest.encode().decode())
         return pickle.dumps(self.end)
 
 
@@ -97,7 +97,7 @@ def parse_request(content: bytes) -> PackMessage | RefitInfo | RefitManifest:
                 }
                 return RefitInfo(forms, model)
             case {"say": "complete", "manifest": str(manifest)}:
-                return RefitManifest.decoded(manifest.encode())
+                return RefitManifest.decode(manifest.encode())
             case {"say": "pack", "handle": handle, "names": list(names), "used_bytes": size}:
                 if not all(isinstance(name, str) for name in names):
                     raise ValueError("a tensor's name is a string")
@@ -111,7 +111,7 @@ def parse_request(content: bytes) -> PackMessage | RefitInfo | RefitManifest:
     raise RefitError(f"the trainer sent an unknown request: {content[:80]!a}. {_SAME}")
 
 
-def refusal(error: Exception) -> bytes:
+def encode_refusal(error: Exception) -> bytes:
     """The reply that ends a refit."""
     return _REFUSED + str(error).encode(errors="replace")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_policy import device
 from megatron_policy.device import shared as on_gpu
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.buffers import Buffer, aligned
+from megatron_policy.refit.buffers import Buffer, align
 
 DIRECTORY = "/dev/shm"
 _REACH = (
@@ -62,7 +62,7 @@ class SharedMemory:
         """A handle for another process; valid until `close`."""
         assert self._fd is not None, "it is closed, or somebody else's"
         pid = os.getpid()
-        return Handle(pid, _started(pid), self._fd, os.fstat(self._fd).st_ino, self.nbytes)
+        return Handle(pid, _read_start(pid), self._fd, os.fstat(self._fd).st_ino, self.nbytes)
 
     def close(self) -> bool:
         """Release it: nobody can open it afterwards, and the owner's pages are freed.
@@ -144,14 +144,14 @@ def rebuilt(
 
 def _check(handle: Handle, found: os.stat_result) -> None:
     same = stat.S_ISREG(found.st_mode) and found.st_ino == handle.inode
-    if not same or found.st_size < handle.nbytes or _started(handle.pid) != handle.started:
+    if not same or found.st_size < handle.nbytes or _read_start(handle.pid) != handle.started:
         raise RefitError(
             f"process {handle.pid} has released the shared memory, or is a different one by now. "
             + _REACH
         )
 
 
-def _started(pid: int) -> int:
+def _read_start(pid: int) -> int:
     """When a process started, in clock ticks since boot (proc_pid_stat(5), field 22)."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
@@ -190,7 +190,7 @@ class ExportedBuffer:
 
     def __init__(self, nbytes: int, where: torch.device, directory: str = DIRECTORY) -> None:
         """Allocate it at once, on `where`. RefitError if there is not enough memory."""
-        size = aligned(max(1, nbytes))
+        size = align(max(1, nbytes))
         self._host: SharedMemory | None = None
         if where.type == "cpu":
             self._host = create(size, directory)
@@ -202,12 +202,12 @@ class ExportedBuffer:
         """A handle for `open_exported`, on a GPU also for the host's receivers; for single use."""
         if self._host is not None:
             return self._host.handle()
-        return _shared(self.buffer.memory)[1:]
+        return _share(self.buffer.memory)[1:]
 
     def rebuild(self, dtype: torch.dtype) -> Rebuild:
         """The same as flat elements of `dtype`, to be called by the receiver."""
         if self._host is None:
-            return _shared(self.buffer.typed(dtype))
+            return _share(self.buffer.typed(dtype))
         h = self._host.handle()
         return rebuilt, (h.pid, h.started, h.fd, h.inode, h.nbytes, dtype, 0)
 
@@ -219,7 +219,7 @@ class ExportedBuffer:
             self._host.close()
 
 
-def _shared(tensor: Tensor) -> Rebuild:
+def _share(tensor: Tensor) -> Rebuild:
     try:
         return on_gpu.share(tensor)
     except RuntimeError as error:
@@ -271,7 +271,7 @@ def _forget_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def handle_of(rebuild: Any) -> object:
+def read_handle(rebuild: Any) -> object:
     """The handle for `open_exported` in a `Rebuild`; RefitError for any other function."""
     try:
         function, arguments = rebuild

@@ -89,7 +89,7 @@ class IpcStream:
         )
         line = RequestSocket(address, "engine", exporter.timeout_s * ENGINE_SHARE)
         session = _Session(line, buffers, self._dialect, exporter)
-        opening = self._dialect.opening(plan.info(), exporter.served_model)
+        opening = self._dialect.encode_opening(plan.info(), exporter.served_model)
         try:
             if opening is not None:
                 session.send(lambda: opening)
@@ -171,7 +171,7 @@ class _Session:
         dialect, names = self._dialect, [tensor.name for tensor in pack.tensors]
         # A handle is for single use: a repeated request makes a new one.
         self.send(
-            lambda: dialect.question(protocol.PackMessage(exported.handle(), names, pack.nbytes))
+            lambda: dialect.encode_pack(protocol.PackMessage(exported.handle(), names, pack.nbytes))
         )
         self._at = 0
         if self._buffers.alone:
@@ -182,7 +182,7 @@ class _Session:
         with self._exporter.ranks.alive():  # for ranks that wait: the engine may be slow to load
             self._receive()
             self._buffers.close()  # the engine may need the memory when it loads
-            self.send(lambda: self._dialect.closing(manifest))
+            self.send(lambda: self._dialect.encode_closing(manifest))
             self._receive()
 
     def close(self) -> None:

@@ -116,7 +116,7 @@ class RequestSocket:
                 self._reopen()
                 self._send_first()
                 end = time.monotonic() + self._timeout_s
-            elif (answer := self._linked().receive()) is not None:
+            elif (answer := self._require_link().receive()) is not None:
                 self._heard, self._first = True, None
                 return answer
 
@@ -135,7 +135,7 @@ class RequestSocket:
 
     def _alone(self) -> bool:
         """Whether exactly one engine connected; shuts the socket to others."""
-        link, file = self._linked(), self._file
+        link, file = self._require_link(), self._file
         assert file is not None
         while time.monotonic() < self._come_by and not link.met:
             link.wait(self._come_by)
@@ -155,13 +155,13 @@ class RequestSocket:
         """Send the request; whether the engine was still connected."""
         end = time.monotonic() + self._timeout_s
         while self._ready(zmq.POLLOUT, end):
-            if self._linked().send(question()):
+            if self._require_link().send(question()):
                 return True
         return False
 
     def _ready(self, what: int, end: float) -> bool:
         """Whether the socket gets ready before the engine disconnects; RefitError on a timeout."""
-        link = self._linked()
+        link = self._require_link()
         while not link.wait(end if self._engine in link.here else 0.0, what):
             if self._engine not in link.here:
                 return False
@@ -193,7 +193,7 @@ class RequestSocket:
         self._link.socket.setsockopt(zmq.USE_FD, os.dup(self._file.listener.fileno()))
         self._link.socket.bind(SCHEME + path)
 
-    def _linked(self) -> Link:
+    def _require_link(self) -> Link:
         assert self._link is not None, "it is closed"
         return self._link
 
@@ -208,7 +208,7 @@ class RequestSocket:
 
     def _wait_for_others_to_leave(self) -> None:
         """Wait out peers that connected just before the shut: ZeroMQ would send to them in turn."""
-        link, end = self._linked(), time.monotonic() + self._timeout_s
+        link, end = self._require_link(), time.monotonic() + self._timeout_s
         link.wait(0.0)
         while link.here - {self._engine}:
             if time.monotonic() >= end:
@@ -241,7 +241,7 @@ class ReplySocket:
         """
         end = time.monotonic() + self._timeout_s
         while True:
-            link = self._link or self._connected(end)
+            link = self._link or self._connect(end)
             if link.wait(0.0 if link.left else end, zmq.POLLIN):
                 question = link.receive()
                 if question is not None:
@@ -266,7 +266,7 @@ class ReplySocket:
         self._hang_up(linger_s)
         self._context.term()
 
-    def _connected(self, end: float) -> Link:
+    def _connect(self, end: float) -> Link:
         """A new link to the address, as soon as a socket is there."""
         while not is_own_socket(self._path):
             if time.monotonic() >= end:
