@@ -102,18 +102,7 @@ def prepare(
             if name in names
         }
         ordered = {name: infos[name] for name in names}
-        spec = checkpoint.spec
-        if to == MCORE:
-            target = mcore_target(
-                table,
-                ordered,
-                writer,
-                max_shard_size,
-                0 if spec is None else checkpoint.step or 0,
-                None if spec is None else state_of_adapters(spec, table, ordered),
-            )
-        else:
-            target = hf_target(ordered, writer, max_shard_size, adapters=spec is not None)
+        target = _plan_target(checkpoint, table, ordered, to, writer, max_shard_size)
         blocks = {
             name: _cut(name, info, checkpoint, target, max_memory) for name, info in infos.items()
         }
@@ -201,6 +190,23 @@ def _bound(checkpoint: OpenCheckpoint) -> Table:
     shapes = {name: info.shape for name, info in checkpoint.infos.items()}
     table.check_hf(shapes, {name: info.dtype for name, info in checkpoint.infos.items()})
     return table
+
+
+def _plan_target(
+    checkpoint: OpenCheckpoint,
+    table: Table,
+    infos: Mapping[str, Info],
+    to: str,
+    writer: RawFiles,
+    max_shard_size: int,
+) -> Target:
+    spec = checkpoint.spec
+    if to == HF:
+        return hf_target(infos, writer, max_shard_size, adapters=spec is not None)
+    if spec is None:
+        return mcore_target(table, infos, writer, max_shard_size)
+    ours = state_of_adapters(spec, table, infos)
+    return mcore_target(table, infos, writer, max_shard_size, checkpoint.step or 0, ours)
 
 
 def _cut(

@@ -20,19 +20,9 @@ from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import Buffer, BufferSlice
+from megatron_policy.refit.plan import RefitTensor
 
 ALIGNMENT = 16  # bytes; a multiple of every dtype's size
-
-
-class Described(Protocol):
-    """What a stream needs to know about a tensor."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,7 @@ class Stream:
     slots: tuple[StreamSlot, ...]
 
     @classmethod
-    def of(cls, tensors: Sequence[Described]) -> Stream:
+    def of(cls, tensors: Sequence[RefitTensor]) -> Stream:
         """The stream of these tensors in this order."""
         slots: list[StreamSlot] = []
         end = 0
@@ -96,17 +86,14 @@ class StreamLayout:
     def decode(cls, content: bytes) -> StreamLayout:
         """The inverse of `encode`; RefitError for anything else."""
         try:
-            return cls(
-                tuple(
-                    Stream.of(
-                        [
-                            StreamSlot(name, tuple(map(int, shape)), dtype_named(dtype), 0)
-                            for name, shape, dtype in tensors
-                        ]
-                    )
-                    for tensors in json.loads(content)
-                )
-            )
+            streams = [
+                [
+                    RefitTensor(name, tuple(map(int, shape)), dtype_named(dtype))
+                    for name, shape, dtype in tensors
+                ]
+                for tensors in json.loads(content)
+            ]
+            return cls(tuple(map(Stream.of, streams)))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise RefitError(
                 f"the trainer's list of tensors cannot be read: {error}; "
