@@ -92,17 +92,16 @@ def prepare(
         _check_apart(checkpoint.root, Path(destination))
         table = _bound(checkpoint)
         kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}
-        # A Megatron-Core checkpoint has each tensor once, without the copies that layers for
-        # multi-token prediction have of the embedding and the head.
+        # Megatron-Core has each tensor once; copies of the embedding and the head are left out.
         entries = table.exported() if to == MCORE else table.sent(checkpoint.infos)
-        names = tuple(dict.fromkeys(name for entry in entries for name in entry.hf))
+        names = dict.fromkeys(name for entry in entries for name in entry.hf)
         infos = {
             name: Info(info.dtype if name in kept else cast_to or info.dtype, info.shape)
             for name, info in checkpoint.infos.items()
             if name in names
         }
-        ordered = {name: infos[name] for name in names}
-        target = _plan_target(checkpoint, table, ordered, to, writer, max_shard_size)
+        in_order = {name: infos[name] for name in names}
+        target = _plan_target(checkpoint, table, in_order, to, writer, max_shard_size)
         blocks = {
             name: _cut(name, info, checkpoint, target, max_memory) for name, info in infos.items()
         }
