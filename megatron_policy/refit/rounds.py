@@ -133,7 +133,6 @@ class OwnerRounds(Rounds):
     """
 
     def start(self, number: int) -> Pending:
-        """See `Rounds`."""
         self._pack_own(number)
         parts = self._exchange.parts(number)
         if not self._several:
@@ -146,7 +145,6 @@ class OwnerRounds(Rounds):
         ]
 
     def complete(self, number: int, under_way: Pending) -> None:
-        """See `Rounds`."""
         _wait(under_way)
         if self._several:
             _wait(self._spread(self._exchange.parts(number)))
