@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Backend
 
 from benchmarks.collectives_once import COLLECTIVES
 from benchmarks.export_once import policy_on
-from megatron_policy.refit.exporter import tensors
+from megatron_policy.refit.exporter import stream_tensors
 
 PEFT = {"enabled": True, "dim": 16, "alpha": 32, "lora_B_init_method": "normal"}
 
@@ -26,13 +26,13 @@ def main(path: Path, tp: int, pp: int) -> dict[str, Any]:
     sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "peft": PEFT}
     policy = policy_on(path, sizes)
     try:
-        exporter = policy.exporter
-        plan = exporter.plan(adapters=True)
+        exporter = policy.exporter.select(adapters=True)
+        plan = exporter.plan()
         with counted_bytes() as found:
-            handed_over = {name: tensor.nbytes for name, tensor in tensors(exporter, plan)}
+            handed_over = {name: tensor.nbytes for name, tensor in stream_tensors(exporter, plan)}
         if not handed_over or any(".lora_" not in name for name in handed_over):
             raise RuntimeError(f"other tensors than adapters were handed over: {set(handed_over)}")
-        whole = exporter.plan().total_bytes
+        whole = policy.exporter.plan().total_bytes
         return {"adapters": sum(handed_over.values()), "moved": sum(found), "whole": whole}
     finally:
         policy.shutdown()

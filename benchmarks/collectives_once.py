@@ -64,7 +64,7 @@ def _count(exporter: Exporter, path: Path) -> dict[str, Any]:
         verify(path, placed)
     with counted() as counts["agreement"]:
         exporter.agree(None)
-    said = exporter.calls
+    said = exporter.ranks.calls
     if said != sum(count["private groups"] for count in counts.values()):
         raise RuntimeError(f"the exporter says that it made {said} calls, made were {counts}")
     return {"tensors": len(placed), "calls": counts}

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from benchmarks.floor import hf_views
 from megatron_policy.converters.formats.hf_names import SINGLE
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.refit.buffers import Buffer, BufferSlice, aligned
+from megatron_policy.refit.buffers import Buffer, BufferSlice, align
 from megatron_policy.refit.exporter import Exporter
 from megatron_policy.refit.plan import RefitTensor
 
@@ -78,7 +78,7 @@ def export(exporter: Exporter, target: Buffer) -> Placed:
 
     def place(tensor: RefitTensor) -> BufferSlice:
         nonlocal end
-        start, end = end, end + aligned(tensor.nbytes)
+        start, end = end, end + align(tensor.nbytes)
         return BufferSlice(target, start)
 
     return list(exporter.stream(exporter.plan(), place))
@@ -87,7 +87,7 @@ def export(exporter: Exporter, target: Buffer) -> Placed:
 def flat_buffer(path: Path) -> Buffer:
     """Aligned room for the checkpoint, in pages that are in use."""
     with safe_open(path / SINGLE, framework="pt") as file:
-        sizes = [aligned(file.get_tensor(name).nbytes) for name in file.keys()]  # noqa: SIM118
+        sizes = [align(file.get_tensor(name).nbytes) for name in file.keys()]  # noqa: SIM118
     return Buffer(torch.empty(sum(sizes), dtype=torch.uint8).fill_(1))
 
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.train_steps import LEARNING_RATE, RELATIVE, WEIGHTS, NextTokenLoss
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.refit.exporter import tensors
+from megatron_policy.refit.exporter import stream_tensors
 
 ROWS, MICROBATCH_ROWS, LENGTH = 8, 2, 128
 """Of each rank."""
@@ -116,7 +116,7 @@ def _config(path: Path) -> dict[str, Any]:
 def _difference(policy: MegatronPolicy, plain: PlainLoop) -> float:
     """The largest difference of a weight; RuntimeError if it is too large."""
     exporter = policy.exporter
-    trained = dict(tensors(exporter, exporter.plan()))
+    trained = dict(stream_tensors(exporter, exporter.plan()))
     weights = {name: _whole(p.detach()) for name, p in plain.model.named_parameters()}
     if trained.keys() != weights.keys():
         raise RuntimeError(f"other weights: {sorted(trained.keys() ^ weights.keys())}")

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import torch
 
+
+def name_dtype(dtype: torch.dtype) -> str:
+    """The dtype's name, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 _NAMED = {
-    str(dtype).removeprefix("torch."): dtype
+    name_dtype(dtype): dtype
     for dtype in (
         torch.bool,
         torch.uint8,

@@ -95,7 +95,6 @@ SAME_CLASS_NAME: dict[str, str] = {}
 FRAGMENT_LINES = 80
 _LAYER = "a module of the model is a file"
 _LONG = "one subject, and its importer has at least the 150 to 250 lines that a file aims at"
-_TRANSPORT = "one side of one transport is a file"
 FRAGMENTS = {
     "attention.context_parallel": _LONG,
     "engines.megatron.layers.parallel_layer": _LAYER,
@@ -108,9 +107,7 @@ FRAGMENTS = {
     "hosts.verl.plugin": "loaded by its entry point",
     "lm_head.fused_topk": _LONG,
     "packing.dynamic": _LONG,
-    "refit.receive.staging": _LONG,
-    "refit.transports.carried": _TRANSPORT,
-    "refit.transports.ipc.sockets.replies": _TRANSPORT,
+    "refit.transports.peft": "users import its transport by this name",
 }
 
 

@@ -66,7 +66,8 @@ class StandIn:
         model: ServedModel | None = None,
     ) -> None:
         self.held, self.timeout_s, self._during = held, timeout_s, during
-        self._model = model or ServedModel()
+        self.served_model = model or ServedModel()
+        self.ranks = self
         self.probe = next(iter(held.values()))
         self.device = self.probe.device
 
@@ -77,11 +78,11 @@ class StandIn:
         """Nobody asks."""
         return contextlib.nullcontext()
 
-    def served(self, *, adapters: bool | None = None) -> ServedModel:
-        """What it was made with."""
-        return self._model
+    def select(self, *, adapters: bool) -> StandIn:
+        """Itself: it has no adapters."""
+        return self
 
-    def plan(self, names: tuple[str, ...] | None = None, *, adapters: bool = False) -> Plan:
+    def plan(self, names: tuple[str, ...] | None = None) -> Plan:
         """Everything, or what is named."""
         if names is not None and (unknown := set(names) - self.held.keys()):
             raise RefitError(f"no tensor {unknown}")

@@ -44,6 +44,10 @@ class SideFiles:
         found = sum(path.stat().st_size for path in self.copied.values())
         return found + sum(map(len, self.changed.values()))
 
+    def content(self, name: str) -> bytes:
+        """The content of the file of that name."""
+        return self.changed[name] if name in self.changed else self.copied[name].read_bytes()
+
 
 def side_paths(root: Path) -> dict[str, Path]:
     """Every file of the directory `root` that belongs to its model besides the weights, by its

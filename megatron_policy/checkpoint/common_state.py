@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_policy.checkpoint.manifest import REMEDY
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.files.contained import inside
 from megatron_policy.converters.formats.dist_writing import COMMON
 from megatron_policy.dtypes import dtype_named
@@ -18,6 +20,21 @@ OURS = "megatron_policy"
 """Key of this package's own entry there, next to Megatron-Core's."""
 _SECTIONS = ("host_data", "source_dtypes")
 _OPTIONAL_SECTIONS = frozenset({"adapters_of", "schedule"})
+
+
+def compose(
+    architecture: Architecture, step: int, ours: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The common state of a checkpoint after that step, with `ours` as this package's entry."""
+    return {
+        "checkpoint_version": 3.0,
+        "iteration": step,
+        "content_metadata": {
+            "singleton_local_shards": False,
+            "non_homogeneous_layers": not architecture.uniform_layers,
+        },
+        **({} if ours is None else {OURS: ours}),
+    }
 
 
 def read_ours(root: Path) -> dict[str, Any]:

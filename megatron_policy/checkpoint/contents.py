@@ -11,14 +11,16 @@ import torch
 
 from megatron_policy.adapters.table import is_same_base
 from megatron_policy.checkpoint import local_shards, manifest
-from megatron_policy.checkpoint.common_state import OURS, read_ours
+from megatron_policy.checkpoint.common_state import OURS, compose, read_ours
 from megatron_policy.checkpoint.loading import FoundCheckpoint, LoadPlan
+from megatron_policy.checkpoint.manifest import layout_of
 from megatron_policy.checkpoint.report import LoadReport
-from megatron_policy.checkpoint.saving import DirectoryContents, layout_of
+from megatron_policy.checkpoint.saving import DirectoryContents
 from megatron_policy.converters.formats.dist_keys import extra_states
 from megatron_policy.converters.formats.dist_records import empty_object
 from megatron_policy.converters.table import Table
 from megatron_policy.device import random_states
+from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import CheckpointError
 from megatron_policy.interfaces.engine import TrainingEngine
 from megatron_policy.parallel.topology import Topology
@@ -108,10 +110,10 @@ class Contents:
     def held(self, *, with_states: bool) -> list[local_shards.LocalShard]:
         """Weights and the optimizer's state, which is created if there is none yet."""
         where = (self._saved.held, self._saved.table.architecture, self._engine.place)
-        found = local_shards.weights(*where)
+        found = local_shards.list_weights(*where)
         if with_states and self._training is not None:
             self._training.materialize()
-            found += local_shards.states(*where, self._training)
+            found += local_shards.list_states(*where, self._training)
         return found
 
     def parts(
@@ -151,7 +153,7 @@ class Contents:
             if len(self._found) >= _KEPT:
                 self._found.clear()  # memory has moved several times
             place = self._engine.place
-            found = local_shards.items(held, self._engine.table.architecture, place)
+            found = local_shards.plan_items(held, self._engine.table.architecture, place)
             self._found[key] = found
         return self._found[key]
 
@@ -168,19 +170,11 @@ class Contents:
         if engine.adapters is not None:
             ours["adapters_of"] = engine.adapters.spec.identity(engine.adapters.table)
             dtypes |= engine.adapters.dtypes
-        ours["source_dtypes"] = {name: manifest.dtype_name(dtype) for name, dtype in dtypes.items()}
+        ours["source_dtypes"] = {name: name_dtype(dtype) for name, dtype in dtypes.items()}
         if with_optimizer and self._training is not None and engine.trainable is not None:
             ours["optimizer_step"] = self._training.step
             ours["schedule"] = engine.trainable.schedule_state()
-        return {
-            "checkpoint_version": 3.0,
-            "iteration": step,
-            "content_metadata": {
-                "singleton_local_shards": False,
-                "non_homogeneous_layers": not engine.table.architecture.uniform_layers,
-            },
-            OURS: ours,
-        }
+        return compose(engine.table.architecture, step, ours)
 
     def check_kind(self, found: FoundCheckpoint) -> None:
         """CheckpointError unless it has what this policy saves: adapters of its own base, or the
@@ -206,7 +200,7 @@ class Contents:
                     f"{found.root} has adapters {_OTHERS[name]} ({stated}, not {own})"
                 )
 
-    def examined(self, found: FoundCheckpoint, plan: LoadPlan) -> NonTensorState:
+    def examine(self, found: FoundCheckpoint, plan: LoadPlan) -> NonTensorState:
         """What the checkpoint has besides tensors; CheckpointError if any of it is unusable."""
         ours = read_ours(found.root)
         if found.optimizer is not None and not {"schedule", "optimizer_step"} <= ours.keys():
@@ -222,17 +216,20 @@ class Contents:
             random_states.parse(content)
         return NonTensorState(ours, content, "the checkpoint has none for this rank")
 
-    def restored(self, found: FoundCheckpoint, rest: NonTensorState) -> LoadReport:
+    def restore(self, found: FoundCheckpoint, rest: NonTensorState) -> LoadReport:
         """Restore counters, schedule and random states, and report on the load."""
         restored = ["weights"]
         missing: dict[str, str] = {}
         if found.optimizer is not None:
-            missing |= self._restored_training(found, rest.ours)
+            missing |= self._restore_training(found, rest.ours)
             restored += ["optimizer", "schedule"]
         else:
             missing["optimizer"] = found.no_optimizer
             if self._training is not None:
-                self._start_anew()
+                assert self._engine.trainable is not None
+                self._training.restart()
+                self._found.clear()  # the cache would keep the old state alive
+                self._engine.trainable.restore_schedule({"num_steps": 0})
                 missing["schedule"] = "it starts anew with the optimizer"
         why = rest.no_random_reason
         if rest.random is not None:
@@ -244,13 +241,7 @@ class Contents:
         host_data = rest.ours["host_data"]
         return LoadReport(str(found.root), found.weights.step, tuple(restored), missing, host_data)
 
-    def _start_anew(self) -> None:
-        assert self._training is not None and self._engine.trainable is not None
-        self._training.restart()
-        self._found.clear()  # the cache would keep the old state alive
-        self._engine.trainable.restore_schedule({"num_steps": 0})
-
-    def _restored_training(self, found: FoundCheckpoint, ours: Mapping[str, Any]) -> dict[str, str]:
+    def _restore_training(self, found: FoundCheckpoint, ours: Mapping[str, Any]) -> dict[str, str]:
         assert self._training is not None and self._engine.trainable is not None
         counted = ours["optimizer_step"]
         self._training.set_step(found.weights.step if counted is None else counted)

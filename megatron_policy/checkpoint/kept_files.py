@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ class KeptFiles:
 
     def __init__(self, files: SideFiles, tokenizer: Any = None) -> None:
         try:
-            handle, self._spans = _packed(files, tokenizer)
+            handle, self._spans = _pack(files, tokenizer)
         except OSError as error:
             raise ConfigError(
                 f"copies of the files beside the weights ({files.nbytes:,} bytes) cannot be kept "
@@ -53,25 +53,22 @@ class KeptFiles:
         """Write all of them, wait until they are on the disk, and return their digests by relative
         name.
         """
-        return {name: self._write(span, directory / name) for name, span in self._spans.items()}
-
-    def _write(self, span: _Span, path: Path) -> str:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        digest = Digest()
-        with naming(path), path.open("wb") as file:
-            for part in self._parts(span):
-                digest.update(part)
-                file.write(part)
-            flush(file)
-        return digest.text()
-
-    def _parts(self, span: _Span) -> Iterator[bytes]:
-        for offset in range(0, span.length, STEP):
-            # Not by a position that threads would share.
-            yield os.pread(self._handle, min(STEP, span.length - offset), span.first + offset)
+        digests: dict[str, str] = {}
+        for name, (first, length) in self._spans.items():
+            path, digest = directory / name, Digest()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with naming(path), path.open("wb") as file:
+                for offset in range(0, length, STEP):
+                    # Not by a position that threads would share.
+                    part = os.pread(self._handle, min(STEP, length - offset), first + offset)
+                    digest.update(part)
+                    file.write(part)
+                flush(file)
+            digests[name] = digest.text()
+        return digests
 
 
-def _packed(files: SideFiles, tokenizer: Any) -> tuple[int, Mapping[str, _Span]]:
+def _pack(files: SideFiles, tokenizer: Any) -> tuple[int, Mapping[str, _Span]]:
     """A descriptor of a file with the contents of all, one after another, and where each is."""
     spans: dict[str, _Span] = {}
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile() as kept:

@@ -13,13 +13,14 @@ from typing import TypeVar
 
 import torch
 
-from megatron_policy.checkpoint import fingerprint, manifest, tracker
-from megatron_policy.checkpoint.local_shards import WEIGHTS, LocalShard, located, state_prefix
+from megatron_policy.checkpoint import manifest, tracker
+from megatron_policy.checkpoint.local_shards import WEIGHTS, LocalShard, locate, state_prefix
 from megatron_policy.checkpoint.manifest import CheckpointManifest
 from megatron_policy.checkpoint.reading import Filler
 from megatron_policy.checkpoint.verifying import check_files, records_share, verify_records
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import DistReader
+from megatron_policy.converters.formats.dist_keys import OPTIMIZER_STATE
 from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.coordination.operation import Coordinator
@@ -83,7 +84,7 @@ class Loader:
         root = Path(self.under.wait_for("where"))
 
         def step() -> FoundCheckpoint:
-            found = self._examined(root, optimizer_path, moments, fresh)
+            found = self._examine(root, optimizer_path, moments, fresh)
             state = "no state of the optimizer" if found.optimizer is None else "its optimizer"
             self.under.check_same(
                 "value",
@@ -107,19 +108,19 @@ class Loader:
         self.under.run_together("verified", step)
 
     @contextmanager
-    def opened(self, prepare: Callable[[RawFiles], T]) -> Iterator[T]:
+    def open(self, prepare: Callable[[RawFiles], T]) -> Iterator[T]:
         """Yield what `prepare` makes of the open files; CheckpointError on all ranks on failure."""
         with RawFiles() as files:
             yield self.under.run_together("mapped", lambda: prepare(files))
 
-    def _examined(
+    def _examine(
         self,
         root: Path,
         optimizer_path: Path | None,
         moments: tuple[str, ...] | None,
         fresh: bool,
     ) -> FoundCheckpoint:
-        weights = self._checked(root)
+        weights = self._check(root)
         if manifest.WEIGHTS not in weights.contains:
             raise CheckpointError(
                 f"{root} has no weights, only {', '.join(weights.contains)}: give the directory "
@@ -128,51 +129,42 @@ class Loader:
         if moments is None:
             return FoundCheckpoint(root, weights, None, None, "the policy has no optimizer")
         try:
-            place = self._optimizer(root, weights, optimizer_path)
-            state = weights if place == root else self._checked(place)
-            _check_moments(place, state, moments)
+            place = self._find_optimizer(root, weights, optimizer_path)
+            state = weights if place == root else self._check(place)
+            kinds = (key for key in state.tensors if key.startswith(OPTIMIZER_STATE))
+            kept = {key.removeprefix(OPTIMIZER_STATE).partition(".")[0] for key in kinds}
+            if missing := [kind for kind in moments if kind not in kept]:
+                raise manifest.NoOptimizer(
+                    f"{place} was saved by a different optimizer: it has "
+                    f"{', '.join(sorted(kept)) or 'no state'}, but this policy's "
+                    f"needs {', '.join(missing)}; {FRESH}"
+                )
         except manifest.NoOptimizer as error:
             if not fresh:
                 raise
             return FoundCheckpoint(root, weights, None, None, f"a new one was requested; {error}")
         return FoundCheckpoint(root, weights, place, state, "")
 
-    def _optimizer(
+    def _find_optimizer(
         self, root: Path, weights: CheckpointManifest, optimizer_path: Path | None
     ) -> Path:
+        there = manifest.OPTIMIZER in weights.contains
         if optimizer_path is None:
-            there = manifest.OPTIMIZER in weights.contains
             where = "elsewhere" if weights.optimizer_elsewhere else "nowhere"
             hint = f"optimizer_path={root.parent}" if there else f"it was saved {where}"
             raise manifest.NoOptimizer(
                 f"no optimizer_path was given to load the optimizer's state from ({hint}); {FRESH}"
             )
-        if manifest.OPTIMIZER in weights.contains and optimizer_path.absolute() in (
-            root,
-            root.parent,
-        ):
+        if there and optimizer_path.absolute() in (root, root.parent):
             return root
         return tracker.companion(weights, optimizer_path).absolute()
 
-    def _checked(self, root: Path) -> CheckpointManifest:
+    def _check(self, root: Path) -> CheckpointManifest:
         stated = manifest.read(root)
         architecture = self._table.architecture
-        manifest.check_model(stated, self._table.family, fingerprint.digest_of(architecture))
+        manifest.check_model(stated, self._table.family, manifest.digest_of(architecture))
         check_files(root, stated)
         return stated
-
-
-def _check_moments(root: Path, stated: CheckpointManifest, moments: tuple[str, ...]) -> None:
-    """NoOptimizer unless the checkpoint has every kind of state that the optimizer keeps."""
-    before = len("optimizer.state.")
-    keys = (key for key in stated.tensors if key.startswith("optimizer.state."))
-    there = {key[before:].partition(".")[0] for key in keys}
-    if missing := [kind for kind in moments if kind not in there]:
-        raise manifest.NoOptimizer(
-            f"{root} was saved by a different optimizer: it has "
-            f"{', '.join(sorted(there)) or 'no state'}, but this policy's "
-            f"needs {', '.join(missing)}; {FRESH}"
-        )
 
 
 class LoadPlan:
@@ -193,7 +185,7 @@ class LoadPlan:
         if found.optimizer_root is not None:
             same = found.optimizer_root == found.root
             self.optimizer = self.weights if same else DistReader(found.optimizer_root, files)
-        self._sources = [(shard, self._source(shard)) for shard in shards]
+        self._sources = [(shard, self._find_source(shard)) for shard in shards]
 
     def fill(self) -> None:
         """Read the elements of every local shard; vocabulary padding becomes 0."""
@@ -207,20 +199,22 @@ class LoadPlan:
         with RawFiles() as files, torch.no_grad():
             filler = Filler(files)
             for shard, stored in sources:
-                places = list(located(shard, self._architecture, self._place))
+                places = list(locate(shard, self._architecture, self._place))
                 if sum(piece.elements for piece, _ in places) < shard.tensor.numel():
                     shard.tensor.zero_()
                 filler.fill(stored, places)
 
-    def _source(self, shard: LocalShard) -> Stored:
+    def _find_source(self, shard: LocalShard) -> Stored:
         """The tensor in the files that a local shard is filled from.
 
         What a policy keeps in fp32 comes from the main parameters, whatever the precision of the
         policy that wrote them; if that one had none, its weights are its main parameters.
         """
-        owner, kind = self._owner(shard.entry), shard.kind
+        # The entry in the files: this one, or the one of which it is a copy or a part.
+        entry, kind = shard.entry, shard.kind
+        owner = entry.saved if entry.row.owns else self._owners[entry.hf]
         if kind in (WEIGHTS, MAIN):
-            own = self._stored(self.weights, owner, WEIGHTS)
+            own = self._find_stored(self.weights, owner, WEIGHTS)
             if own is None:
                 raise CheckpointError(
                     f"{self.weights.root} lacks {owner.megatron}: if the other training engine "
@@ -228,12 +222,12 @@ class LoadPlan:
                 )
             main = None
             if kind == MAIN or own.dtype != shard.tensor.dtype:
-                main = self._stored(self.optimizer, owner, MAIN)
+                main = self._find_stored(self.optimizer, owner, MAIN)
             if main is not None and main.dtype == shard.tensor.dtype:
                 return main
             if kind == WEIGHTS or own.dtype == shard.tensor.dtype:
                 return own
-        elif (found := self._stored(self.optimizer, owner, kind)) is not None:
+        elif (found := self._find_stored(self.optimizer, owner, kind)) is not None:
             return found
         assert self.optimizer is not None
         raise CheckpointError(
@@ -242,13 +236,7 @@ class LoadPlan:
             "fresh_optimizer=True"
         )
 
-    def _owner(self, entry: Entry) -> Entry:
-        """The entry that is stored in the files: this one, or the one of which it is a copy or a
-        part.
-        """
-        return entry.saved if entry.row.owns else self._owners[entry.hf]
-
-    def _stored(self, reader: DistReader | None, entry: Entry, kind: str) -> Stored | None:
+    def _find_stored(self, reader: DistReader | None, entry: Entry, kind: str) -> Stored | None:
         if reader is None:
             return None
         found = reader.parameter(entry, self._architecture, state_prefix(kind))

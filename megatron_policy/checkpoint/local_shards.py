@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_policy.checkpoint.slices import Slice, in_pieces, shares, slices
+from megatron_policy.checkpoint.slices import Slice, cut_pieces, cut_slices, divide
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.formats.dist_keys import OPTIMIZER_STATE, KeyedSlice, written
+from megatron_policy.converters.formats.dist_keys import OPTIMIZER_STATE, written
 from megatron_policy.converters.formats.dist_writing import CHUNK_BYTES
 from megatron_policy.converters.rows.blocks import Row, Shape, of_expert
 from megatron_policy.converters.rows.shards import copies_of, unpadded_shape
@@ -50,7 +50,7 @@ class WriteItem:
     """Flat, with as many elements as the box of `sizes`."""
 
 
-def weights(held: Held, architecture: Architecture, place: Placement) -> list[LocalShard]:
+def list_weights(held: Held, architecture: Architecture, place: Placement) -> list[LocalShard]:
     """This rank's parameters and persistent buffers."""
     return [
         LocalShard(
@@ -65,7 +65,7 @@ def weights(held: Held, architecture: Architecture, place: Placement) -> list[Lo
     ]
 
 
-def states(
+def list_states(
     held: Held, architecture: Architecture, place: Placement, training: OptimizerState
 ) -> list[LocalShard]:
     """This rank's part of the optimizer's state, if there is any yet."""
@@ -78,7 +78,7 @@ def states(
     return found
 
 
-def items(
+def plan_items(
     shards: Iterable[LocalShard], architecture: Architecture, place: Placement
 ) -> list[WriteItem]:
     """What this rank writes of its local shards; together, all ranks write each element once.
@@ -94,24 +94,19 @@ def items(
     ]
 
 
-def located(
+def locate(
     shard: LocalShard, architecture: Architecture, place: Placement
 ) -> Iterator[tuple[Slice, Tensor]]:
     """Yield the local shard box by box: its place in the unsharded parameter, and its memory."""
     row, at = shard.entry.row, place.shard_of(shard.entry.row)
-    for piece in slices(row, architecture, *at, shard.first, shard.last):
+    for piece in cut_slices(row, architecture, *at, shard.first, shard.last):
         yield piece, _memory(shard, piece)
 
 
-def state_key(kind: str, key: str) -> str:
-    """The checkpoint key of that kind of state of the parameter `key`, as in Megatron-Core's
-    reshardable format.
-    """
-    return key if kind == WEIGHTS else f"{state_prefix(kind)}{key}"
-
-
 def state_prefix(kind: str) -> str:
-    """The prefix that turns a parameter's key into the key of its state."""
+    """The prefix that turns a parameter's key into the key of that kind of state of it, as in
+    Megatron-Core's reshardable format.
+    """
     return "" if kind == WEIGHTS else f"{OPTIMIZER_STATE}{kind}."
 
 
@@ -138,7 +133,7 @@ def _own_share(shards: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, int, 
         together[*shard.replica, of_expert(shard.entry.row.megatron)].append(shard)
     for (index, count, _), group in together.items():
         lengths = [(h.last - h.first, h.tensor.element_size()) for h in group]
-        for shard, (a, b) in zip(group, shares(lengths, index, count), strict=True):
+        for shard, (a, b) in zip(group, divide(lengths, index, count), strict=True):
             yield shard, shard.first + a, shard.first + b
 
 
@@ -149,21 +144,17 @@ def _items(
     places = written(shard.entry.saved, architecture)
     whole = unpadded_shape(row, architecture)
     most = CHUNK_BYTES // shard.tensor.element_size()
-    for piece in slices(row, architecture, *at, first, last):
-        for part in in_pieces(piece, most):
+    for piece in cut_slices(row, architecture, *at, first, last):
+        for part in cut_pieces(piece, most):
             # If layer specs name a norm in two ways, its states are read under either name.
             for where in places if shard.kind == WEIGHTS else places[:1]:
-                yield _item(shard, part, where, whole)
-
-
-def _item(shard: LocalShard, piece: Slice, where: KeyedSlice, whole: Shape) -> WriteItem:
-    return WriteItem(
-        state_key(shard.kind, where.key),
-        (*where.axes, *whole),
-        (*where.lead, *piece.origin),
-        (*(1 for _ in where.lead), *piece.sizes),
-        _memory(shard, piece),
-    )
+                yield WriteItem(
+                    f"{state_prefix(shard.kind)}{where.key}",
+                    (*where.axes, *whole),
+                    (*where.lead, *part.origin),
+                    (*(1 for _ in where.lead), *part.sizes),
+                    _memory(shard, part),
+                )
 
 
 def _memory(shard: LocalShard, piece: Slice) -> Tensor:

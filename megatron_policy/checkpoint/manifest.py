@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from megatron_policy.converters.architecture.plain_values import plain
 from megatron_policy.converters.files import contained, strict_json
+from megatron_policy.converters.table import Table
+from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import CheckpointError, ConversionError
-from megatron_policy.formats.digests import UNSEALED, is_sealed, sealed
+from megatron_policy.formats.digests import UNSEALED, digest_bytes, is_sealed, seal
 from megatron_policy.formats.manifest import OVERRIDES
 from megatron_policy.formats.manifest_values import count, entries, form, inside
+from megatron_policy.parallel.topology import Topology
 from megatron_policy.version import VERSION
 
 NAME = "checkpoint.json"
@@ -56,7 +63,7 @@ class CheckpointManifest:
     """tp, cp, ep, dp, pp, vpp."""
     family: str
     config: str
-    """`fingerprint.digest_of` of the model's architecture."""
+    """`digest_of` of the model's architecture."""
     tensors: Mapping[str, tuple[torch.dtype, Shape]]
     """(dtype, unsharded shape) of each key."""
     records: Mapping[str, tuple[ByteRange, ...]]
@@ -68,7 +75,7 @@ class CheckpointManifest:
     root: Path | None = field(default=None, compare=False)
     """Where it was read from; not written."""
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """The content of the file; its first value is a digest of the rest."""
         content = {
             "digest": UNSEALED,
@@ -85,12 +92,12 @@ class CheckpointManifest:
                 **({OVERRIDES: dict(self.overrides)} if self.overrides else {}),
             },
             "tensors": {
-                key: (dtype_name(dtype), shape) for key, (dtype, shape) in self.tensors.items()
+                key: (name_dtype(dtype), shape) for key, (dtype, shape) in self.tensors.items()
             },
             "records": dict(self.records),
             "files": dict(self.files),
         }
-        return sealed(("{\n" + ",\n".join(_lines(content)) + "\n}\n").encode())
+        return seal(("{\n" + ",\n".join(_lines(content)) + "\n}\n").encode())
 
     @property
     def nbytes(self) -> int:
@@ -122,13 +129,13 @@ def read(directory: str | Path) -> CheckpointManifest:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    content = _unsealed(path, text)
+    content = _unseal(path, text)
     try:
-        return _parsed(content, root)
+        return _parse(content, root)
     except KeyError as error:
-        _damaged(path, f"it lacks {error}", error)
+        _refuse(path, f"it lacks {error}", error)
     except (TypeError, ValueError, AttributeError) as error:
-        _damaged(path, str(error), error)
+        _refuse(path, str(error), error)
 
 
 def check_model(manifest: CheckpointManifest, family: str, config: str) -> None:
@@ -148,13 +155,13 @@ def check_model(manifest: CheckpointManifest, family: str, config: str) -> None:
         )
 
 
-def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
+def _unseal(path: Path, text: bytes) -> dict[str, Any]:
     try:
         content = strict_json.parse(text, finite=False)  # overrides may have infinities
         kept = is_sealed(text, content["digest"])
         number, versions = content["format"], content.get("versions")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        _damaged(path, f"it is not a manifest ({error!r:.200})", error)
+        _refuse(path, f"it is not a manifest ({error!r:.200})", error)
     if type(number) is int and number > FORMAT:
         newer = isinstance(versions, dict) and versions.get("megatron_policy")
         raise CheckpointError(
@@ -163,18 +170,18 @@ def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
             + ("" if kept else "; or it is damaged: its content contradicts its digest")
         )
     if not kept:
-        _damaged(path, "its content contradicts its digest")
+        _refuse(path, "its content contradicts its digest")
     if number != FORMAT:
-        _damaged(path, f"its format is {number!r}, which no version writes")
+        _refuse(path, f"its format is {number!r}, which no version writes")
     assert isinstance(content, dict)
     return content
 
 
-def _damaged(path: Path, what: str, error: Exception | None = None) -> NoReturn:
+def _refuse(path: Path, what: str, error: Exception | None = None) -> NoReturn:
     raise CheckpointError(f"{path} is damaged: {what}. {REMEDY}") from error
 
 
-def _parsed(content: Mapping[str, Any], root: Path) -> CheckpointManifest:
+def _parse(content: Mapping[str, Any], root: Path) -> CheckpointManifest:
     model = content["model"]
     return CheckpointManifest(
         id=str(content["id"]),
@@ -206,11 +213,6 @@ def _record(offset: int, length: int, digest: str) -> ByteRange:
     return ByteRange(offset, length, str(digest))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _lines(content: Mapping[str, Any]) -> Iterator[str]:
     """One line for each value, and one for each entry of a value that is a mapping."""
     for key, value in content.items():
@@ -223,3 +225,41 @@ def _lines(content: Mapping[str, Any]) -> Iterator[str]:
 
 def _json(value: Any) -> str:
     return strict_json.encoded(value).decode()
+
+
+def digest_of(architecture: Any) -> str:
+    """A digest of a model's architecture, a (nested) dataclass, without fields at their default
+    and those that do not count when two of them are compared.
+
+    So a field that a later version adds with a default does not change the digest.
+    """
+    return digest_bytes(json.dumps(plain(architecture), sort_keys=True).encode())
+
+
+def identify(table: Table, topology: Topology) -> dict[str, Any]:
+    """The fields of a manifest that say what writes a checkpoint, on which ranks and of which
+    model.
+    """
+    return {
+        "versions": current_versions(),
+        "layout": layout_of(topology),
+        "family": table.family,
+        "config": digest_of(table.architecture),
+    }
+
+
+def layout_of(topology: Topology) -> dict[str, int]:
+    """The sizes of the topology's axes by name."""
+    names = ("tp", "cp", "ep", "dp", "pp", "vpp")
+    sizes = {name: getattr(topology, name) for name in names}
+    return sizes if topology.expert_tp == topology.tp else sizes | {"etp": topology.expert_tp}
+
+
+def current_versions() -> dict[str, str]:
+    """Versions of this package and of what it writes checkpoints with."""
+    return {
+        "megatron_policy": VERSION,
+        "megatron_core": version("megatron-core"),
+        "torch": str(torch.__version__),
+        "python": python_version(),
+    }

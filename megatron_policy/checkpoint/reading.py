@@ -7,7 +7,7 @@ GPU memory, goes through a buffer of bounded size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import torch
@@ -48,7 +48,7 @@ class Filler:
         own = _region(box, piece.origin, piece.sizes)
         if memory.device.type == "cpu" and memory.dtype == dtype:
             found = runs(file, own)
-            if _follow_each_other([(run.hf, run.length) for run in found]):
+            if all(one.hf + one.length == other.hf for one, other in pairwise(found)):
                 size, content = dtype.itemsize, flat_bytes(memory)
                 views = [content[r.own * size : (r.own + r.length) * size] for r in found]
                 self._files.read(chunk.path, chunk.start + found[0].hf * size, views)
@@ -61,20 +61,17 @@ class Filler:
     ) -> None:
         file = _region(box, chunk.origin, chunk.sizes)
         own = _region(box, piece.origin, piece.sizes)
-        extent = _extent(file)
-        buffer = self._memory(extent * dtype.itemsize)
+        nbytes = _extent(file) * dtype.itemsize
+        if self._buffer is None or self._buffer.numel() < nbytes:
+            size = max(nbytes, BUFFER_BYTES)
+            self._buffer = host_buffer(torch.empty(size, dtype=torch.uint8, device="meta"))
+        buffer = self._buffer[:nbytes]
         start = chunk.start + file.offset * dtype.itemsize
         self._files.read(chunk.path, start, [flat_bytes(buffer)])
         source = buffer.view(dtype).as_strided(file.size, file.stride)
         target = memory.as_strided(own.size, own.stride, memory.storage_offset() + own.offset)
         target.copy_(source, non_blocking=True)
         synchronize()  # the buffer is reused
-
-    def _memory(self, nbytes: int) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < nbytes:
-            size = max(nbytes, BUFFER_BYTES)
-            self._buffer = host_buffer(torch.empty(size, dtype=torch.uint8, device="meta"))
-        return self._buffer[:nbytes]
 
 
 def _common(piece: Slice, chunk: Chunk) -> Box | None:
@@ -95,10 +92,6 @@ def _region(box: Box, origin: Shape, sizes: Shape) -> Region:
         (low - first) * step for (low, _), first, step in zip(box, origin, stride, strict=True)
     )
     return Region(tuple(high - low for low, high in box), stride, offset)
-
-
-def _follow_each_other(places: Sequence[tuple[int, int]]) -> bool:
-    return all(start + length == following for (start, length), (following, _) in pairwise(places))
 
 
 def _extent(region: Region) -> int:

@@ -15,22 +15,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.checkpoint import fingerprint, manifest, tracker
+from megatron_policy.checkpoint import manifest, tracker
 from megatron_policy.checkpoint.kept_files import KeptFiles
 from megatron_policy.checkpoint.local_shards import WriteItem
 from megatron_policy.checkpoint.manifest import CheckpointManifest
 from megatron_policy.checkpoint.report import SaveReport
-from megatron_policy.checkpoint.staging import Ready, Staging, written_from
-from megatron_policy.checkpoint.writing import merge, write_records, write_small_files
+from megatron_policy.checkpoint.staging import Ready, Staging, stage_in_turn
+from megatron_policy.checkpoint.writing import merge, write_records
 from megatron_policy.converters.files.publishing import (
     clean_leftovers,
     new_directories,
     write_file,
 )
+from megatron_policy.converters.formats.dist_writing import small_files
 from megatron_policy.converters.table import Table
 from megatron_policy.coordination.operation import SAVES, Coordinator, Operation
 from megatron_policy.errors import CheckpointError
-from megatron_policy.formats.digests import of_bytes
+from megatron_policy.formats.digests import digest_bytes
 from megatron_policy.memory.pinned_pool import PinnedMemoryPool
 from megatron_policy.parallel.topology import Topology
 
@@ -154,7 +155,7 @@ class Saver:
         began: float,
     ) -> _Job:
         if wait:
-            ready = tuple(written_from(part.items, self._host_memory) for part in parts)
+            ready = tuple(stage_in_turn(part.items, self._host_memory) for part in parts)
             return _Job(under, step, parts, ready, began)
         pool = self._host_memory()
         pool.reset()
@@ -167,9 +168,13 @@ class Saver:
         """Allocate the host memory for background saves now, in a thread; otherwise the first save
         would have to wait for it.
         """
-        self._reserving = threading.Thread(
-            target=_reserve, args=(self._pool, nbytes), name="checkpoint-memory", daemon=True
-        )
+
+        def touch() -> None:
+            for piece in self._pool.take(nbytes):
+                piece.zero_()  # the system allocates pages when they are touched
+            self._pool.reset()
+
+        self._reserving = threading.Thread(target=touch, name="checkpoint-memory", daemon=True)
         self._reserving.start()
 
     def _host_memory(self) -> PinnedMemoryPool:
@@ -228,55 +233,31 @@ class Saver:
     def _complete(self, job: _Job, part: DirectoryContents, partial: Path) -> int:
         """Rank 0's final work: write everything besides the records. Returns the bytes of all."""
         merged = merge(partial, self._coordinator.size)
-        contents = write_small_files(partial, merged, part.common)
-        files, of_model = {name: of_bytes(content) for name, content in contents.items()}, 0
+        contents = small_files(merged.layout, dict(part.common))
+        for name, content in contents.items():
+            write_file(partial / name, content)
+        files, of_model = {name: digest_bytes(content) for name, content in contents.items()}, 0
+        table, kept, described = self._model.table, self._model.kept, self._model.described
         if manifest.WEIGHTS in part.contains:
-            files |= _write_side_files(partial, self._model)
-            of_model = _side_bytes(self._model)
-        table, topology = self._model.table, self._model.topology
+            assert kept is not None, "rank 0 writes them"
+            side = kept.write(partial / SIDE)
+            for name, content in described.items():
+                write_file(partial / SIDE / name, content)
+                side[name] = digest_bytes(content)
+            files |= {f"{SIDE}/{name}": digest for name, digest in side.items()}
+            of_model = kept.nbytes + sum(map(len, described.values()))
         stated = CheckpointManifest(
             id=job.id,
             step=job.step,
             contains=part.contains,
             optimizer_elsewhere=part.optimizer_elsewhere,
-            versions=fingerprint.current_versions(),
-            layout=layout_of(topology),
-            family=table.family,
-            config=fingerprint.digest_of(table.architecture),
+            **manifest.identify(table, self._model.topology),
             tensors=merged.tensors,
             records=merged.records,
             files=files,
             overrides=table.overrides,
         )
-        content = stated.encoded()
+        content = stated.encode()
         write_file(partial / manifest.NAME, content)
         records = sum(each.length for ranges in merged.records.values() for each in ranges)
         return records + sum(map(len, contents.values())) + of_model + len(content)
-
-
-def _reserve(pool: PinnedMemoryPool, nbytes: int) -> None:
-    for piece in pool.take(nbytes):
-        piece.zero_()  # the system allocates pages when they are touched
-    pool.reset()
-
-
-def layout_of(topology: Topology) -> dict[str, int]:
-    """The sizes of the topology's axes by name."""
-    names = ("tp", "cp", "ep", "dp", "pp", "vpp")
-    sizes = {name: getattr(topology, name) for name in names}
-    return sizes if topology.expert_tp == topology.tp else sizes | {"etp": topology.expert_tp}
-
-
-def _write_side_files(partial: Path, model: SavedModel) -> dict[str, str]:
-    """Write config, tokenizer and what describes adapters; return the digests by relative name."""
-    assert model.kept is not None, "rank 0 writes them"
-    digests = model.kept.write(partial / SIDE)
-    for name, content in model.described.items():
-        write_file(partial / SIDE / name, content)
-        digests[name] = of_bytes(content)
-    return {f"{SIDE}/{name}": digest for name, digest in digests.items()}
-
-
-def _side_bytes(model: SavedModel) -> int:
-    assert model.kept is not None, "rank 0 writes them"
-    return model.kept.nbytes + sum(map(len, model.described.values()))

@@ -34,13 +34,13 @@ _Cuts = list[tuple[int, int, int]]
 """Along a dimension: first and last (exclusive) index in the shard, and how far to move them."""
 
 
-def slices(
+def cut_slices(
     row: Row, architecture: Architecture, rank: int, size: int, first: int, last: int
 ) -> Iterator[Slice]:
     """Elements `first` to `last` (exclusive) of the flat shard, without padding, in order."""
     if row.ranges is not None and size > 1:
         start, _ = row.ranges[rank]
-        for piece in slices(row, architecture, 0, 1, start + first, start + last):
+        for piece in cut_slices(row, architecture, 0, 1, start + first, start + last):
             yield piece._replace(own=piece.own - start)
         return
     shape = row.local_shape(architecture, size)
@@ -77,7 +77,7 @@ def _outer(shape: Shape, cuts: list[_Cuts]) -> Iterator[list[_Cuts]]:
         yield [*([one] for one in index), *cuts[inside[-1] :]]
 
 
-def in_pieces(piece: Slice, most: int) -> Iterator[Slice]:
+def cut_pieces(piece: Slice, most: int) -> Iterator[Slice]:
     """Split the slice into pieces of at most `most` elements along whole rows."""
     dim = next((n for n, size in enumerate(piece.sizes) if size > 1), None)
     if piece.elements <= most or dim is None:
@@ -92,10 +92,10 @@ def in_pieces(piece: Slice, most: int) -> Iterator[Slice]:
             (*piece.origin[:dim], piece.origin[dim] + row, *piece.origin[dim + 1 :]),
             (*piece.sizes[:dim], count, *piece.sizes[dim + 1 :]),
         )
-        yield from in_pieces(part, most) if part.elements > most else (part,)
+        yield from cut_pieces(part, most) if part.elements > most else (part,)
 
 
-def shares(lengths: Iterable[tuple[int, int]], index: int, count: int) -> list[tuple[int, int]]:
+def divide(lengths: Iterable[tuple[int, int]], index: int, count: int) -> list[tuple[int, int]]:
     """Divide tensors that `count` ranks all hold, given as (elements, bytes of each): for each
     tensor the elements, first to last (exclusive), of rank `index`. Ranks get equal runs of bytes
     in order.

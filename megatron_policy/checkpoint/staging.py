@@ -5,7 +5,7 @@ On the CPU a blocking save writes straight from the policy's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -22,12 +22,6 @@ WINDOW_BYTES = 256 << 20
 
 Ready = tuple[WriteItem, list[memoryview]]
 """A write item and its bytes, in host memory."""
-
-
-def in_place(items: Iterable[WriteItem]) -> Iterator[Ready]:
-    """The items' own memory, which must not change while it is in use."""
-    for item in items:
-        yield item, [flat_bytes(item.tensor)]
 
 
 class Staging:
@@ -69,31 +63,28 @@ class Staging:
             yield item, [flat_bytes(piece) for piece in region]
 
 
-def in_windows(items: Iterable[WriteItem], pool: PinnedMemoryPool) -> Iterator[Ready]:
-    """Copies of a few items at a time; each must be used before the next is requested."""
-    window: list[WriteItem] = []
+def stage_in_turn(
+    items: Sequence[WriteItem], host_memory: Callable[[], PinnedMemoryPool]
+) -> Iterator[Ready]:
+    """The items in host memory, for a blocking save: their own memory, which must not change while
+    it is in use, or copies of a few at a time; each must be used before the next is requested.
+    """
+    if all(item.tensor.device.type == "cpu" for item in items):
+        for item in items:
+            yield item, [flat_bytes(item.tensor)]
+        return
+    windows: list[list[WriteItem]] = []
     held = 0
     for item in items:
-        if held and held + item.tensor.nbytes > WINDOW_BYTES:
-            yield from _emptied(window, pool)
-            window, held = [], 0
-        window.append(item)
+        if not windows or held + item.tensor.nbytes > WINDOW_BYTES:
+            windows.append([])
+            held = 0
+        windows[-1].append(item)
         held += item.tensor.nbytes
-    yield from _emptied(window, pool)
-
-
-def written_from(
-    items: Sequence[WriteItem], pool: Callable[[], PinnedMemoryPool]
-) -> Iterator[Ready]:
-    """The items in host memory for a blocking save, wherever they are."""
-    if all(item.tensor.device.type == "cpu" for item in items):
-        return in_place(items)
-    return in_windows(items, pool())
-
-
-def _emptied(window: Sequence[WriteItem], pool: PinnedMemoryPool) -> Iterator[Ready]:
-    pool.reset()
-    yield from Staging(window, pool)
+    for window in windows:
+        pool = host_memory()
+        pool.reset()
+        yield from Staging(window, pool)
 
 
 def _copy(pairs: Sequence[tuple[Tensor, PoolSlice]], point: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_policy.checkpoint import manifest as manifests
@@ -41,7 +40,7 @@ def find(path: str | Path) -> Path:
     if (root / NAME).is_file() or _STEP.fullmatch(root.name):
         return root
     if (root / TRACKER).exists():
-        return _tracked(root)
+        return _follow_tracker(root)
     if found := complete(root):
         return found[-1]
     raise CheckpointError(f"{root} has no checkpoint: {_instead(root)}")
@@ -59,10 +58,8 @@ def is_saved(path: str | Path) -> bool:
 
 def complete(root: str | Path) -> list[Path]:
     """The complete checkpoint directories in `root`, ordered by step."""
-    return sorted(
-        (path for path in Path(root).glob(PATTERN) if _is_complete(path)),
-        key=lambda path: _of(path),
-    )
+    found = filter(_is_complete, Path(root).glob(PATTERN))
+    return sorted(found, key=lambda path: int(path.name.removeprefix("iter_")))
 
 
 def commit(root: str | Path, step: int) -> None:
@@ -98,13 +95,18 @@ def companion(weights: CheckpointManifest, optimizer_path: str | Path) -> Path:
             "was saved to, or load with fresh_optimizer=True to start a new one"
         )
     seen: list[str] = []
-    for path in _candidates(root, weights.step):
+    # If a second save of the same step was killed before it reached the weights, the state that
+    # belongs to them is next to the new one, under a hidden name.
+    place = directory(root, weights.step)
+    for path in (place, root, *sorted(root.glob(f".{place.name}.*"))):
+        if not (path / NAME).is_file():
+            continue
         found = manifests.read(path)
         if found.id == weights.id and OPTIMIZER in found.contains:
             return path
         what = "" if OPTIMIZER in found.contains else ", without an optimizer's state"
         seen.append(f"{path} is of step {found.step}, save {found.id}{what}")
-    there = "; ".join(seen) or f"it has {_listed(complete(root))}"
+    there = "; ".join(seen) or f"it has {_list_names(complete(root))}"
     raise manifests.NoOptimizer(
         f"{root} has no optimizer state for {weights.root or 'the weights'}, which is of step "
         f"{weights.step}, save {weights.id}: {there}. Give the directory it was saved to, or load "
@@ -131,19 +133,7 @@ def reunite(weights_root: Path, optimizer_root: Path) -> None:
         publishing.flush_directory(optimizer_root)
 
 
-def _candidates(root: Path, step: int) -> Iterator[Path]:
-    """Where the state of that step can be.
-
-    If a second save of the same step was killed before it reached the weights, the state that
-    belongs to them is next to the new one, under a hidden name.
-    """
-    place = directory(root, step)
-    for path in (place, root, *sorted(root.glob(f".{place.name}.*"))):
-        if (path / NAME).is_file():
-            yield path
-
-
-def _tracked(root: Path) -> Path:
+def _follow_tracker(root: Path) -> Path:
     tracker = root / TRACKER
     try:
         text = contained.read(tracker, MAX_TRACKER_BYTES).decode(errors="replace").strip()
@@ -170,21 +160,15 @@ def _tracked(root: Path) -> Path:
 
 def _instead(root: Path) -> str:
     if found := complete(root):
-        return f"it has {_listed(found)}"
+        return f"it has {_list_names(found)}"
     if any(root.glob(f".{PATTERN}.partial-*")):
         return "a save to it was not finished, and no other before it"
     return f"it has no complete {PATTERN} directory"
 
 
-def _listed(found: list[Path]) -> str:
+def _list_names(found: list[Path]) -> str:
     return ", ".join(path.name for path in found) or f"no complete {PATTERN} directory"
 
 
 def _is_complete(path: Path) -> bool:
     return bool(_STEP.fullmatch(path.name)) and (path / NAME).is_file()
-
-
-def _of(path: Path) -> int:
-    match = _STEP.fullmatch(path.name)
-    assert match is not None, path
-    return int(match[1])

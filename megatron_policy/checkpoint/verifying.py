@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from threading import Lock
 
@@ -90,17 +90,11 @@ def verify_records(
     `progress` is called with bytes done and total bytes after each record.
     """
     count = _Count(sum(length for _, _, length, _ in records), progress)
+    ends = [len(records) * number // threads for number in range(threads + 1)]
+    shares = [records[first:end] for first, end in pairwise(ends)]
     with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(lambda share: _verified(root, share, count), _assigned(records, threads))
+        found = pool.map(lambda share: _verify(root, share, count), shares)
         _raise([problem for problems in found for problem in problems])
-
-
-def _assigned(records: Sequence[Share], count: int) -> list[list[Share]]:
-    """The records divided among `count` readers, about as many to each."""
-    shares: list[list[Share]] = [[] for _ in range(count)]
-    for number, record in enumerate(records):
-        shares[number * count // len(records)].append(record)
-    return shares
 
 
 class _Count:
@@ -116,7 +110,7 @@ class _Count:
                 self._progress(self._done, self._total)
 
 
-def _verified(root: Path, records: Sequence[Share], count: _Count) -> list[str]:
+def _verify(root: Path, records: Sequence[Share], count: _Count) -> list[str]:
     """Describe the first few of these records that are damaged."""
     buffer = memoryview(bytearray(_STEP))
     problems: list[str] = []

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import torch
 
-from megatron_policy.checkpoint.manifest import ByteRange, dtype_name
+from megatron_policy.checkpoint.manifest import ByteRange
 from megatron_policy.checkpoint.staging import Ready
 from megatron_policy.converters.files.publishing import write_file
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_records import framing
-from megatron_policy.converters.formats.dist_writing import DistLayout, Record, small_files
+from megatron_policy.converters.formats.dist_writing import DistLayout, Record
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.coordination.timeouts import start_thread
-from megatron_policy.dtypes import dtype_named
+from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import CheckpointError
 from megatron_policy.formats.digests import Digest
 
@@ -55,7 +55,14 @@ def write_records(
     path = directory / f"__{rank}_0.distcp"
     done: list[Written] = []
     end = 0
-    with RawFiles(writable=True) as files, BackgroundWorker(_digest) as digests:
+
+    def digest_all(parts: list[memoryview]) -> str:
+        digest = Digest()
+        for part in parts:
+            digest.update(part)
+        return digest.text()
+
+    with RawFiles(writable=True) as files, BackgroundWorker(digest_all) as digests:
         for record, parts in _records(ready, objects):
             digests.give(parts)  # while the bytes are written
             files.write(path, end, parts)
@@ -74,17 +81,10 @@ def _records(
     for item, views in ready:
         prefix, suffix = framing(item.tensor.dtype, item.sizes)
         shapes = (item.shape, item.origin, item.sizes)
-        record = Written(item.key, dtype_name(item.tensor.dtype), *shapes, 0, 0, "")
+        record = Written(item.key, name_dtype(item.tensor.dtype), *shapes, 0, 0, "")
         yield record, [memoryview(prefix), *views, memoryview(suffix)]
     for key, content in objects.items():
         yield Written(key, "", (), (), (), 0, 0, ""), [memoryview(content)]
-
-
-def _digest(parts: list[memoryview]) -> str:
-    digest = Digest()
-    for part in parts:
-        digest.update(part)
-    return digest.text()
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def merge(directory: Path, ranks: int) -> Merged:
     sealed: dict[str, tuple[ByteRange, ...]] = {}
     for rank in range(ranks):
         file = Path(f"__{rank}_0.distcp")
-        done = _note_of(directory, rank)
+        done = _read_note(directory, rank)
         for each in done:
             dtype = dtype_named(each.dtype) if each.dtype else None
             if dtype is not None:
@@ -119,17 +119,7 @@ def merge(directory: Path, ranks: int) -> Merged:
     return Merged(DistLayout(tuple(records), shapes, ()), tensors, sealed)
 
 
-def write_small_files(
-    directory: Path, merged: Merged, common: Mapping[str, Any]
-) -> dict[str, bytes]:
-    """Write metadata and common state; return the files' contents by name."""
-    contents = small_files(merged.layout, dict(common))
-    for name, content in contents.items():
-        write_file(directory / name, content)
-    return contents
-
-
-def _note_of(directory: Path, rank: int) -> list[Written]:
+def _read_note(directory: Path, rank: int) -> list[Written]:
     path = directory / _NOTE.format(rank)
     try:
         content = json.loads(path.read_bytes())

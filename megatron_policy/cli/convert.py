@@ -142,7 +142,7 @@ def convert(
 def _show_plan(plan: ConversionPlan, overwrite: bool, tensors: bool, as_json: bool) -> None:
     """Print the plan; first, and with the exit code, what a conversion would fail with."""
     from megatron_policy.convert.convert import check_destination
-    from megatron_policy.convert.planned import short
+    from megatron_policy.dtypes import name_dtype
     from megatron_policy.errors import ConfigError, ExportError
 
     end: dict[str, Any] = {"dry_run": True, "error": None}
@@ -159,8 +159,8 @@ def _show_plan(plan: ConversionPlan, overwrite: bool, tensors: bool, as_json: bo
             {
                 "name": tensor.name,
                 "shape": list(tensor.shape),
-                "dtype": short(tensor.dtype),
-                "source_dtype": short(tensor.source_dtype),
+                "dtype": name_dtype(tensor.dtype),
+                "source_dtype": name_dtype(tensor.source_dtype),
                 "bytes": tensor.nbytes,
                 "keys": list(tensor.keys),
             }

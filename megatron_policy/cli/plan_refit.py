@@ -19,10 +19,10 @@ from megatron_policy.converters.formats.hf_config import CONFIG
 from megatron_policy.converters.formats.hf_names import holds_weights
 from megatron_policy.converters.rows.shards import split_dimension
 from megatron_policy.converters.table import Table
-from megatron_policy.dtypes import dtype_named
+from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.estimate.sizes import show_size
 from megatron_policy.parallel.topology import LayerSplit, Topology, ranges
-from megatron_policy.refit.plan import RefitPlan, RefitTensor, packed
+from megatron_policy.refit.plan import RefitPlan, RefitTensor, pack_tensors
 from megatron_policy.refit.planning import RefitModel, plan_refit
 
 
@@ -110,7 +110,7 @@ def _tensor_lines(planned: PlannedRefit) -> Iterator[str]:
     yield "tensors, in the order in which they are sent"
     for tensor in planned.plan.tensors:
         first, *_, last = (*numbers[tensor.name], numbers[tensor.name][-1])
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = name_dtype(tensor.dtype)
         yield (
             f"  {tensor.name}  {list(tensor.shape)}  {dtype}  {tensor.nbytes:,} bytes  "
             f"stage {tensor.stage}  {split[tensor.name]}  "
@@ -123,7 +123,7 @@ def _in_buckets(plan: RefitPlan) -> list[list[RefitTensor]]:
     buckets = []
     for exchange in plan.exchanges:
         if not exchange.gathers:
-            packs = packed(exchange.tensors, plan.bucket_bytes)
+            packs = pack_tensors(exchange.tensors, plan.bucket_bytes)
             buckets += [list(pack.tensors) for pack in packs]
         for number in range(exchange.rounds):
             found = {item.tensor.name: item.tensor for item, _, _ in exchange.in_round(number)}

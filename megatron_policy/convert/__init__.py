@@ -5,8 +5,7 @@ PEFT and training checkpoints; needs no GPU and no process group. Read `plan.py`
 `convert.py`; of adapters `bases.py`.
 """
 
-from megatron_policy.convert.check import Check, check
-from megatron_policy.convert.compare import Comparison, Difference, verify
+from megatron_policy.convert.compare import Check, Comparison, Difference, check, verify
 from megatron_policy.convert.convert import Report, convert
 from megatron_policy.convert.plan import plan_conversion
 from megatron_policy.convert.planned import ConversionPlan

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_policy.convert.blockwise import LEAST_BYTES, BlockBuffer, cut
 from megatron_policy.convert.open_checkpoint import HF, PEFT, OpenCheckpoint, damaged_tensor
@@ -17,7 +17,7 @@ from megatron_policy.convert.plan import (
     DEFAULT_MAX_MEMORY,
     DEFAULT_MAX_SHARD_SIZE,
     Prepared,
-    prepared,
+    prepare,
     side_path,
 )
 from megatron_policy.convert.planned import ConversionPlan
@@ -38,11 +38,11 @@ from megatron_policy.converters.formats.hf_config import (
 from megatron_policy.converters.formats.hf_files import copy_differs
 from megatron_policy.converters.formats.hf_names import MANIFEST
 from megatron_policy.converters.table import Table
+from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats import digests
 from megatron_policy.formats.digests import Digest
-from megatron_policy.formats.manifest import DirectoryManifest
-from megatron_policy.version import VERSION
+from megatron_policy.formats.manifest import DirectoryManifest, describe_origin
 
 Progress = Callable[[int, int], None]
 
@@ -91,7 +91,7 @@ def convert(
     not a model as its config says, ExportError when the destination cannot be written.
     """
     given = (to, dtype, max_memory, max_shard_size, config, base, merge, hf_config_overrides)
-    with prepared(source, destination, *given) as ready:
+    with prepare(source, destination, *given) as ready:
         final = check_destination(ready.plan, overwrite)
         for root in filter(None, (ready.source.root, ready.source.merged)):
             check_bytes(root)
@@ -120,7 +120,7 @@ def content_digest(manifest: DirectoryManifest) -> str:
         f"{name} {info.dtype} {list(info.shape)} {digest}\n"
         for name, (info, digest) in sorted(manifest.tensors.items())
     )
-    return digests.of_bytes("".join(lines).encode())
+    return digests.digest_bytes("".join(lines).encode())
 
 
 def _write(ready: Prepared, progress: Progress) -> DirectoryManifest:
@@ -131,7 +131,7 @@ def _write(ready: Prepared, progress: Progress) -> DirectoryManifest:
         writer.write(path, offset, [memoryview(content)])
     read, written = _write_tensors(ready, progress)
     files = {
-        path.as_posix(): digests.of_file(writer, path, size, target.extents.get(path, ()))
+        path.as_posix(): digests.digest_file(writer, path, size, target.extents.get(path, ()))
         for path, size in target.sizes.items()
     }
     files |= _copy_side_files(ready)
@@ -142,22 +142,14 @@ def _write(ready: Prepared, progress: Progress) -> DirectoryManifest:
     source = {name: (ready.source.infos[name], digest) for name, digest in read.items()}
     origin = _origin(ready, content_digest(DirectoryManifest(source, {}, {})))
     manifest = DirectoryManifest(tensors, files, origin, ready.source.step, ready.source.overrides)
-    name, content = _sealed(ready, manifest)
+    name, content, spec = MANIFEST, manifest.encode(), ready.source.spec
+    if spec is not None and target.layout is not None:
+        step = ready.source.step or 0
+        name = CHECKPOINT
+        content = encoded_manifest(writer, target.layout, ready.table, spec, files, step)
     _write_file(ready, name, content)
     writer.sync([*target.sizes, *map(Path, files), Path(name)])
     return manifest
-
-
-def _sealed(ready: Prepared, manifest: DirectoryManifest) -> tuple[str, bytes]:
-    """The name and the content of the file with all digests: that of a training checkpoint, or the
-    manifest.
-    """
-    spec, layout = ready.source.spec, ready.target.layout
-    if spec is None or layout is None:
-        return MANIFEST, manifest.encoded()
-    step = ready.source.step or 0
-    content = encoded_manifest(ready.writer, layout, ready.table, spec, manifest.files, step)
-    return CHECKPOINT, content
 
 
 def _write_tensors(ready: Prepared, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
@@ -174,7 +166,13 @@ def _write_tensors(ready: Prepared, progress: Progress) -> tuple[dict[str, str],
             ready.source.tensors.read(name, first, values, scratch)
             before.update(values)
             for copy in cast:
-                _cast(name, values, copy)
+                copy.copy_(values)
+                # Of these dtypes only float16 is narrow enough for weights to leave its range.
+                lost = copy.dtype == torch.float16 and torch.isinf(copy).sum()
+                if lost and lost > torch.isinf(values).sum():
+                    raise ConversionError(
+                        f"{name} has values beyond the range of float16; cast to bfloat16"
+                    )
                 after.update(copy)
             ready.target.tensors.write(name, first, cast[0] if cast else values, scratch)
             done += values.nbytes
@@ -183,13 +181,6 @@ def _write_tensors(ready: Prepared, progress: Progress) -> tuple[dict[str, str],
         if name in stated and stated[name][1] != read[name]:
             raise damaged_tensor(ready.source.root, name)
     return read, written
-
-
-def _cast(name: str, values: Tensor, copy: Tensor) -> None:
-    copy.copy_(values)
-    # Of these dtypes only float16 is narrow enough for weights to leave its range.
-    if copy.dtype == torch.float16 and torch.isinf(copy).sum() > torch.isinf(values).sum():
-        raise ConversionError(f"{name} has values beyond the range of float16; cast to bfloat16")
 
 
 def _copy_side_files(ready: Prepared) -> dict[str, str]:
@@ -203,8 +194,8 @@ def _copy_side_files(ready: Prepared) -> dict[str, str]:
             if config is not None:
                 files[inside] = _write_file(ready, inside, config)
                 continue
-        digest, size = Digest(), digests.size_of(path)
-        _make_parent(ready, inside)
+        digest, size = Digest(), digests.find_size(path)
+        (ready.writer.root / inside).parent.mkdir(parents=True, exist_ok=True)
         for offset in range(0, max(size, 1), digests.STEP):
             part = ready.reader.read_bytes(path, offset, min(digests.STEP, size - offset))
             ready.writer.write(Path(inside), offset, [memoryview(part)])
@@ -220,40 +211,23 @@ def _config(ready: Prepared, content: bytes) -> bytes | None:
         changed = without_quantisation(changed)
     if any(fields.get(name) != value for name, value in ready.source.overrides.items()):
         changed = with_overrides(changed, ready.source.overrides)
-    if _is_cast(ready):
-        changed = _with_dtype(changed, _main_dtype(ready))
+    if any(tensor.dtype != tensor.source_dtype for tensor in ready.plan.tensors):
+        sizes: Counter[torch.dtype] = Counter()
+        for info in ready.infos.values():
+            sizes[info.dtype] += info.nbytes
+        # The dtype in which most bytes of weights are written, under the name config.json has.
+        (main, _), *_ = sizes.most_common(1)
+        fields = strict_json.parse(changed, finite=False)
+        for name in {"dtype", "torch_dtype"} & fields.keys() or {"torch_dtype"}:
+            fields[name] = name_dtype(main)
+        changed = encoded_like(changed, fields)
     return None if changed is content else changed
 
 
 def _write_file(ready: Prepared, name: str, content: bytes) -> str:
-    _make_parent(ready, name)
-    ready.writer.write(Path(name), 0, [memoryview(content)])
-    return digests.of_bytes(content)
-
-
-def _make_parent(ready: Prepared, name: str) -> None:
     (ready.writer.root / name).parent.mkdir(parents=True, exist_ok=True)
-
-
-def _is_cast(ready: Prepared) -> bool:
-    return any(tensor.dtype != tensor.source_dtype for tensor in ready.plan.tensors)
-
-
-def _main_dtype(ready: Prepared) -> torch.dtype:
-    """The dtype in which most bytes of weights are written."""
-    sizes: dict[torch.dtype, int] = {}
-    for info in ready.infos.values():
-        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype])
-
-
-def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """The config.json with this dtype, under the name it uses for it, and otherwise unchanged."""
-    fields = strict_json.parse(config, finite=False)
-    named = [name for name in ("dtype", "torch_dtype") if name in fields] or ["torch_dtype"]
-    for name in named:
-        fields[name] = str(dtype).removeprefix("torch.")
-    return encoded_like(config, fields)
+    ready.writer.write(Path(name), 0, [memoryview(content)])
+    return digests.digest_bytes(content)
 
 
 def _origin(ready: Prepared, content: str) -> dict[str, Any]:
@@ -266,28 +240,24 @@ def _origin(ready: Prepared, content: str) -> dict[str, Any]:
         config = strict_json.parse(written, finite=False)
     else:
         config = dict(adapters.config)
-    return {
-        "package": f"megatron-policy {VERSION}",
-        "direction": f"{kind}{' + adapters' if merged else ''} -> {to}",
-        "source": {"path": str(root), "revision": revision, "content": content},
-        **({} if merged is None else {"adapters": os.path.realpath(merged)}),
-        "family": ready.plan.family,
-        "config": config,
-    }
+    return describe_origin(
+        f"{kind}{' + adapters' if merged else ''} -> {to}",
+        {"path": str(root), "revision": revision, "content": content},
+        ready.plan.family,
+        config,
+        adapters=None if merged is None else os.path.realpath(merged),
+    )
 
 
 def check_copies(checkpoint: OpenCheckpoint, table: Table) -> None:
     """Raise ConversionError naming a tied copy that differs from its original."""
     for name, original in table.copies().items():
-        if (
-            name in checkpoint.infos
-            and original in checkpoint.infos
-            and not _equal(checkpoint, name, original)
-        ):
+        known = name in checkpoint.infos and original in checkpoint.infos
+        if known and not _are_equal(checkpoint, name, original):
             raise ConversionError(f"{checkpoint.root}: {copy_differs(name, original)}")
 
 
-def _equal(checkpoint: OpenCheckpoint, name: str, original: str) -> bool:
+def _are_equal(checkpoint: OpenCheckpoint, name: str, original: str) -> bool:
     one, other = checkpoint.infos[name], checkpoint.infos[original]
     if one.shape != other.shape:
         return False
@@ -296,10 +266,8 @@ def _equal(checkpoint: OpenCheckpoint, name: str, original: str) -> bool:
     for first, (left, right), _ in BlockBuffer(LEAST_BYTES).blocks(plan):
         checkpoint.tensors.read(name, first, left, none)
         checkpoint.tensors.read(original, first, right, none)
-        if not torch.equal(_comparable(left, right), _comparable(right, left)):
+        if left.dtype != right.dtype:
+            left, right = left.double(), right.double()
+        if not torch.equal(left, right):
             return False
     return True
-
-
-def _comparable(values: Tensor, other: Tensor) -> Tensor:
-    return values if values.dtype == other.dtype else values.double()

@@ -320,7 +320,7 @@ def _damaged(
         own = extents.get(path, ()) if extents else ()
         if not path.is_file():
             problems[name] = f"{root} lacks {name}, which its {hf_names.MANIFEST} names"
-        elif digests.of_file(files, path, digests.size_of(path), own) != stated:
+        elif digests.digest_file(files, path, digests.find_size(path), own) != stated:
             problems[name] = (
                 f"{path} is damaged: its bytes contradict the digest in {hf_names.MANIFEST} "
                 "(remove that file if you changed the checkpoint on purpose)"

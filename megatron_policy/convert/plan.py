@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,21 +22,21 @@ from megatron_policy.convert.open_checkpoint import (
     open_checkpoint,
 )
 from megatron_policy.convert.planned import ConversionPlan, PlannedTensor
-from megatron_policy.convert.target import Target, hf_target, mcore_target, peft_target
+from megatron_policy.convert.target import Target, hf_target, mcore_target
 from megatron_policy.convert.training_checkpoint import is_saved, state_of_adapters
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.files.raw_files import RawFiles
-from megatron_policy.converters.formats.dequantising import QuantisedTensor
 from megatron_policy.converters.formats.hf_config import in_kind, written_config
 from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.table import WEIGHT_DTYPES, Table
+from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import ConfigError
 from megatron_policy.formats.tensors import Info
 
 DEFAULT_MAX_MEMORY = 2 * 2**30
 DEFAULT_MAX_SHARD_SIZE = 5 * 10**9
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}
+_DTYPES = {name_dtype(dtype): dtype for dtype in WEIGHT_DTYPES}
 _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -57,7 +57,7 @@ class Prepared:
 
 
 @contextmanager
-def prepared(
+def prepare(
     source: str | Path,
     destination: str | Path,
     to: str,
@@ -93,17 +93,18 @@ def prepared(
         _check_apart(checkpoint.root, Path(destination))
         table = _bound(checkpoint)
         kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}
-        names = _written_names(checkpoint, table, to)
+        # Megatron-Core has each tensor once; copies of the embedding and the head are left out.
+        entries = table.exported() if to == MCORE else table.sent(checkpoint.infos)
+        names = dict.fromkeys(name for entry in entries for name in entry.hf)
         infos = {
             name: Info(info.dtype if name in kept else cast_to or info.dtype, info.shape)
             for name, info in checkpoint.infos.items()
             if name in names
         }
-        ordered = {name: infos[name] for name in names}
-        target = _target(checkpoint, table, ordered, to, writer, max_shard_size)
+        in_order = {name: infos[name] for name in names}
+        target = _plan_target(checkpoint, table, in_order, to, writer, max_shard_size)
         blocks = {
-            name: _blocks(name, info, checkpoint, target, max_memory)
-            for name, info in infos.items()
+            name: _cut(name, info, checkpoint, target, max_memory) for name, info in infos.items()
         }
         yield Prepared(
             _plan(checkpoint, destination, to, table, target, infos, blocks),
@@ -132,7 +133,7 @@ def plan_conversion(
 ) -> ConversionPlan:
     """What `convert` would do with these arguments; same errors, but writes nothing."""
     given = (to, dtype, max_memory, max_shard_size, config, base, merge, hf_config_overrides)
-    with prepared(source, destination, *given) as ready:
+    with prepare(source, destination, *given) as ready:
         return ready.plan
 
 
@@ -179,33 +180,6 @@ def _check_apart(source: Path, destination: Path) -> None:
         raise ConfigError(f"{destination} is inside {source}, or contains it: choose another")
 
 
-def _target(
-    checkpoint: OpenCheckpoint,
-    table: Table,
-    infos: Mapping[str, Info],
-    to: str,
-    writer: RawFiles,
-    max_shard_size: int,
-) -> Target:
-    spec = checkpoint.spec
-    if to == HF:
-        if spec is not None:
-            return peft_target(infos, writer)
-        return hf_target(infos, writer, max_shard_size)
-    state: dict[str, Any] = {}
-    if spec is not None:
-        state = state_of_adapters(spec, table, infos, checkpoint.step or 0)
-    return mcore_target(table, infos, writer, max_shard_size, state)
-
-
-def _written_names(checkpoint: OpenCheckpoint, table: Table, to: str) -> tuple[str, ...]:
-    """The HF tensors that are written, in order: a Megatron-Core checkpoint has each once, without
-    the copies that layers for multi-token prediction have of the embedding and the head.
-    """
-    entries = table.exported() if to == MCORE else table.sent(checkpoint.infos)
-    return tuple(dict.fromkeys(name for entry in entries for name in entry.hf))
-
-
 def _bound(checkpoint: OpenCheckpoint) -> Table:
     """The source's table; ConversionError unless the source is a model of it."""
     table = checkpoint.table
@@ -218,7 +192,24 @@ def _bound(checkpoint: OpenCheckpoint) -> Table:
     return table
 
 
-def _blocks(
+def _plan_target(
+    checkpoint: OpenCheckpoint,
+    table: Table,
+    infos: Mapping[str, Info],
+    to: str,
+    writer: RawFiles,
+    max_shard_size: int,
+) -> Target:
+    spec = checkpoint.spec
+    if to == HF:
+        return hf_target(infos, writer, max_shard_size, adapters=spec is not None)
+    if spec is None:
+        return mcore_target(table, infos, writer, max_shard_size)
+    ours = state_of_adapters(spec, table, infos)
+    return mcore_target(table, infos, writer, max_shard_size, checkpoint.step or 0, ours)
+
+
+def _cut(
     name: str, written: Info, checkpoint: OpenCheckpoint, target: Target, max_memory: int
 ) -> Blocks:
     read = checkpoint.infos[name]
@@ -238,7 +229,13 @@ def _plan(
     infos: Mapping[str, Info],
     blocks: Mapping[str, Blocks],
 ) -> ConversionPlan:
-    keys = _keys_by_tensor(table, checkpoint.keys or target.keys)
+    known = checkpoint.keys or target.keys
+    keys: dict[str, dict[str, None]] = {}
+    for entry in table.sent(table.ignored):
+        for name in entry.hf:
+            if entry.megatron in known:  # of a model that is merged there are none
+                keys.setdefault(name, {})[known[entry.megatron]] = None
+    stored = [checkpoint.quantised[name] for name in infos if name in checkpoint.quantised]
     return ConversionPlan(
         source=checkpoint.root,
         destination=Path(destination),
@@ -246,7 +243,7 @@ def _plan(
         family=table.family,
         tensors=tuple(
             PlannedTensor(
-                name, info.shape, checkpoint.infos[name].dtype, info.dtype, keys.get(name, ())
+                name, info.shape, checkpoint.infos[name].dtype, info.dtype, (*keys.get(name, ()),)
             )
             for name, info in infos.items()
         ),
@@ -262,27 +259,10 @@ def _plan(
         bytes_written=sum(target.sizes.values()) + sum(map(len, target.small.values())),
         buffer_bytes=max(block.nbytes for block in blocks.values()),
         has_digests=checkpoint.manifest is not None or is_saved(checkpoint.root),
-        dequantised=_dequantised(
-            [checkpoint.quantised[n] for n in infos if n in checkpoint.quantised]
-        ),
+        dequantised=f"{len(stored)} tensors from {stored[0].scheme} to bfloat16" if stored else "",
         adapters=describe_adapters(checkpoint),
         resumed_with=name_keys(checkpoint) if to == MCORE else "",
     )
-
-
-def _dequantised(tensors: Sequence[QuantisedTensor]) -> str:
-    if not tensors:
-        return ""
-    return f"{len(tensors)} tensors from {tensors[0].scheme} to bfloat16"
-
-
-def _keys_by_tensor(table: Table, keys: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, dict[str, None]] = {}
-    for entry in table.sent(table.ignored):
-        for name in entry.hf:
-            if entry.megatron in keys:  # of a model that is merged there are none
-                found.setdefault(name, {})[keys[entry.megatron]] = None
-    return {name: tuple(held) for name, held in found.items()}
 
 
 def side_path(name: str, to: str) -> str:

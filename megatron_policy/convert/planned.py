@@ -11,6 +11,7 @@ import torch
 
 from megatron_policy.convert.open_checkpoint import HF, MCORE
 from megatron_policy.converters.config_fields.quantisation import SECTION
+from megatron_policy.dtypes import name_dtype
 from megatron_policy.estimate.sizes import show_size
 
 SHOWN_NAMES = 3
@@ -89,7 +90,7 @@ class ConversionPlan:
                 name,
                 len(of),
                 sum(each.nbytes for each in of),
-                tuple(dict.fromkeys(short(each.dtype) for each in of)),
+                tuple(dict.fromkeys(name_dtype(each.dtype) for each in of)),
             )
             for name, of in found.items()
         )
@@ -105,53 +106,37 @@ class ConversionPlan:
             if self.has_digests
             else "the source has no digests to compare them with"
         )
-        yield from _files(self.bytes_written, self.files)
+        first, last = self.files[0][0], self.files[-1][0]
+        written = f"writes {show_size(self.bytes_written)}, tensors in "
+        if len(self.files) == 1:
+            yield f"{written}{first}"
+        else:
+            largest = show_size(max(size for _, size in self.files))
+            yield f"{written}{len(self.files)} files of at most {largest}"
+            yield f"  {first} to {last}"
         yield f"{len(self.side_files)} other files: {_some(self.side_files) or 'none'}"
-        yield f"{self._cast()}; uses a buffer of {show_size(self.buffer_bytes)}"
+        casts = [(name_dtype(t.source_dtype), name_dtype(t.dtype)) for t in self.tensors]
+        casts = [(old, new) for old, new in casts if old != new]
+        kinds = ", ".join(dict.fromkeys(f"{old} to {new}" for old, new in casts))
+        cast = f"casts {len(casts)} tensors from {kinds}" if casts else "casts no tensor"
+        yield f"{cast}; uses a buffer of {show_size(self.buffer_bytes)}"
         if self.dequantised:
             yield f"dequantises {self.dequantised}; config.json loses its {SECTION}"
         if self.dropped:
             yield f"leaves out {len(self.dropped)} tensors: {_some(self.dropped)}"
-        yield from self._table()
-        if tensors:
-            yield from self._list()
-
-    def _cast(self) -> str:
-        casts = [(short(t.source_dtype), short(t.dtype)) for t in self.tensors]
-        kinds = dict.fromkeys(f"{old} to {new}" for old, new in casts if old != new)
-        count = sum(old != new for old, new in casts)
-        return f"casts {count} tensors from {', '.join(kinds)}" if kinds else "casts no tensor"
-
-    def _table(self) -> Iterator[str]:
-        kinds = self.kinds
-        width = max(len(kind.name) for kind in kinds)
+        width = max(len(kind.name) for kind in self.kinds)
         yield f"{'what is written':{width + 2}}  tensors     size  dtype"
-        for kind in kinds:
+        for kind in self.kinds:
             size, dtypes = show_size(kind.nbytes), ", ".join(kind.dtypes)
             yield f"  {kind.name:{width}}  {kind.tensors:7}  {size:>7}  {dtypes}"
-
-    def _list(self) -> Iterator[str]:
-        for file, size in self.files:
-            yield f"file {file}: {size:,} bytes"
+        if not tensors:
+            return
+        for file, nbytes in self.files:
+            yield f"file {file}: {nbytes:,} bytes"
         for tensor in self.tensors:
-            to = "" if tensor.dtype == tensor.source_dtype else f" -> {short(tensor.dtype)}"
+            to = "" if tensor.dtype == tensor.source_dtype else f" -> {name_dtype(tensor.dtype)}"
             keys = f": {', '.join(tensor.keys)}" if tensor.keys else ""
-            yield f"{tensor.name} {list(tensor.shape)} {short(tensor.source_dtype)}{to}{keys}"
-
-
-def short(dtype: torch.dtype) -> str:
-    """The dtype's name without its module."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _files(written: int, files: Sequence[tuple[str, int]]) -> Iterator[str]:
-    first, last = files[0][0], files[-1][0]
-    if len(files) == 1:
-        yield f"writes {show_size(written)}, tensors in {first}"
-        return
-    largest = show_size(max(size for _, size in files))
-    yield f"writes {show_size(written)}, tensors in {len(files)} files of at most {largest}"
-    yield f"  {first} to {last}"
+            yield f"{tensor.name} {list(tensor.shape)} {name_dtype(tensor.source_dtype)}{to}{keys}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_policy.adapters.peft_files import ADAPTER_MODEL
+from megatron_policy.checkpoint.common_state import compose
 from megatron_policy.convert.open_checkpoint import Extents
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_keys import extra_states, written
@@ -29,7 +31,7 @@ from megatron_policy.converters.formats.hf_writing import index_of
 from megatron_policy.converters.formats.safetensors_format import encode
 from megatron_policy.converters.formats.stored import Stored
 from megatron_policy.converters.rows.shards import unpadded_shape
-from megatron_policy.converters.table import Entry, Table
+from megatron_policy.converters.table import Table
 from megatron_policy.formats.tensors import (
     FileTensors,
     Info,
@@ -37,7 +39,7 @@ from megatron_policy.formats.tensors import (
     Tensors,
     shares_of,
 )
-from megatron_policy.refit.file_plan import ExportFile, ExportPlan, plan_export
+from megatron_policy.refit.hf_directory import ExportFile, ExportPlan, plan_export
 from megatron_policy.refit.plan import RefitTensor
 
 
@@ -59,29 +61,26 @@ class Target:
     """Its records."""
 
 
-def peft_target(infos: Mapping[str, Info], files: RawFiles) -> Target:
-    """The one file of adapters, whatever its size: PEFT reads no others."""
-    tensors = tuple(RefitTensor(name, info.shape, info.dtype) for name, info in infos.items())
-    return _safetensors(ExportPlan((ExportFile(ADAPTER_MODEL, 0, 0, tensors),)), files, {})
-
-
-def hf_target(infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int) -> Target:
-    """Safetensors of these tensors, in this order, with an index if there are several files."""
-    plan = plan_export(
-        [RefitTensor(name, info.shape, info.dtype) for name, info in infos.items()],
-        max_file_bytes,
-    )
-    index = index_of(plan.weight_map, plan.total_bytes)
-    return _safetensors(plan, files, {} if index is None else {INDEX: index})
-
-
-def _safetensors(plan: ExportPlan, files: RawFiles, small: Mapping[str, bytes]) -> Target:
+def hf_target(
+    infos: Mapping[str, Info], files: RawFiles, max_file_bytes: int, *, adapters: bool
+) -> Target:
+    """Safetensors of these tensors, in this order, with an index if there are several files. Of
+    adapters it is one file, whatever its size: PEFT reads no others.
+    """
+    tensors = [RefitTensor(name, info.shape, info.dtype) for name, info in infos.items()]
+    small: dict[str, bytes] = {}
+    if adapters:
+        plan = ExportPlan((ExportFile(ADAPTER_MODEL, 0, 0, tuple(tensors)),))
+    else:
+        plan = plan_export(tensors, max_file_bytes)
+        if index := index_of(plan.weight_map, plan.total_bytes):
+            small[INDEX] = index
     stored: dict[str, Stored] = {}
     sizes, framing = {}, []
     extents: dict[Path, list[tuple[int, int]]] = {}
     for file in plan.files:
         path = Path(file.name)
-        header, places = encode({t.name: (t.dtype, t.shape) for t in file.tensors})
+        header, places = encode(file.inventory)
         framing.append((path, 0, header))
         sizes[path] = max((at.end for at in places.values()), default=len(header))
         for name, at in places.items():
@@ -95,56 +94,38 @@ def mcore_target(
     infos: Mapping[str, Info],
     files: RawFiles,
     max_file_bytes: int,
-    state: Mapping[str, Any],
+    step: int = 0,
+    ours: Mapping[str, Any] | None = None,
 ) -> Target:
-    """A sharded checkpoint of these HF tensors, with the objects that Megatron-Core asks for;
-    `state` is added to its common state.
+    """A sharded checkpoint of these HF tensors, with the objects that Megatron-Core asks for; of a
+    training checkpoint after that step also with `ours`, see `common_state.compose`.
     """
     arch, entries = table.architecture, table.exported()
-    dtypes = _dtypes(table, infos)
-    parameters: list[Parameter] = []
-    counts: dict[str, int] = {}
+    places = {entry.megatron: written(entry, arch) for entry in entries}
+    # The dtype of each key represents all its tensors without loss.
+    dtypes: dict[str, torch.dtype] = {}
     for entry in entries:
-        shape = unpadded_shape(entry.row, arch)
-        places = written(entry, arch)
-        parameters += [Parameter(place, dtypes[place.key], shape) for place in places]
-        counts[entry.megatron] = len(places)
+        for place in places[entry.megatron]:
+            own = [infos[name].dtype for name in entry.hf]
+            dtypes[place.key] = reduce(torch.promote_types, own, dtypes.get(place.key, own[0]))
+    parameters = [
+        Parameter(place, dtypes[place.key], unpadded_shape(entry.row, arch))
+        for entry in entries
+        for place in places[entry.megatron]
+    ]
     layout = lay_out(parameters, extra_states(table), max_file_bytes)
     following = iter(layout.stored)
-    stored = {name: tuple(next(following) for _ in range(count)) for name, count in counts.items()}
+    stored = {name: tuple(islice(following, len(own))) for name, own in places.items()}
     extents: dict[Path, list[tuple[int, int]]] = {}
     for first_place, *_ in stored.values():
         for path, begin, end in first_place.extents():
             extents.setdefault(path, []).append((begin, end))
-    common = {
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-        "content_metadata": {
-            "singleton_local_shards": False,
-            "non_homogeneous_layers": not arch.uniform_layers,
-        },
-        **state,
-    }
     return Target(
         ParameterTensors(shares_of(entries, arch, stored), files),
         layout.sizes,
         extents,
         tuple(framing_of(layout)),
-        small_files(layout, common),
-        {entry.megatron: written(entry, arch)[0].key for entry in entries},
+        small_files(layout, compose(arch, step, ours)),
+        {name: own[0].key for name, own in places.items()},
         layout,
     )
-
-
-def _dtypes(table: Table, infos: Mapping[str, Info]) -> dict[str, torch.dtype]:
-    """The dtype of each key: one that represents all its tensors without loss."""
-    held: dict[str, list[Entry]] = {}
-    for entry in table.exported():
-        for place in written(entry, table.architecture):
-            held.setdefault(place.key, []).append(entry)
-    return {
-        key: reduce(
-            torch.promote_types, {infos[name].dtype for entry in entries for name in entry.hf}
-        )
-        for key, entries in held.items()
-    }

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from megatron_policy.adapters.table import AdapterSpec
-from megatron_policy.checkpoint import common_state, fingerprint, manifest, tracker, verifying
-from megatron_policy.checkpoint.manifest import ByteRange, CheckpointManifest, dtype_name
-from megatron_policy.checkpoint.saving import layout_of
+from megatron_policy.checkpoint import common_state, manifest, tracker, verifying
+from megatron_policy.checkpoint.manifest import ByteRange, CheckpointManifest
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_writing import DistLayout
 from megatron_policy.converters.table import Table
+from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import CheckpointError, ConversionError
-from megatron_policy.formats.digests import STEP, Digest
+from megatron_policy.formats.digests import digest_spans
 from megatron_policy.formats.tensors import Info
 from megatron_policy.parallel.topology import Topology
 
@@ -65,16 +65,15 @@ def check_bytes(root: Path) -> None:
         raise ConversionError(str(error)) from error
 
 
-def state_of_adapters(
-    spec: AdapterSpec, table: Table, infos: Mapping[str, Info], step: int
-) -> dict[str, Any]:
-    """The common state of a training checkpoint of adapters alone, as a policy writes it."""
-    ours = {
+def state_of_adapters(spec: AdapterSpec, table: Table, infos: Mapping[str, Info]) -> dict[str, Any]:
+    """Our entry in the common state of a training checkpoint of adapters alone, as a policy writes
+    it.
+    """
+    return {
         "host_data": {},
         "adapters_of": spec.identity(table),
-        "source_dtypes": {name: dtype_name(info.dtype) for name, info in infos.items()},
+        "source_dtypes": {name: name_dtype(info.dtype) for name, info in infos.items()},
     }
-    return {"iteration": step, common_state.OURS: ours}
 
 
 def encoded_manifest(
@@ -91,7 +90,8 @@ def encoded_manifest(
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     records: defaultdict[str, list[ByteRange]] = defaultdict(list)
     for record in layout.records:
-        digest = _digest(writer, record.path, record.offset, record.length)
+        span = record.offset, record.offset + record.length
+        digest = digest_spans(writer, record.path, [span])
         records[record.path.as_posix()].append(ByteRange(record.offset, record.length, digest))
         if record.dtype is not None:
             tensors[record.key] = (record.dtype, layout.shapes[record.key])
@@ -100,19 +100,9 @@ def encoded_manifest(
         step=step,
         contains=(manifest.WEIGHTS,),
         optimizer_elsewhere=False,
-        versions=fingerprint.current_versions(),
-        layout=layout_of(Topology()),
-        family=table.family,
-        config=fingerprint.digest_of(table.architecture),
+        **manifest.identify(table, Topology()),
         tensors=tensors,
         records={name: tuple(ranges) for name, ranges in records.items()},
         files={name: each for name, each in files.items() if name not in records},
         overrides=spec.overrides,
-    ).encoded()
-
-
-def _digest(files: RawFiles, path: Path, offset: int, length: int) -> str:
-    digest = Digest()
-    for at in range(offset, offset + length, STEP):
-        digest.update(files.read_bytes(path, at, min(STEP, offset + length - at)))
-    return digest.text()
+    ).encode()

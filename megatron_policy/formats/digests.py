@@ -38,31 +38,38 @@ class Digest:
         return self._state.hexdigest()
 
 
-def of_bytes(content: bytes) -> str:
+def digest_bytes(content: bytes) -> str:
     """The digest of these bytes."""
     return xxhash.xxh3_64_hexdigest(content)
 
 
-def sealed(text: bytes) -> bytes:
+def seal(text: bytes) -> bytes:
     """The text with its first `UNSEALED` replaced by a digest of the whole text."""
-    return text.replace(UNSEALED.encode(), of_bytes(text).encode(), 1)
+    return text.replace(UNSEALED.encode(), digest_bytes(text).encode(), 1)
 
 
 def is_sealed(text: bytes, stated: str) -> bool:
-    """Whether `stated`, the digest in the text, is the one that `sealed` put there."""
-    return of_bytes(text.replace(stated.encode(), UNSEALED.encode(), 1)) == stated
+    """Whether `stated`, the digest in the text, is the one that `seal` put there."""
+    return digest_bytes(text.replace(stated.encode(), UNSEALED.encode(), 1)) == stated
 
 
-def of_file(files: RawFiles, path: Path, size: int, extents: Iterable[tuple[int, int]] = ()) -> str:
+def digest_file(
+    files: RawFiles, path: Path, size: int, extents: Iterable[tuple[int, int]] = ()
+) -> str:
     """The digest of a file's bytes outside the tensors' `extents`, (first, end) each."""
+    return digest_spans(files, path, _gaps(size, sorted(extents)))
+
+
+def digest_spans(files: RawFiles, path: Path, spans: Iterable[tuple[int, int]]) -> str:
+    """The digest of those bytes of a file, (first, end) each."""
     digest = Digest()
-    for begin, end in _gaps(size, sorted(extents)):
+    for begin, end in spans:
         for offset in range(begin, end, STEP):
             digest.update(files.read_bytes(path, offset, min(STEP, end - offset)))
     return digest.text()
 
 
-def size_of(path: Path) -> int:
+def find_size(path: Path) -> int:
     """Size of a file in bytes; ConversionError if it cannot be read."""
     try:
         return os.stat(path).st_size

@@ -9,10 +9,12 @@ from typing import Any
 
 from megatron_policy.converters.files import contained, strict_json
 from megatron_policy.converters.formats.hf_names import MANIFEST
+from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import ConversionError
-from megatron_policy.formats.digests import UNSEALED, is_sealed, sealed
+from megatron_policy.formats.digests import UNSEALED, is_sealed, seal
 from megatron_policy.formats.manifest_values import count, entries, form, inside, text, xxh3
 from megatron_policy.formats.tensors import Info
+from megatron_policy.version import VERSION
 
 FORMAT = 1
 MAX_BYTES = 2**30
@@ -36,7 +38,7 @@ class DirectoryManifest:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the model's config.json that were given other values in training."""
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """The content of the file; its first value is a digest of the rest."""
         content = {
             "digest": UNSEALED,
@@ -47,18 +49,38 @@ class DirectoryManifest:
             **({OVERRIDES: dict(self.overrides)} if self.overrides else {}),
             "files": dict(self.files),
             "tensors": {
-                name: [str(info.dtype).removeprefix("torch."), list(info.shape), digest]
+                name: [name_dtype(info.dtype), list(info.shape), digest]
                 for name, (info, digest) in self.tensors.items()
             },
         }
-        return sealed(strict_json.encoded(content, indent=1))
+        return seal(strict_json.encoded(content, indent=1))
+
+
+def describe_origin(
+    direction: str,
+    source: Mapping[str, Any],
+    family: str,
+    config: Any,
+    adapters: str | None = None,
+) -> dict[str, Any]:
+    """The origin of a directory: this package has written it in that `direction` from `source`, of
+    a model of that family and config, with `adapters` merged, if any were.
+    """
+    return {
+        "package": f"megatron-policy {VERSION}",
+        "direction": direction,
+        "source": source,
+        **({} if adapters is None else {"adapters": adapters}),
+        "family": family,
+        "config": config,
+    }
 
 
 def read_manifest(root: Path) -> DirectoryManifest | None:
     """The manifest of a checkpoint, None if it has none; ConversionError if it is damaged."""
     path = root / MANIFEST
     try:
-        content = _unsealed(contained.read(contained.inside(root, MANIFEST), MAX_BYTES))
+        content = _unseal(contained.read(contained.inside(root, MANIFEST), MAX_BYTES))
         return DirectoryManifest(
             {name: _tensor(*entry) for name, entry in entries(content, "tensors")},
             {inside(root, name): xxh3(stated) for name, stated in entries(content, "files")},
@@ -82,7 +104,7 @@ def _damaged(path: Path, what: object) -> ConversionError:
     )
 
 
-def _unsealed(content_bytes: bytes) -> dict[str, Any]:
+def _unseal(content_bytes: bytes) -> dict[str, Any]:
     content = strict_json.parse(content_bytes, finite=False)  # a model's config may have infinities
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")

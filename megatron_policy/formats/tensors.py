@@ -71,14 +71,12 @@ class FileTensors:
         self.stored, self._files, self._quantised = stored, files, quantised
 
     def read(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
-        """See `Tensors.read`."""
         if name in self._quantised:
             self._quantised[name].read(first, values, self._fetch)
         else:
             _move(self._files.read, self.stored[name], first, values)
 
     def write(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
-        """See `Tensors.write`."""
         _move(self._files.write, self.stored[name], first, values)
 
     def scratch(self, name: str, dtype: torch.dtype) -> int:
@@ -116,7 +114,6 @@ class ParameterTensors:
         self._shares, self._files = shares, files
 
     def read(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
-        """See `Tensors.read`."""
         found = 0
         for (stored, *_), piece in self._pieces(name, first, first + values.numel()):
             found += piece.elements
@@ -133,7 +130,6 @@ class ParameterTensors:
         assert found == values.numel(), f"{name}: {found} of {values.numel()} elements"
 
     def write(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
-        """See `Tensors.write`."""
         for places, piece in self._pieces(name, first, first + values.numel()):
             for stored in places:
                 if piece.is_plain and stored.dtype == values.dtype:
@@ -148,7 +144,6 @@ class ParameterTensors:
                     done += length
 
     def scratch(self, name: str, dtype: torch.dtype) -> int:
-        """See `Tensors.scratch`."""
         return max(
             0 if share.block.is_plain and stored.dtype == dtype else stored.dtype.itemsize
             for share in self._shares[name]

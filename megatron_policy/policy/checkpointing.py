@@ -162,11 +162,11 @@ class Checkpoints:
         found = loader.find(weights, optimizer, moments=moments, fresh=fresh_optimizer)
         loader.verify(found)
         state = self._session.state
-        with loader.opened(partial(self._look_up, found)) as (plan, rest):
+        with loader.open(partial(self._look_up, found)) as (plan, rest):
             state.begin_load(str(found.root))  # unusable until all of it has succeeded
             loader.under.run_together("read", lambda: self._fill(plan))
             report = loader.under.run_together(
-                "restored", lambda: self._contents.restored(found, rest)
+                "restored", lambda: self._contents.restore(found, rest)
             )
             state.end_load()
             state.steps = report.step
@@ -203,7 +203,7 @@ class Checkpoints:
         self._contents.check_kind(found)
         held = self._contents.held(with_states=found.optimizer is not None)
         plan = LoadPlan(found, files, self._saved.table, self._engine.place, held)
-        return plan, self._contents.examined(found, plan)
+        return plan, self._contents.examine(found, plan)
 
     def _fill(self, plan: LoadPlan) -> None:
         plan.fill()

@@ -69,7 +69,7 @@ class Session:
                 source_dtypes=source_dtypes,
             )
             self._reference = reference_of(config, self.engine, wanted=init_reference_model)
-            self.exporter = Exporter(
+            self.exporter = Exporter.of(
                 self.engine,
                 timeout_s=config.refit_timeout_s,
                 bucket_bytes=config.refit_bucket_bytes,
@@ -129,7 +129,7 @@ class Session:
         `lost_a_rank`.
         """
         if self._open and not lost_a_rank and sys.exc_info()[0] is None:
-            self.exporter.leave()
+            self.exporter.ranks.leave()
 
     def close(self) -> None:
         """Leave the process groups. A second call does nothing, so that a policy made in between
@@ -140,7 +140,7 @@ class Session:
         self._open = False
         self.state.close()
         if hasattr(self, "exporter"):  # missing after a failed start
-            self.exporter.close()
+            self.exporter.ranks.close()
         if hasattr(self, "engine"):
             self.engine.close()
         if self._owns_process_group:

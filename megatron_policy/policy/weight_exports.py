@@ -12,10 +12,14 @@ from megatron_policy.memory.states import SEND_WEIGHTS
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.policy.session import Session
 from megatron_policy.refit.delivery import Transport, deliver
-from megatron_policy.refit.exporter import tensors
+from megatron_policy.refit.exporter import stream_tensors
 from megatron_policy.refit.manifest import RefitManifest
-from megatron_policy.refit.transports.disk import DEFAULT_MAX_SHARD_BYTES, export_checkpoint
-from megatron_policy.refit.transports.peft import export_adapters
+from megatron_policy.refit.transports.disk import (
+    DEFAULT_MAX_SHARD_BYTES,
+    HfDirectory,
+    export_directory,
+)
+from megatron_policy.refit.transports.peft import PeftDirectory
 
 
 class WeightExports:
@@ -38,14 +42,8 @@ class WeightExports:
         """
         self._session.memory.ready("export_hf()", SEND_WEIGHTS)
         source = self._config.model_name
-        export_checkpoint(
-            path,
-            self._session.exporter,
-            source,
-            self._session.state.steps,
-            max_shard_bytes,
-            overwrite,
-        )
+        transport = HfDirectory(path, source, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+        export_directory(transport, self._session.exporter, self._session.state.steps)
 
     def export_peft(self, path: str | PathLike[str], *, overwrite: bool = False) -> None:
         """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads. It
@@ -54,8 +52,10 @@ class WeightExports:
         write.
         """
         self._session.memory.ready("export_peft()", SEND_WEIGHTS)
-        self._session.exporter.plan(adapters=True)  # refuses before any rank begins
-        export_adapters(path, self._session.exporter, self._session.state.steps, overwrite)
+        exporter = self._session.exporter.select(adapters=True)
+        export_directory(
+            PeftDirectory(path, overwrite=overwrite), exporter, self._session.state.steps
+        )
 
     def export(
         self, dtype: torch.dtype | None = None, *, adapters: bool = False
@@ -65,9 +65,8 @@ class WeightExports:
         Iterate to the end: the other ranks do.
         """
         self._session.memory.ready("export()", SEND_WEIGHTS)
-        stream = tensors(
-            self._session.exporter, self._session.exporter.plan(dtype=dtype, adapters=adapters)
-        )
+        exporter = self._session.exporter.select(adapters=adapters)
+        stream = stream_tensors(exporter, exporter.plan(dtype=dtype))
         return self._session.memory.during("export()", SEND_WEIGHTS, stream)
 
     def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:
@@ -78,7 +77,7 @@ class WeightExports:
         """
         self._session.memory.ready("refit()", SEND_WEIGHTS)
         sent = deliver(
-            self._session.exporter, transport, self._session.state.steps, adapters=adapters
+            self._session.exporter.select(adapters=adapters), transport, self._session.state.steps
         )
         self._metrics.sent(sent)
         return sent

@@ -12,7 +12,7 @@ ALIGNMENT = 512
 """Bytes. Tensors start at multiples of it in packed buffers, as the host's receivers expect."""
 
 
-def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+def align(nbytes: int, alignment: int = ALIGNMENT) -> int:
     """`nbytes` rounded up."""
     return -(-nbytes // alignment) * alignment
 
@@ -28,7 +28,7 @@ class Buffer:
     @classmethod
     def on(cls, device: torch.device, nbytes: int) -> Buffer:
         """A new, uninitialised buffer whose size is a multiple of every dtype's."""
-        return cls(torch.empty(aligned(nbytes), dtype=torch.uint8, device=device))
+        return cls(torch.empty(align(nbytes), dtype=torch.uint8, device=device))
 
     def typed(self, dtype: torch.dtype) -> Tensor:
         """The whole buffer as flat elements of `dtype`; always the same tensor."""

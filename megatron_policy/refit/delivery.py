@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import time
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.digest import Digests, algorithm_for
-from megatron_policy.refit.manifest import Form, RefitManifest, sent_tensors
+from megatron_policy.refit.manifest import Form, RefitManifest, with_digests
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
@@ -58,19 +58,12 @@ class Transport(Protocol):
         """This rank's end; None if it only helps to gather. May raise."""
 
 
-def deliver(
-    exporter: Exporter, transport: Transport, step: int, *, adapters: bool = False
-) -> RefitManifest:
-    """Send all weights, as they are after `step` optimizer steps, or the `adapters` alone; return
-    what this rank has sent, and how long it took.
+def deliver(exporter: Exporter, transport: Transport, step: int) -> RefitManifest:
+    """Send what the exporter exports, as it is after `step` optimizer steps; return what this rank
+    has sent, and how long it took.
 
     Collective over all ranks. RefitError on all of them if any failed; the policy is unharmed.
     """
-    with exporter.handing_over(adapters=True) if adapters else nullcontext():
-        return _delivered(exporter, transport, step)
-
-
-def _delivered(exporter: Exporter, transport: Transport, step: int) -> RefitManifest:
     began = time.perf_counter()
     exporter.begin()
     plan = transport.plan(exporter)
@@ -93,59 +86,45 @@ class _Delivery:
         self.failure: Exception | None = None
         self._session: TransportSession | None = None
         self._forms: dict[str, Form] = {}
-        self._digests, self._model = Digests(algorithm_for(exporter.probe)), exporter.served()
+        self._digests, self._model = Digests(algorithm_for(exporter.probe)), exporter.served_model
         if plan is not None:
-            with self._attempt():
+            with self._attempting():
                 self._session = transport.open(exporter, plan)
 
     def place(self, tensor: RefitTensor) -> BufferSlice | None:
         target: BufferSlice | None = None
         if self._session is not None and self.failure is None:
-            with self._attempt():
+            with self._attempting():
                 target = self._session.place(tensor)
         return target
 
     def filled(self, tensor: RefitTensor, target: BufferSlice | None) -> None:
         if target is None or self._session is None or self.failure is not None:
             return
-        with self._attempt():
+        with self._attempting():
             self._forms[tensor.name] = tensor.shape, tensor.dtype
             self._digests.add(tensor.name, target.bytes(tensor.nbytes))
             self._session.filled(tensor, target)
 
     def finish(self, step: int) -> None:
         if self._session is not None and self.failure is None:
-            with self._attempt():
+            with self._attempting():
                 self._session.finish(self.manifest(step))
 
     def close(self) -> None:
         if self._session is not None:
-            with self._attempt():
+            with self._attempting():
                 self._session.close()
 
     def manifest(self, step: int) -> RefitManifest:
-        sent = sent_tensors(self._forms, self._digests.read())
+        sent = with_digests(self._forms, self._digests.read())
         return RefitManifest(step, self._digests.algorithm, sent, self._model)
 
-    def _attempt(self) -> _Attempt:
-        return _Attempt(self)
-
-
-class _Attempt:
-    """Records the first exception of its body instead of letting it end this rank's part."""
-
-    def __init__(self, delivery: _Delivery) -> None:
-        self._delivery = delivery
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        traceback.clear_frames(trace)  # they would keep the released memory alive
-        if self._delivery.failure is None:
-            self._delivery.failure = error
-        return True
+    @contextmanager
+    def _attempting(self) -> Iterator[None]:
+        """Record the first exception of the body instead of letting it end this rank's part."""
+        try:
+            yield
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # would keep the released memory alive
+            self.failure = self.failure or error

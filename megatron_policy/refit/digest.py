@@ -83,7 +83,11 @@ class _Sums:
         count = flat_bytes.numel()
         self._names.append((name, count))
         whole = count // 8 * 8
-        words = _aligned(flat_bytes[:whole]).view(torch.int64)
+        words = flat_bytes[:whole]
+        # An empty tensor has no address, whatever its offset.
+        if words.data_ptr() % 8 or words.storage_offset() % 8:
+            words = words.clone()  # aligned, so that it can be read as words
+        words = words.view(torch.int64)
         for first in range(0, words.numel(), _STEP):
             step = words[first : first + _STEP]
             total += (step * self._keys_from(first, step.numel())).sum()
@@ -102,38 +106,26 @@ class _Sums:
         """The digests; the host waits once."""
         rows = torch.cat(self._blocks)[: len(self._names)].tolist()
         return {
-            name: (total + _mixed(rest + count)) & _MASK
+            name: (total + _mix(rest + count)) & _MASK
             for (name, count), (total, rest) in zip(self._names, rows, strict=True)
         }
-
-
-def _aligned(flat_bytes: Tensor) -> Tensor:
-    """The bytes, aligned so that they can be read as words."""
-    # An empty tensor has no address, whatever its offset.
-    aligned = flat_bytes.data_ptr() % 8 == 0 and flat_bytes.storage_offset() % 8 == 0
-    return flat_bytes if aligned else flat_bytes.clone()
 
 
 def _keys(first: int, count: int, where: torch.device) -> Tensor:
     """Odd int64 keys of positions from `first` on (splitmix64, wrapping around)."""
     state = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=where)
-    state *= _signed(_GAMMA)
+    state *= _to_signed(_GAMMA)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
-        state ^= _shifted(state, shift)
-        state *= _signed(factor)
+        state ^= (state >> shift) & ((1 << (64 - shift)) - 1)  # a logical shift
+        state *= _to_signed(factor)
     return state.bitwise_or_(1)
 
 
-def _shifted(state: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mixed(value: int) -> int:
+def _mix(value: int) -> int:
     value &= _MASK
     value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
     return ((value ^ (value >> 27)) * _MIX_2) & _MASK
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value

@@ -1,83 +1,84 @@
-"""One policy's end of every refit: plans, the stream of its weights, agreement between ranks."""
+"""One policy's end of every refit: plans, and the stream of its weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
-from megatron_policy.coordination.operation import REFITS, Coordinator
-from megatron_policy.coordination.process_group import ProcessGroups
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
-from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.parallel.topology import Coords, Topology
+from megatron_policy.errors import ConfigError
+from megatron_policy.interfaces.engine import Adapters, TrainingEngine
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.export import Filled, Place, Sources, stream_alone
 from megatron_policy.refit.manifest import ServedModel
 from megatron_policy.refit.plan import RefitPlan, RefitTensor
 from megatron_policy.refit.planning import RefitModel, plan_refit
-from megatron_policy.refit.rounds import rounds_of, stream_together
-
-if TYPE_CHECKING:
-    from megatron_policy.interfaces.engine import Adapters, TrainingEngine
+from megatron_policy.refit.ranks import RefitRanks
+from megatron_policy.refit.rounds import make_rounds, stream_together
+from megatron_policy.refit.sources import Filled, Place, Sources, stream_alone
 
 _KEPT_PLANS = 64
 
 
 class Exporter:
-    """A rank's weights as whole Hugging Face tensors; every rank of the policy has one.
-
-    Collectives use its own groups, made at their first use. If one of them fails, all ranks abandon
-    the groups and make new ones for the next refit.
+    """A rank's weights as whole Hugging Face tensors: those of its model, merged with adapters if
+    there are any, or the adapters alone, by PEFT's names. Every rank of the policy has both.
     """
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         engine: TrainingEngine,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         dtype: torch.dtype | None = None,
         tokenizer: Any = None,
-    ) -> None:
-        """No collective waits longer than `timeout_s` seconds, and none moves more than
-        `bucket_bytes` plus 2 %. Engines get `dtype`; None: the checkpoint's own. Directories get
-        the files of `tokenizer`; None: those of the model.
+    ) -> Exporter:
+        """The exporter of the model. No collective waits longer than `timeout_s` seconds, and none
+        moves more than `bucket_bytes` plus 2 %. Engines get `dtype`; None: the checkpoint's own.
+        Directories get the files of `tokenizer`; None: those of the model.
         """
-        place = engine.place
-        self.topology: Topology = place.topology
-        self.coords: Coords = place.coords
-        self.rank = place.topology.rank(place.coords)
-        self.timeout_s, self.bucket_bytes, self.dtype = timeout_s, bucket_bytes, dtype
-        self.source_dtypes = engine.source_dtypes
-        self.table, self.tokenizer = engine.table, tokenizer
-        self.adapters: Adapters | None = engine.adapters
-        self._sources = Sources(engine.held, engine.table.architecture, self.adapters)
-        self._model = RefitModel(
-            engine.table,
-            place.split,
-            engine.source_dtypes,
-            engine.precision,
-            self.topology,
+        place, table, own = engine.place, engine.table, engine.adapters
+        ranks = RefitRanks(place.topology, place.coords, timeout_s)
+        sources = Sources(engine.held, table.architecture, own)
+        make = partial(cls, ranks, sources, own, bucket_bytes, dtype, tokenizer)
+        model = RefitModel(
+            table, place.split, engine.source_dtypes, engine.precision, place.topology
         )
-        self._of_adapters: RefitModel | None = None
-        if (own := self.adapters) is not None:
-            self._of_adapters = replace(self._model, table=own.table, dtypes=own.dtypes)
-        self._only_adapters = False
+        alone = None
+        if own is not None:
+            served = ServedModel(table.overrides, own.spec.peft_config(own.table))
+            alone = make(replace(model, table=own.table, dtypes=own.dtypes), served, None)
+        return make(model, ServedModel(table.overrides), alone)
+
+    def __init__(
+        self,
+        ranks: RefitRanks,
+        sources: Sources,
+        adapters: Adapters | None,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        tokenizer: Any,
+        model: RefitModel,
+        served_model: ServedModel,
+        alone: Exporter | None,
+    ) -> None:
+        """`alone` is the exporter of the adapters; see `of`."""
+        self.ranks, self.topology, self.coords = ranks, ranks.topology, ranks.coords
+        self.rank, self.timeout_s = ranks.rank, ranks.timeout_s
+        self.bucket_bytes, self.dtype, self.tokenizer = bucket_bytes, dtype, tokenizer
+        self.table, self.source_dtypes, self.adapters = model.table, model.dtypes, adapters
+        self.served_model = served_model
+        """What an engine has to set up for what is exported."""
+        self._sources, self._model, self._alone = sources, model, alone
         self._plans: dict[object, RefitPlan] = {}
-        store = dist.distributed_c10d._get_default_store()
-        size = self.topology.world_size
-        self._coordinator = Coordinator(REFITS, store, self.rank, size, timeout_s)
-        self._operation = self._coordinator.begin()
-        self._groups: ProcessGroups | None = None
-        self._calls = 0
 
     @property
     def probe(self) -> Tensor:
@@ -89,19 +90,29 @@ class Exporter:
         """The weights' device."""
         return self.probe.device
 
-    @property
-    def calls(self) -> int:
-        """Number of collective calls by this rank so far."""
-        return self._calls + (self._groups.calls if self._groups else 0)
+    def select(self, *, adapters: bool) -> Exporter:
+        """The exporter of the adapters alone, or this one. ConfigError for adapters of a policy
+        that has none.
+        """
+        if not adapters:
+            return self
+        if self._alone is None:
+            raise ConfigError(
+                "this policy has no adapters to hand over: set policy.megatron_cfg.peft"
+            )
+        return self._alone
 
     def begin(self) -> None:
-        """Begin an operation of all ranks, which count them alike: one that comes late to an
-        operation which has failed does not meet the others in the next.
+        """Begin an operation of all ranks; see `RefitRanks.begin`."""
+        self._sources.restart()
+        self.ranks.begin()
+
+    def agree(self, failure: Exception | None) -> None:
+        """End an operation, collectively: RefitError on all ranks, with reasons, if any failed.
+        What was merged is no longer needed.
         """
         self._sources.restart()
-        before, self._operation = self._operation, self._coordinator.begin()
-        if self._groups is not None and before.first_failure(self._operation.call):
-            self._leave_groups(broken=True)  # this rank was not there when the others gave up
+        self.ranks.agree(failure)
 
     def plan(
         self,
@@ -111,55 +122,22 @@ class Exporter:
         bucket_bytes: int | None = None,
         dtype: torch.dtype | None = None,
         as_stored: bool = False,
-        adapters: bool | None = None,
     ) -> RefitPlan:
         """What a refit moves; see `plan_refit`. `own_stage` leaves out other stages' tensors;
-        `as_stored` keeps the checkpoint's dtypes, whatever engines get. With `adapters` it moves
-        those alone, by PEFT's names; else the weights, merged with them; None: as `handing_over`
-        says. ConfigError for adapters of a policy that has none.
+        `as_stored` keeps the checkpoint's dtypes, whatever engines get.
         """
-        adapters = self._only_adapters if adapters is None else adapters
-        model = self._of_adapters if adapters else self._model
-        if model is None:
-            raise ConfigError(
-                "this policy has no adapters to hand over: set policy.megatron_cfg.peft"
-            )
         size = bucket_bytes or self.bucket_bytes
         dtype = None if as_stored else dtype or self.dtype
-        key = (names, own_stage, size, dtype, adapters)
+        key = (names, own_stage, size, dtype)
         if key not in self._plans:
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
                 self._sources.forget()
+            stage = self.coords.pp if own_stage else None
             self._plans[key] = plan_refit(
-                model,
-                bucket_bytes=size,
-                dtype=dtype,
-                stage=self.coords.pp if own_stage else None,
-                names=names,
+                self._model, bucket_bytes=size, dtype=dtype, stage=stage, names=names
             )
         return self._plans[key]
-
-    def served(self, *, adapters: bool | None = None) -> ServedModel:
-        """What an engine has to set up for what `plan` moves."""
-        own = self.adapters
-        if own is None or not (self._only_adapters if adapters is None else adapters):
-            return ServedModel(self.table.overrides)
-        return ServedModel(self.table.overrides, own.spec.peft_config(own.table))
-
-    @property
-    def only_adapters(self) -> bool:
-        """Whether plans are of adapters alone, see `handing_over`."""
-        return self._only_adapters
-
-    @contextmanager
-    def handing_over(self, *, adapters: bool) -> Iterator[None]:
-        """In this context plans are of the adapters alone, or of the merged weights."""
-        self._only_adapters = adapters
-        try:
-            yield
-        finally:
-            self._only_adapters = False
 
     def stream(self, plan: RefitPlan, place: Place) -> Filled:
         """Yield each tensor of the plan in order, complete, with its buffer slice from `place`.
@@ -169,96 +147,25 @@ class Exporter:
         RefitError if one of them does not take part in time.
         """
         if self.topology.world_size > 1:
-            return self._watched(plan, place)
+            return self.ranks.watch(self._exchange(plan, place))
         return chain.from_iterable(
             stream_alone(exchange, self._sources, place) for exchange in plan.exchanges
         )
 
-    def agree(self, failure: Exception | None) -> None:
-        """End an operation, collectively: RefitError on all ranks, with reasons, if any failed.
-        What was merged is no longer needed.
-        """
-        self._sources.restart()
-        with self._giving_up():
-            reasons = self._operation.collect_failures(failure)
-        self._operation.leave_together()
-        if reasons:
-            raise RefitError(reasons) from failure
-
-    def broadcast_text(self, words: str | None) -> str:
-        """The words that rank 0 passes. Collective over all ranks; the others pass None."""
-        with self._giving_up():
-            return self._operation.broadcast(words)
-
-    def gather_text(self, words: str) -> list[str]:
-        """On rank 0 the words that each rank passes; nothing on the others. Collective."""
-        with self._giving_up():
-            return self._operation.gather(words)
-
-    def leave_together(self) -> None:
-        """End an operation that `agree` does not end."""
-        self._operation.leave_together()
-
-    def alive(self) -> AbstractContextManager[None]:
-        """Send heartbeats to the other ranks while the body waits for an engine."""
-        return self._operation.beating()
-
-    def leave(self) -> None:
-        """Call before `close` if nothing failed: rank 0 leaves after the others."""
-        self._coordinator.shut_down()
-
-    def close(self) -> None:
-        """Leave the groups."""
-        self._leave_groups()
-
-    @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """Leave the groups if the body fails: calls can still be under way in them."""
-        try:
-            yield
-        except BaseException:
-            self._leave_groups(broken=True)
-            raise
-
-    def _leave_groups(self, broken: bool = False) -> None:
-        groups, self._groups = self._groups, None
-        if groups is not None:
-            self._calls += groups.calls
-            groups.close(broken)
-
-    def _watched(self, plan: RefitPlan, place: Place) -> Filled:
-        with self._giving_up():
-            try:
-                for filled in self._streamed(plan, place):
-                    yield filled
-                    self._operation.beat()
-            except BaseException as error:
-                # Also if the caller stops early: the others are in the middle of an exchange.
-                self._operation.abort(error)
-                raise
-
-    def _streamed(self, plan: RefitPlan, place: Place) -> Filled:
-        operation = self._operation
-        if reason := operation.first_failure():
-            raise RefitError(f"the other ranks have already aborted: {reason}")
-        if self._groups is None:
-            self._groups = operation.call(lambda: self._join(operation.number))
+    def _exchange(self, plan: RefitPlan, place: Place) -> Filled:
+        groups = self.ranks.join_groups()
         for exchange in plan.exchanges:
             if exchange.gathers:
-                group = self._groups.experts if exchange.of_experts else self._groups.tp
+                group = groups.experts if exchange.of_experts else groups.tp
                 # Nothing keeps the buffer of these rounds while the next exchange makes its own.
                 yield from stream_together(
-                    exchange, rounds_of(exchange, self._sources, group, self._groups.pp), place
+                    exchange, make_rounds(exchange, self._sources, group, groups.pp), place
                 )
             else:
                 yield from stream_alone(exchange, self._sources, place)
 
-    def _join(self, number: int) -> ProcessGroups:
-        name, store = f"{self._coordinator.root}/{number}", self._coordinator.store
-        return ProcessGroups.join(name, store, self.topology, self.coords, self.timeout_s)
 
-
-def tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Tensor]]:
+def stream_tensors(exporter: Exporter, plan: RefitPlan) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each HF tensor of the plan by name, in its own memory, which the caller may keep.
 
     The iteration ends when every rank has reached its end; RefitError if one of them does not.

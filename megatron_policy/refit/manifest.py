@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_policy.dtypes import dtype_named
+from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
 
 FORMAT = 1
@@ -40,11 +40,11 @@ class ServedModel:
         return of_adapters | ({"hf_config_overrides": overrides} if overrides else {})
 
     @classmethod
-    def understood(cls, said: Any) -> ServedModel:
+    def from_plain(cls, fields: Any) -> ServedModel:
         """The inverse of `plain`; ValueError for anything else."""
-        if not isinstance(said, dict) or not all(isinstance(p, dict) for p in said.values()):
+        if not isinstance(fields, dict) or not all(isinstance(p, dict) for p in fields.values()):
             raise ValueError("what it says of the model is not fields")
-        return cls(said.get("hf_config_overrides", {}), said.get("adapters"))
+        return cls(fields.get("hf_config_overrides", {}), fields.get("adapters"))
 
     def differences(self, other: ServedModel) -> list[str]:
         """Fields that differ from those of `other`, with both values."""
@@ -72,14 +72,14 @@ class RefitInfo(dict[str, Any]):
         self.model = model
 
 
-def forms(expected: Mapping[str, Sequence[Any]]) -> RefitInfo:
+def parse_info(expected: Mapping[str, Sequence[Any]]) -> RefitInfo:
     """Shape and dtype by name, from the (shape, dtype[, elements]) of `prepare_refit_info`."""
     tensors = {name: (tuple(shape), dtype) for name, (shape, dtype, *_) in expected.items()}
     return RefitInfo(tensors, getattr(expected, "model", None))
 
 
 @dataclass(frozen=True)
-class Sent:
+class TensorDigest:
     """One tensor: `digest` is the 64-bit digest of its bytes in row-major order."""
 
     shape: tuple[int, ...]
@@ -91,10 +91,15 @@ class Sent:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def form(self) -> str:
+        """Dtype and shape, in words."""
+        return f"{name_dtype(self.dtype)} {list(self.shape)}"
 
-def sent_tensors(forms: Mapping[str, Form], digests: Mapping[str, int]) -> dict[str, Sent]:
+
+def with_digests(forms: Mapping[str, Form], digests: Mapping[str, int]) -> dict[str, TensorDigest]:
     """The tensors of these shapes and dtypes, in their order, each with its digest."""
-    return {name: Sent(*form, digests[name]) for name, form in forms.items()}
+    return {name: TensorDigest(*form, digests[name]) for name, form in forms.items()}
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class RefitManifest:
 
     step: int
     algorithm: str
-    tensors: Mapping[str, Sent]
+    tensors: Mapping[str, TensorDigest]
     model: ServedModel = field(default_factory=ServedModel)
     seconds: float = field(default=0.0, compare=False)
 
@@ -128,7 +133,7 @@ class RefitManifest:
         names = ("total_bytes", "seconds", "bytes_per_second")
         return {name: getattr(self, name) for name in names}
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """The manifest as JSON, for another process or a file."""
         content = {
             "format": FORMAT,
@@ -138,25 +143,27 @@ class RefitManifest:
             "total_bytes": self.total_bytes,
             "model": self.model.plain(),
             "tensors": {
-                name: [str(s.dtype).removeprefix("torch."), list(s.shape), f"{s.digest:016x}"]
-                for name, s in self.tensors.items()
+                name: [name_dtype(sent.dtype), list(sent.shape), f"{sent.digest:016x}"]
+                for name, sent in self.tensors.items()
             },
         }
         return json.dumps(content, ensure_ascii=False).encode()
 
     @classmethod
-    def decoded(cls, content: bytes) -> RefitManifest:
-        """The inverse of `encoded`; RefitError for anything else or for inconsistent totals."""
+    def decode(cls, content: bytes) -> RefitManifest:
+        """The inverse of `encode`; RefitError for anything else or for inconsistent totals."""
         try:
-            said = json.loads(content)
-            if said["format"] != FORMAT:
-                raise ValueError(
-                    f"it is of format {said['format']}, but this version reads {FORMAT}"
-                )
-            tensors = {name: _sent(*entry) for name, entry in said["tensors"].items()}
-            model = ServedModel.understood(said.get("model", {}))
-            found = cls(int(said["step"]), str(said["algorithm"]), tensors, model)
-            if (len(tensors), found.total_bytes) != (said["total_tensors"], said["total_bytes"]):
+            fields = json.loads(content)
+            if (number := fields["format"]) != FORMAT:
+                raise ValueError(f"it is of format {number}, but this version reads {FORMAT}")
+            tensors = {
+                name: TensorDigest(tuple(map(int, shape)), dtype_named(dtype), int(digest, 16))
+                for name, (dtype, shape, digest) in fields["tensors"].items()
+            }
+            model = ServedModel.from_plain(fields.get("model", {}))
+            found = cls(int(fields["step"]), str(fields["algorithm"]), tensors, model)
+            totals = fields["total_tensors"], fields["total_bytes"]
+            if (len(tensors), found.total_bytes) != totals:
                 raise ValueError("its totals contradict its tensors")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RefitError(f"the manifest cannot be read: {error}; send the weights again") from (
@@ -164,47 +171,35 @@ class RefitManifest:
             )
         return found
 
-    def check(self, arrived: Mapping[str, Sent]) -> None:
+    def check(self, arrived: Mapping[str, TensorDigest]) -> None:
         """RefitError, naming tensors, unless exactly these have arrived intact."""
-        problems = [
-            *_listed("missing", [name for name in self.tensors if name not in arrived]),
-            *_listed("not announced", [name for name in arrived if name not in self.tensors]),
-            *_listed("of another shape or dtype", self._differing(arrived)),
-            *_listed("with a wrong digest", self._corrupt(arrived)),
+        common = [
+            (name, sent, arrived[name]) for name, sent in self.tensors.items() if name in arrived
         ]
+        problems = describe_problems(
+            {
+                "missing": [name for name in self.tensors if name not in arrived],
+                "not announced": [name for name in arrived if name not in self.tensors],
+                "of another shape or dtype": [
+                    f"{name} ({found.form} instead of {sent.form})"
+                    for name, sent, found in common
+                    if found.form != sent.form
+                ],
+                "with a wrong digest": [
+                    name
+                    for name, sent, found in common
+                    if found.form == sent.form and found.digest != sent.digest
+                ],
+            }
+        )
         if problems:
-            raise RefitError(f"the weights of step {self.step} are refused: {'; '.join(problems)}")
-
-    def _differing(self, arrived: Mapping[str, Sent]) -> list[str]:
-        return [
-            f"{name} ({_form(arrived[name])} instead of {_form(sent)})"
-            for name, sent in self.tensors.items()
-            if name in arrived and _form(arrived[name]) != _form(sent)
-        ]
-
-    def _corrupt(self, arrived: Mapping[str, Sent]) -> list[str]:
-        return [
-            name
-            for name, sent in self.tensors.items()
-            if name in arrived
-            and _form(arrived[name]) == _form(sent)
-            and arrived[name].digest != sent.digest
-        ]
+            raise RefitError(f"the weights of step {self.step} are refused: {problems}")
 
 
-def listed(what: str, names: list[str]) -> str:
-    """`3 missing: a, b, c`, with no more names than fit on a line."""
-    shown = ", ".join(names[:_NAMED])
-    return f"{len(names)} {what}: {shown}{', ...' if len(names) > _NAMED else ''}"
-
-
-def _listed(what: str, names: list[str]) -> list[str]:
-    return [listed(what, names)] if names else []
-
-
-def _form(sent: Sent) -> str:
-    return f"{str(sent.dtype).removeprefix('torch.')} {list(sent.shape)}"
-
-
-def _sent(dtype: str, shape: list[int], digest: str) -> Sent:
-    return Sent(tuple(map(int, shape)), dtype_named(dtype), int(digest, 16))
+def describe_problems(problems: Mapping[str, Sequence[str]]) -> str:
+    """`3 missing: a, b, c; 1 unknown: d`, with no more names of a kind than fit on a line."""
+    return "; ".join(
+        f"{len(names)} {what}: {', '.join(names[:_NAMED])}{', ...' * (len(names) > _NAMED)}"
+        for what, names in problems.items()
+        if names
+    )

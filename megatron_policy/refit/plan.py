@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_policy.converters.table import Entry
-from megatron_policy.refit.buffers import aligned
+from megatron_policy.refit.buffers import align
 
 STREAM_ALIGNMENT = 16
 """Bytes; a multiple of every dtype's size."""
@@ -131,7 +131,7 @@ class Exchange:
     @cached_property
     def chunk(self) -> int:
         """Bytes of each stream per round; `shards` times this is at most a bucket plus 2 %."""
-        return aligned(-(-self._stream_bytes // max(1, self.rounds)), STREAM_ALIGNMENT)
+        return align(-(-self._stream_bytes // max(1, self.rounds)), STREAM_ALIGNMENT)
 
     @property
     def round_bytes(self) -> int:
@@ -244,23 +244,14 @@ class RefitPlan:
         return {tensor.name: (tensor.shape, tensor.dtype) for tensor in self.tensors}
 
 
-def packed(tensors: Sequence[RefitTensor], capacity: int) -> tuple[Pack, ...]:
+def pack_tensors(tensors: Sequence[RefitTensor], capacity: int) -> tuple[Pack, ...]:
     """Group tensors in order into packs of at most `capacity` bytes; a larger one gets its own."""
-    packs: list[Pack] = []
-    group: list[tuple[RefitTensor, int]] = []
-    used = 0
+    groups: list[tuple[list[RefitTensor], list[int]]] = []  # tensors, and ends of each
     for tensor in tensors:
-        space = aligned(tensor.nbytes)
-        if group and used + space > capacity:
-            packs.append(_pack(group, used))
-            group, used = [], 0
-        group.append((tensor, used))
-        used += space
-    if group:
-        packs.append(_pack(group, used))
-    return tuple(packs)
-
-
-def _pack(group: Sequence[tuple[RefitTensor, int]], used: int) -> Pack:
-    tensors, offsets = zip(*group, strict=True)
-    return Pack(tensors, offsets, used)
+        space = align(tensor.nbytes)
+        if not groups or groups[-1][1][-1] + space > capacity:
+            groups.append(([], [0]))
+        held, ends = groups[-1]
+        held.append(tensor)
+        ends.append(ends[-1] + space)
+    return tuple(Pack(tuple(held), tuple(ends[:-1]), ends[-1]) for held, ends in groups)

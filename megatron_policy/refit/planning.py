@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -17,26 +17,26 @@ from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
 from megatron_policy.converters.rows.blocks import of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.converters.table import EMBEDDING, HEAD, WEIGHT_DTYPES, Entry, Table
+from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.parallel.topology import LayerSplit, Topology
-from megatron_policy.refit.buffers import aligned
+from megatron_policy.refit.buffers import align
 from megatron_policy.refit.plan import STREAM_ALIGNMENT, Exchange, Item, RefitPlan, RefitTensor
 from megatron_policy.weights.geometry import largest_share
 
-_Chosen = tuple[int, tuple[Entry, ...], int]
-"""A stage, an entry whose parameter it holds (or one of each of the ranks that share a tensor), and
-the number of one of the entry's HF tensors.
-"""
 
-
-class _Kind(Enum):
-    """Which ranks hold a tensor between them: those of a tensor-parallel group, all that hold
-    experts of a layer, or those that hold one expert.
+class _Chosen(NamedTuple):
+    """One of the HF tensors of an entry, by its number: the stage that holds the entry's parameter,
+    and the entry, or one of each of the ranks that share the tensor.
     """
 
-    TOGETHER = auto()
-    STACKED = auto()
-    SINGLE = auto()
+    stage: int
+    entries: tuple[Entry, ...]
+    part: int
+
+    @property
+    def name(self) -> str:
+        return self.entries[0].hf[self.part]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RefitModel:
         """Whether other groups of ranks hold experts than hold all else."""
         return self.table.architecture.moe is not None and self.topology.experts_apart
 
-    def owner_of(self, entry: Entry) -> int:
+    def find_owner(self, entry: Entry) -> int:
         """The expert-parallel rank that holds the entry's parameter; 0 if all do."""
         moe = self.table.architecture.moe
         if moe is None or entry.expert is None:
@@ -81,18 +81,23 @@ def plan_refit(
     name that the model does not have.
     """
     if dtype is not None and dtype not in WEIGHT_DTYPES:
-        legal = ", ".join(str(kind).removeprefix("torch.") for kind in WEIGHT_DTYPES)
+        legal = ", ".join(map(name_dtype, WEIGHT_DTYPES))
         raise ConfigError(f"weights cannot be handed over as {dtype}; legal: torch's {legal}")
     check_bucket(bucket_bytes, model.topology)
     owned = sorted(
-        ((stage_of(entry, model.split), entry) for entry in model.table.sent(model.dtypes)),
+        ((find_stage(entry, model.split), entry) for entry in model.table.sent(model.dtypes)),
         key=lambda pair: pair[0],
     )
-    if names is not None:
-        _refuse_unknown(names, model)
     wanted = None if names is None else frozenset(names)
+    if wanted is not None:
+        known = {name for entry in model.table.sent(model.dtypes) for name in entry.hf}
+        if unknown := sorted(wanted - known):
+            raise RefitError(
+                f"this {model.table.family} model has no HF tensor {', '.join(unknown[:8])}; "
+                "ask for names that prepare_refit_info lists"
+            )
     chosen = [
-        (at, (entry,), part)
+        _Chosen(at, (entry,), part)
         for at, entry in owned
         if stage is None or at == stage
         for part, name in enumerate(entry.hf)
@@ -113,42 +118,36 @@ def _exchanges(
     """What tensor-parallel ranks hold between them; and what other groups do: tensors with all
     experts of a layer, then those of one expert, owner after owner, so that a round has few.
     """
-    kinds: dict[_Kind, list[_Chosen]] = {kind: [] for kind in _Kind}
+    together: list[_Chosen] = []
+    stacked: list[_Chosen] = []
+    single: list[_Chosen] = []
     for each in chosen:
-        kinds[_kind_of(each[1][0], model)].append(each)
+        row, kind = each.entries[0].row, together
+        if model.apart and of_expert(row.megatron):
+            kind = stacked if isinstance(row, Stacked) else single
+        kind.append(each)
     tp, ep, etp = model.topology.tp, model.topology.ep, model.topology.expert_tp
 
-    def items(kind: _Kind, shards: int) -> tuple[Item, ...]:
-        return tuple(_items(kinds[kind], model, dtype, shards))
+    def items(chosen: Sequence[_Chosen], shards: int) -> tuple[Item, ...]:
+        return tuple(_items(chosen, model, dtype, shards))
 
-    yield Exchange(items(_Kind.TOGETHER, tp), tp, stages, bucket_bytes)
-    if kinds[_Kind.STACKED]:
-        kinds[_Kind.STACKED] = list(_one_of_each_owner(kinds[_Kind.STACKED], ep))
-        stacked = items(_Kind.STACKED, etp)
-        yield Exchange(stacked, ep * etp, stages, bucket_bytes, sharing=ep, of_experts=True)
-    if kinds[_Kind.SINGLE]:
-        kinds[_Kind.SINGLE].sort(key=lambda each: (each[0], model.owner_of(each[1][0])))
-        single = items(_Kind.SINGLE, etp)
-        yield Exchange(single, etp, stages, bucket_bytes, owners=ep, of_experts=True)
-
-
-def _kind_of(entry: Entry, model: RefitModel) -> _Kind:
-    if not (model.apart and of_expert(entry.row.megatron)):
-        return _Kind.TOGETHER
-    return _Kind.STACKED if isinstance(entry.row, Stacked) else _Kind.SINGLE
-
-
-def _one_of_each_owner(chosen: Sequence[_Chosen], owners: int) -> Iterator[_Chosen]:
-    """The experts of each tensor, in rounds of one of each owner."""
-    for _, same in groupby(chosen, key=_name):
-        experts = list(same)
-        stage, _, part = experts[0]
-        share = len(experts) // owners
-        for first in range(share):
-            yield stage, tuple(each[1][0] for each in experts[first::share]), part
+    yield Exchange(items(together, tp), tp, stages, bucket_bytes)
+    if stacked:
+        in_turn: list[_Chosen] = []  # the experts of each tensor, in rounds of one of each owner
+        for _, same in groupby(stacked, key=lambda each: each.name):
+            experts = list(same)
+            share = len(experts) // ep
+            entries = [tuple(e.entries[0] for e in experts[n::share]) for n in range(share)]
+            in_turn += [experts[0]._replace(entries=of_round) for of_round in entries]
+        shared = items(in_turn, etp)
+        yield Exchange(shared, ep * etp, stages, bucket_bytes, sharing=ep, of_experts=True)
+    if single:
+        single.sort(key=lambda each: (each.stage, model.find_owner(each.entries[0])))
+        owned = items(single, etp)
+        yield Exchange(owned, etp, stages, bucket_bytes, owners=ep, of_experts=True)
 
 
-def stage_of(entry: Entry, split: LayerSplit) -> int:
+def find_stage(entry: Entry, split: LayerSplit) -> int:
     """The pipeline stage that holds the entry's parameter."""
     if entry.where == EMBEDDING:
         return 0
@@ -164,8 +163,8 @@ def _items(
     architecture = model.table.architecture
     shapes = model.table.hf_shapes()
     start, tensor = 0, RefitTensor("", (), model.precision, 0)
-    for index, (stage, entries, part) in enumerate(chosen):
-        name, row = entries[0].hf[part], entries[0].row
+    for index, each in enumerate(chosen):
+        (stage, entries, part), name, row = each, each.name, each.entries[0].row
         first = tensor.name != name
         if first:
             target = model.dtypes[name] if dtype is None or row.keeps_dtype else dtype
@@ -181,21 +180,8 @@ def _items(
             start=start,
             elements=largest_share(row, architecture, part, shards),
             first=first,
-            last=index + 1 == len(chosen) or _name(chosen[index + 1]) != name,
-            owner=model.owner_of(entries[0]) if len(entries) == 1 else 0,
+            last=index + 1 == len(chosen) or chosen[index + 1].name != name,
+            owner=model.find_owner(entries[0]) if len(entries) == 1 else 0,
         )
-        start = aligned(item.end, STREAM_ALIGNMENT)
+        start = align(item.end, STREAM_ALIGNMENT)
         yield item
-
-
-def _name(chosen: _Chosen) -> str:
-    return chosen[1][0].hf[chosen[2]]
-
-
-def _refuse_unknown(names: Collection[str], model: RefitModel) -> None:
-    known = {name for entry in model.table.sent(model.dtypes) for name in entry.hf}
-    if unknown := sorted(set(names) - known):
-        raise RefitError(
-            f"this {model.table.family} model has no HF tensor {', '.join(unknown[:8])}; "
-            "ask for names that prepare_refit_info lists"
-        )

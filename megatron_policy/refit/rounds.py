@@ -15,8 +15,8 @@ from megatron_policy.converters.rows.regions import Region
 from megatron_policy.converters.table import Entry
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.export import Filled, Place, Sources
 from megatron_policy.refit.plan import Exchange, Item, Part
+from megatron_policy.refit.sources import Filled, Place, Sources
 from megatron_policy.weights.geometry import Segment, overlaps, segments
 
 Pending = Sequence[PendingCollective]
@@ -133,7 +133,6 @@ class OwnerRounds(Rounds):
     """
 
     def start(self, number: int) -> Pending:
-        """See `Rounds`."""
         self._pack_own(number)
         parts = self._exchange.parts(number)
         if not self._several:
@@ -146,7 +145,6 @@ class OwnerRounds(Rounds):
         ]
 
     def complete(self, number: int, under_way: Pending) -> None:
-        """See `Rounds`."""
         _wait(under_way)
         if self._several:
             _wait(self._spread(self._exchange.parts(number)))
@@ -169,7 +167,7 @@ class OwnerRounds(Rounds):
         ]
 
 
-def rounds_of(
+def make_rounds(
     exchange: Exchange, sources: Sources, group: BoundedProcessGroup, pp: BoundedProcessGroup
 ) -> Rounds:
     """The rounds of an exchange over the ranks that hold its items between them."""

@@ -35,11 +35,12 @@ class EngineRefits:
 
         `with_numel` gives (shape, dtype, elements), as hosts before 0.4 expect.
         """
+        exporter = self.policy.exporter.select(adapters=adapters)
         forms = {
             t.name: (t.shape, t.dtype, *([t.nbytes // t.dtype.itemsize] if with_numel else []))
-            for t in self.policy.exporter.plan(adapters=adapters).tensors
+            for t in exporter.plan().tensors
         }
-        return RefitInfo(forms, self.policy.exporter.served(adapters=adapters))
+        return RefitInfo(forms, exporter.served_model)
 
     def prepare_info_for_collective(self, adapters: bool = False) -> RefitInfo:
         """As `prepare_refit_info`, of what `broadcast_weights_for_collective` sends."""
@@ -76,7 +77,7 @@ class EngineRefits:
         self, adapters: bool = False
     ) -> tuple[list[tuple[str, int]], float]:
         """[(HF name, bytes)] in order, for the caller to group, and the most bytes of a group."""
-        tensors = self.policy.exporter.plan(adapters=adapters).tensors
+        tensors = self.policy.exporter.select(adapters=adapters).plan().tensors
         free = device.shareable_bytes() * _SHARE_OF_FREE_MEMORY
         return [(t.name, t.nbytes) for t in tensors], float(
             _configured_bytes(self.policy.config) or free

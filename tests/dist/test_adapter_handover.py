@@ -72,7 +72,7 @@ def hand_over(config: dict[str, Any], data: BatchedDataDict, root: Path) -> dict
             "logprobs": policy.logprobs(BatchedDataDict({"input_ids": data["input_ids"]})),
             "base": {n: p.detach().clone() for n, p in policy.named_parameters()},
             "sent": {n: each.nbytes for n, each in sent.items()},
-            "moved": policy.exporter.plan(adapters=True).total_bytes,
+            "moved": policy.exporter.select(adapters=True).plan().total_bytes,
             "sizes": sizes,
         }
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.described import count
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.refit.exporter import tensors
+from megatron_policy.refit.exporter import stream_tensors
 from tests import oracle, plain_engine
 from tests.dist import fsdp_cases
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy, policy_config
@@ -186,7 +186,7 @@ def twenty_steps(config: dict[str, Any]) -> tuple[list[dict[str, float]], dict[s
             result = policy.train(share(batch, policy), LOSSES["token"]())
             steps.append({name: result[name].item() for name in ("loss", "grad_norm")})
         exporter = policy.exporter
-        return steps, {n: w.clone() for n, w in tensors(exporter, exporter.plan())}
+        return steps, {n: w.clone() for n, w in stream_tensors(exporter, exporter.plan())}
 
 
 @pytest.mark.nightly

@@ -252,7 +252,7 @@ def misuse(config: dict[str, Any], plain: dict[str, Any], box: Path) -> None:
             policy.export_peft(new)
         refit(PeftDirectory(there, overwrite=True))
         handles = IpcHandles(policy.exporter)
-        name = next(iter(policy.exporter.plan(adapters=True).info()))
+        name = next(iter(policy.exporter.select(adapters=True).plan().info()))
         handles.weights([name], 0, adapters=True)
         with pytest.raises(RefitError, match="adapters alone or whole models: begin again"):
             handles.weights(["model.norm.weight"], 0)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
-from megatron_policy.refit.transports.ipc.sockets.address import path_of
+from megatron_policy.refit.transports.ipc.sockets.link import parse_address
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests import refit_engine as engine
 from tests.dist.refits import LAYOUTS, serving
@@ -201,7 +201,7 @@ def test_a_rank_that_is_killed_fails_the_engine_and_the_other_rank(
     assert "disconnected" in heard or "cannot open" in heard
     held, step, mixed, _ = process.call(engine.state)
     assert held == engine.bits(engine.zeros(forms_of(path))) and step is None and not mixed
-    assert not os.path.exists(path_of(address))
+    assert not os.path.exists(parse_address(address))
 
 
 def export_by_handle(path: Path, cfg: dict[str, int], directory: str) -> list[str]:

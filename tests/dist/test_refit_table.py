@@ -30,7 +30,7 @@ from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.manifest import ServedModel
 from megatron_policy.refit.receive.collective import join_collective
 from megatron_policy.refit.receive.receiver import Receiver
-from megatron_policy.refit.transports.collective.stream_layout import Stream
+from megatron_policy.refit.transports.collective.stream import Stream
 from megatron_policy.refit.transports.collective.transport import Collective
 from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
@@ -97,7 +97,7 @@ def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> d
     logprobs = policy.logprobs(BatchedDataDict({"input_ids": BATCH["input_ids"]}))
     for number in range(ROUNDS):
         adapters = number == 0 and policy.config.megatron_cfg.peft.enabled
-        plan_of = partial(policy.exporter.plan, bucket_bytes=BUCKET, adapters=adapters)
+        plan_of = partial(policy.exporter.select(adapters=adapters).plan, bucket_bytes=BUCKET)
         mail.put(f"info {number}.{policy.rank}", plan_of().info())
         (policy.export_peft if adapters else policy.export_hf)(box / f"export {number}")
         disk = PeftDirectory(box / "disk 0")
@@ -164,7 +164,7 @@ def _padding(policy: MegatronPolicy) -> int:
 def _lend(
     policy: MegatronPolicy, handles: IpcHandles, mail: Mailbox, number: int, adapters: bool
 ) -> None:
-    names = list(policy.exporter.plan(adapters=adapters).info())
+    names = list(policy.exporter.select(adapters=adapters).plan().info())
     third = math.ceil(len(names) / 3)
     for part in range(3):
         group = names[part * third : (part + 1) * third]
@@ -177,7 +177,7 @@ def _lend(
 
 def _calls(policy: MegatronPolicy, groups: dict[str, Collective]) -> int:
     """Of refits' own collectives, and of broadcasts to engines."""
-    return policy.exporter.calls + sum(group.broadcasts for group in groups.values())
+    return policy.exporter.ranks.calls + sum(group.broadcasts for group in groups.values())
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from megatron_policy import device
 from megatron_policy.device import allocated, release_cached
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.delivery import deliver
-from megatron_policy.refit.transports.ipc.exported_buffer import handle_of, open_exported
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
+from megatron_policy.refit.transports.ipc.shared_memory import open_exported, read_handle
 from megatron_policy.refit.transports.ipc.transport import IpcStream, address_of
 from tests import refit_engine as engine
 from tests.other_process import OtherProcess
@@ -65,7 +65,7 @@ def test_the_handles_are_what_the_hosts_receivers_take() -> None:
 
 def test_what_is_no_memory_of_this_gpu_is_refused() -> None:
     with pytest.raises(RefitError, match="handle"):
-        handle_of((os.system, ("true",)))
+        read_handle((os.system, ("true",)))
     with pytest.raises(RefitError, match="same GPU"):
         open_exported(((1, 2, 3),), print)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.digest import algorithm_for, digest
-from megatron_policy.refit.manifest import RefitInfo, RefitManifest, Sent, ServedModel
+from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel, TensorDigest
 from megatron_policy.refit.receive.receiver import Receiver
 from tests.refit_engine import SmallEngine, bits, zeros
 from tests.refit_trainer import FORMS, weights
@@ -23,7 +23,10 @@ def manifest_of(tensors: dict[str, torch.Tensor], step: int = 1) -> RefitManifes
     return RefitManifest(
         step,
         algorithm,
-        {n: Sent(tuple(t.shape), t.dtype, digest(t, algorithm)) for n, t in tensors.items()},
+        {
+            n: TensorDigest(tuple(t.shape), t.dtype, digest(t, algorithm))
+            for n, t in tensors.items()
+        },
     )
 
 

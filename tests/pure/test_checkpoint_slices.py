@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.checkpoint.slices import in_pieces, shares, slices
+from megatron_policy.checkpoint.slices import cut_pieces, cut_slices, divide
 from megatron_policy.converters.architecture import Architecture, Moe, Scoring
 from megatron_policy.converters.rows import Row, Whole, shard
 from megatron_policy.converters.rows.expert_rows import StackedGateUp, StackedRows, StackedWhole
@@ -58,8 +58,8 @@ def test_a_slice_of_a_shard_is_that_box_of_the_whole(rows: list[Row], data) -> N
         found = [
             piece
             for ends in ((0, cut), (cut, flat.numel()))
-            for slice_ in slices(row, arch, rank, size, *ends)
-            for piece in in_pieces(slice_, data.draw(st.integers(1, 40)))
+            for slice_ in cut_slices(row, arch, rank, size, *ends)
+            for piece in cut_pieces(slice_, data.draw(st.integers(1, 40)))
         ]
         for piece in found:
             box = tuple(slice(a, a + n) for a, n in zip(piece.origin, piece.sizes, strict=True))
@@ -73,11 +73,11 @@ def test_a_slice_of_a_shard_is_that_box_of_the_whole(rows: list[Row], data) -> N
 @given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([2, 4]))), st.integers(1, 7))
 def test_the_shares_of_all_ranks_are_every_element_once(lengths, count: int) -> None:
     for position, (elements, _) in enumerate(lengths):
-        cuts = [shares(lengths, rank, count)[position] for rank in range(count)]
+        cuts = [divide(lengths, rank, count)[position] for rank in range(count)]
         assert cuts[0][0] == 0 and cuts[-1][1] == elements
         assert all(a[1] == b[0] for a, b in pairwise(cuts))
     total = sum(elements * size for elements, size in lengths)
     for rank in range(count):
-        own = shares(lengths, rank, count)
+        own = divide(lengths, rank, count)
         nbytes = sum((b - a) * size for (a, b), (_, size) in zip(own, lengths, strict=True))
         assert abs(nbytes - total / count) <= 4

@@ -16,7 +16,7 @@ from megatron_policy.checkpoint.verifying import (
     verify_records,
 )
 from megatron_policy.errors import CheckpointError
-from megatron_policy.formats.digests import of_bytes
+from megatron_policy.formats.digests import digest_bytes
 from tests.unit.training_checkpoints import flip, make_save
 
 WHOLE = (0, 1)
@@ -101,7 +101,7 @@ def test_a_record_that_goes_missing_after_the_files_were_checked_is_named(root: 
 def test_a_record_larger_than_the_buffer_is_one_digest(tmp_path: Path) -> None:
     content = os.urandom(2**21 + 17)
     (tmp_path / "file").write_bytes(b"xyz" + content)
-    share = ("file", 3, len(content), of_bytes(content))
+    share = ("file", 3, len(content), digest_bytes(content))
     verify_records(tmp_path, [share])
     for at in (3, 2**20 + 3, 2**21 + 19):
         flip(tmp_path / "file", at)

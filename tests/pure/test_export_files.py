@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.refit.file_plan import plan_export
+from megatron_policy.refit.hf_directory import plan_export
 from megatron_policy.refit.plan import RefitTensor
 
 

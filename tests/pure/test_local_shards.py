@@ -40,8 +40,8 @@ def times_written(table: Table, topology: Topology) -> dict[str, torch.Tensor]:
         entries = table.entries_of(range(model.num_layers), True, True, experts)
         shapes = [e.row.local_shape(model, place.shard_of(e.row).size) for e in entries]
         held = [(e, torch.empty(shape)) for e, shape in zip(entries, shapes, strict=True)]
-        shards = local_shards.weights(held, model, place)
-        for item in local_shards.items(shards, model, place):
+        shards = local_shards.list_weights(held, model, place)
+        for item in local_shards.plan_items(shards, model, place):
             box = tuple(slice(a, a + n) for a, n in zip(item.origin, item.sizes, strict=True))
             found.setdefault(item.key, torch.zeros(item.shape, dtype=torch.uint8))[box] += 1
     return found

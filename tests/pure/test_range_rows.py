@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.checkpoint.slices import slices
+from megatron_policy.checkpoint.slices import cut_slices
 from megatron_policy.converters.architecture import Mlp
 from megatron_policy.converters.rows import GateUp, Qkv, Row
 from megatron_policy.converters.rows.blocks import Within, fill_parts, fill_shard, pack
@@ -62,7 +62,7 @@ def test_a_range_is_filled_sent_and_saved_as_those_elements(name: str, data) -> 
         fill_shard(row, ARCH, own, parts, rank, size)
         assert torch.equal(own, whole.flatten()[first:last])
         fill_parts(row, ARCH, back, own, rank, size)
-        for piece in slices(row, ARCH, rank, size, 0, last - first):
+        for piece in cut_slices(row, ARCH, rank, size, 0, last - first):
             box = tuple(slice(a, a + n) for a, n in zip(piece.origin, piece.sizes, strict=True))
             count = piece.elements
             found[box] = own[piece.own : piece.own + count].view(piece.sizes)

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.digest import DEVICE, HOST, algorithm_for, digest
-from megatron_policy.refit.manifest import RefitInfo, RefitManifest, Sent, ServedModel, forms
+from megatron_policy.refit.manifest import (
+    RefitInfo,
+    RefitManifest,
+    ServedModel,
+    TensorDigest,
+    parse_info,
+)
 
 ALGORITHMS = (HOST, DEVICE)
 
@@ -64,15 +70,15 @@ def test_host_memory_has_the_fast_digest() -> None:
 
 
 SENT = {
-    "a": Sent((2, 3), torch.bfloat16, 2**64 - 1),
-    "b": Sent((), torch.float32, 0),
-    "c": Sent((0, 4), torch.int64, 7),
+    "a": TensorDigest((2, 3), torch.bfloat16, 2**64 - 1),
+    "b": TensorDigest((), torch.float32, 0),
+    "c": TensorDigest((0, 4), torch.int64, 7),
 }
 MANIFEST = RefitManifest(12, HOST, SENT)
 
 
 def test_a_manifest_comes_back_and_accepts_what_it_lists() -> None:
-    again = RefitManifest.decoded(MANIFEST.encoded())
+    again = RefitManifest.decode(MANIFEST.encode())
     assert again == MANIFEST
     assert list(again.tensors) == list(SENT)
     assert again.total_bytes == 12 + 4
@@ -83,13 +89,16 @@ def test_a_manifest_comes_back_and_accepts_what_it_lists() -> None:
     ("change", "said"),
     [
         ({"a": None}, "1 missing: a"),
-        ({"d": Sent((1,), torch.float32, 1)}, "1 not announced: d"),
-        ({"a": Sent((3, 2), torch.bfloat16, 2**64 - 1)}, r"a \(bfloat16 \[3, 2\] instead of"),
-        ({"a": Sent((2, 3), torch.float16, 2**64 - 1)}, r"a \(float16 \[2, 3\] instead of"),
-        ({"b": Sent((), torch.float32, 1)}, "1 with a wrong digest: b"),
+        ({"d": TensorDigest((1,), torch.float32, 1)}, "1 not announced: d"),
+        (
+            {"a": TensorDigest((3, 2), torch.bfloat16, 2**64 - 1)},
+            r"a \(bfloat16 \[3, 2\] instead of",
+        ),
+        ({"a": TensorDigest((2, 3), torch.float16, 2**64 - 1)}, r"a \(float16 \[2, 3\] instead of"),
+        ({"b": TensorDigest((), torch.float32, 1)}, "1 with a wrong digest: b"),
     ],
 )
-def test_a_difference_is_refused_by_name(change: dict[str, Sent | None], said: str) -> None:
+def test_a_difference_is_refused_by_name(change: dict[str, TensorDigest | None], said: str) -> None:
     arrived = {name: sent for name, sent in (SENT | change).items() if sent is not None}
     with pytest.raises(RefitError, match=said) as refused:
         MANIFEST.check(arrived)
@@ -102,8 +111,8 @@ MODEL = ServedModel({"rope_theta": 2.0, "x": None}, {"r": 4, "target_modules": [
 @pytest.mark.parametrize("model", [ServedModel(), ServedModel({"a": 1}), MODEL], ids=str)
 def test_what_engines_have_to_set_up_comes_back_with_the_manifest(model: ServedModel) -> None:
     sent = replace(MANIFEST, model=model)
-    assert RefitManifest.decoded(sent.encoded()).model == model
-    assert ServedModel.understood(model.plain()) == model
+    assert RefitManifest.decode(sent.encode()).model == model
+    assert ServedModel.from_plain(model.plain()) == model
     assert model.differences(model) == []
 
 
@@ -120,11 +129,11 @@ def test_information_on_a_refit_is_its_forms_and_travels_with_its_model() -> Non
     info = RefitInfo({"a": ((2,), torch.float32)}, MODEL)
     again = pickle.loads(pickle.dumps(info))
     assert again == info == {"a": ((2,), torch.float32)} and again.model == MODEL
-    assert forms(info).model == MODEL and forms(dict(info)).model is None
+    assert parse_info(info).model == MODEL and parse_info(dict(info)).model is None
 
 
 def _changed(**fields: object) -> bytes:
-    return json.dumps(json.loads(MANIFEST.encoded()) | fields).encode()
+    return json.dumps(json.loads(MANIFEST.encode()) | fields).encode()
 
 
 @pytest.mark.parametrize(
@@ -132,7 +141,7 @@ def _changed(**fields: object) -> bytes:
     [
         b"",
         b"[]",
-        MANIFEST.encoded()[:-1],
+        MANIFEST.encode()[:-1],
         _changed(format=2),
         _changed(total_bytes=15),
         _changed(total_tensors=2),
@@ -145,7 +154,7 @@ def _changed(**fields: object) -> bytes:
 )
 def test_what_is_no_manifest_is_refused(content: bytes) -> None:
     with pytest.raises(RefitError, match="manifest cannot be read"):
-        RefitManifest.decoded(content)
+        RefitManifest.decode(content)
 
 
 def test_a_room_shows_a_tensor_in_its_buffer() -> None:

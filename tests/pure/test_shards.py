@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.checkpoint.slices import slices
+from megatron_policy.checkpoint.slices import cut_slices
 from megatron_policy.converters.architecture import Architecture, Attention, Mlp, Moe
 from megatron_policy.converters.rows import (
     Block,
@@ -136,7 +136,7 @@ def test_a_shard_with_two_runs_of_columns_is_cut_row_by_row(ends: tuple[int, int
     whole = torch.arange(96).view(8, 12)
     held = shard(row, arch, whole, 1, 2).flatten()
     seen = torch.zeros(48, dtype=torch.int64)
-    for piece in slices(row, arch, 1, 2, *ends):
+    for piece in cut_slices(row, arch, 1, 2, *ends):
         box = tuple(slice(a, a + n) for a, n in zip(piece.origin, piece.sizes, strict=True))
         own = slice(piece.own, piece.own + piece.elements)
         assert torch.equal(held[own].view(piece.sizes), whole[box])

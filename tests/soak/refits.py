@@ -25,14 +25,13 @@ import zmq
 from torch import Tensor
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.buffers import aligned
+from megatron_policy.refit.buffers import align
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.receive import ipc as ipc_receiving
 from megatron_policy.refit.receive.receiver import Receiver
-from megatron_policy.refit.transports.ipc.exported_buffer import open_exported
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from megatron_policy.refit.transports.ipc.protocol import Dialect
-from megatron_policy.refit.transports.ipc.shared_memory import Handle
+from megatron_policy.refit.transports.ipc.shared_memory import Handle, open_exported
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests.other_process import OtherProcess
 from tests.refit_trainer import FORMS, StandIn
@@ -223,7 +222,7 @@ def _unpack(held: dict[str, Tensor], said: tuple[Any, list[str], int], memory: T
         shape, dtype = FORMS[name]
         size = torch.Size(shape).numel() * dtype.itemsize
         held[name] = memory[offset : offset + size].view(dtype).view(shape).clone()
-        offset += aligned(size)
+        offset += align(size)
 
 
 _here: dict[str, Any] = {}

@@ -26,7 +26,7 @@ from megatron_policy.converters.formats.hf_names import SINGLE
 from megatron_policy.converters.rows import pack
 from megatron_policy.converters.table import bind
 from megatron_policy.packing.cost import sequence_cost
-from megatron_policy.refit.buffers import BufferSlice, aligned
+from megatron_policy.refit.buffers import BufferSlice, align
 from megatron_policy.refit.plan import RefitTensor
 from tests.pure.test_rows import model
 
@@ -194,7 +194,7 @@ def test_an_export_that_lacks_a_tensor_or_changes_one_is_an_error(tmp_path: Path
             tensor, place = RefitTensor(name, shape, torch.bfloat16, 0), BufferSlice(target, end)
             place.tensor(shape, torch.bfloat16).copy_(reader.tensor(name))
             placed.append((tensor, place))
-            end += aligned(tensor.nbytes)
+            end += align(tensor.nbytes)
     assert end == target.memory.numel()
     verify(path, placed)
     with pytest.raises(RuntimeError, match="not exported"):

@@ -16,13 +16,18 @@ import pytest
 import torch
 
 from megatron_policy.checkpoint import manifest as manifests
-from megatron_policy.checkpoint.fingerprint import current_versions, digest_of
-from megatron_policy.checkpoint.manifest import NAME, ByteRange, CheckpointManifest
+from megatron_policy.checkpoint.manifest import (
+    NAME,
+    ByteRange,
+    CheckpointManifest,
+    current_versions,
+    digest_of,
+)
 from megatron_policy.checkpoint.report import LoadReport, check_host_data
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import CheckpointError, ConfigError
-from megatron_policy.formats.digests import UNSEALED, sealed
+from megatron_policy.formats.digests import UNSEALED, seal
 from tests.families import PUBLISHED
 
 MANIFEST = CheckpointManifest(
@@ -42,10 +47,10 @@ MANIFEST = CheckpointManifest(
 
 def write(root: Path, change: Callable[[dict[str, Any]], object] = lambda content: None) -> Path:
     """The manifest with a change and the digest that belongs to it."""
-    content = json.loads(MANIFEST.encoded())
+    content = json.loads(MANIFEST.encode())
     change(content)
     content["digest"] = UNSEALED
-    (root / NAME).write_bytes(sealed(json.dumps(content).encode()))
+    (root / NAME).write_bytes(seal(json.dumps(content).encode()))
     return root / NAME
 
 
@@ -57,19 +62,19 @@ def refused(root: Path) -> str:
 
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path) -> None:
-    (tmp_path / NAME).write_bytes(MANIFEST.encoded())
+    (tmp_path / NAME).write_bytes(MANIFEST.encode())
     found = manifests.read(tmp_path)
     assert found == MANIFEST and found.root == tmp_path and found.nbytes == 15
     assert isinstance(found.records["__0_0.distcp"][0], ByteRange)
     empty = dataclasses.replace(MANIFEST, tensors={}, records={}, files={})
-    (tmp_path / NAME).write_bytes(empty.encoded())
+    (tmp_path / NAME).write_bytes(empty.encode())
     assert manifests.read(tmp_path) == empty
     write(tmp_path, lambda content: content.update(comment="from a later version"))
     assert manifests.read(tmp_path) == MANIFEST
 
 
 def test_a_manifest_with_a_flipped_bit_cut_or_of_another_form_is_damaged(tmp_path) -> None:
-    text = MANIFEST.encoded()
+    text = MANIFEST.encode()
     flips = (text[:n] + bytes([text[n] ^ 1 << n % 8]) + text[n + 1 :] for n in range(len(text)))
     cuts = (text[:length] for length in (0, 1, 30, 300, -2))
     others = (b"[]", b"3", b"{}", b'{"digest": 3}', b"[" * 100_000, b'{"format": 2}')
@@ -105,7 +110,7 @@ def test_a_newer_format_names_the_version_to_install_whatever_else_it_has(tmp_pa
 
 
 def test_a_missing_field_is_named(tmp_path) -> None:
-    for field in [*json.loads(MANIFEST.encoded())][2:]:
+    for field in [*json.loads(MANIFEST.encode())][2:]:
         write(tmp_path, lambda content, field=field: content.pop(field))
         assert f"it lacks '{field}'" in refused(tmp_path)
 

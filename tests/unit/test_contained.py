@@ -18,7 +18,7 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.hf_names import INDEX, MANIFEST
 from megatron_policy.converters.formats.side_files import side_paths
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
-from megatron_policy.formats.digests import UNSEALED, sealed
+from megatron_policy.formats.digests import UNSEALED, seal
 from tests.unit.training_checkpoints import make_save
 
 SMALL = {"layers": 2, "vocab": 250, "hidden": 32, "heads": 2, "groups": 1, "ffn": 48}
@@ -163,7 +163,7 @@ def test_a_manifest_names_only_files_of_its_directory(model: Path, tmp_path, nam
     path = tmp_path / "mcore" / MANIFEST
     content = json.loads(path.read_text())
     content |= {"digest": UNSEALED, "files": content["files"] | {name: "0" * 16}}
-    path.write_bytes(sealed(json.dumps(content).encode()))
+    path.write_bytes(seal(json.dumps(content).encode()))
     assert f"names {name!r}, which is not in its directory" in refusal(tmp_path / "mcore", "hf")
 
 

@@ -40,7 +40,7 @@ from megatron_policy.lm_head.fused_tiles import LEAST_WIDTH, WIDTH_MULTIPLE, til
 from megatron_policy.memory import host_copies, pinned_pool
 from megatron_policy.packing.tiles import AttentionTile
 from megatron_policy.refit.buffers import Buffer
-from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
+from megatron_policy.refit.transports.ipc.shared_memory import ExportedBuffer
 from megatron_policy.training.reference import Reference
 from megatron_policy.workers import assigned_gpu, worker
 from tests.conftest import reason_to_fail

@@ -30,7 +30,7 @@ from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_location import locate
 from megatron_policy.converters.formats.hf_names import INDEX, MANIFEST, SINGLE
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
-from megatron_policy.formats.digests import UNSEALED, sealed
+from megatron_policy.formats.digests import UNSEALED, seal
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Job
 from tests.floors import package_modules
@@ -289,7 +289,7 @@ def test_a_manifest_of_another_form_is_one_line(model: Path, tmp_path: Path) -> 
     path = tmp_path / "mcore" / MANIFEST
     whole = json.loads(path.read_text()) | {"digest": UNSEALED}
     for fields in MANIFESTS:
-        path.write_bytes(sealed(json.dumps(whole | fields).encode()))
+        path.write_bytes(seal(json.dumps(whole | fields).encode()))
         for command in (
             ("inspect", tmp_path / "mcore"),
             ("verify", tmp_path / "mcore"),
@@ -364,7 +364,7 @@ def test_a_manifest_of_a_training_of_another_form_is_one_line(tmp_path: Path) ->
         {"records": {"a": [[0, float("inf"), "x"]]}},
         {"tensors": {"a": ["float32", [1e3]]}},
     ):
-        path.write_bytes(sealed(json.dumps(whole | fields).encode()))
+        path.write_bytes(seal(json.dumps(whole | fields).encode()))
         assert f"{path} is damaged: " in refused("verify", tmp_path), fields
 
 

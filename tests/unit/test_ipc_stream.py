@@ -26,12 +26,10 @@ from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.manifest import RefitManifest, ServedModel
-from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
-from megatron_policy.refit.transports.ipc.protocol import Dialect, PackMessage, understood
-from megatron_policy.refit.transports.ipc.sockets.address import path_of
-from megatron_policy.refit.transports.ipc.sockets.link import Link
-from megatron_policy.refit.transports.ipc.sockets.replies import ReplySocket
-from megatron_policy.refit.transports.ipc.sockets.requests import RequestSocket
+from megatron_policy.refit.transports.ipc.protocol import Dialect, PackMessage, parse_request
+from megatron_policy.refit.transports.ipc.shared_memory import ExportedBuffer
+from megatron_policy.refit.transports.ipc.sockets.link import Link, parse_address
+from megatron_policy.refit.transports.ipc.sockets.request_reply import ReplySocket, RequestSocket
 from megatron_policy.refit.transports.ipc.transport import IpcStream, address_of
 from tests import refit_engine as engine
 from tests.other_process import OtherProcess, shared_memory_of
@@ -57,7 +55,7 @@ class Pair:
     """This process as the trainer of an address, and another that becomes the engine there."""
 
     def __init__(self, others: list[OtherProcess], address: str) -> None:
-        self.others, self.address, self.path = others, address, path_of(address)
+        self.others, self.address, self.path = others, address, parse_address(address)
 
     def start(
         self, forms: Any = FORMS, die_at_load: int = 0, receiving: bool = True, **options: Any
@@ -82,7 +80,7 @@ def pair(others: list[OtherProcess], address: str) -> Iterator[Pair]:
     else:
         others[0] = OtherProcess()
     assert left_here() == []
-    assert os.listdir(os.path.dirname(path_of(address))) == []
+    assert os.listdir(os.path.dirname(parse_address(address))) == []
 
 
 def left_here() -> list[str]:
@@ -345,14 +343,14 @@ def test_a_full_shared_memory_fails_the_refit_and_a_smaller_buffer_succeeds(
 def test_an_engine_that_never_comes_fails_the_refit_in_time(address: str) -> None:
     with pytest.raises(RefitError, match=r"no engine connected to .* within 0.75 s"):
         send(address, 1, timeout_s=1.0)
-    assert os.listdir(os.path.dirname(path_of(address))) == []
+    assert os.listdir(os.path.dirname(parse_address(address))) == []
 
 
 def leave_socket(address: str) -> None:
     """As a killed trainer does: nobody listens there."""
     with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(path_of(address))
-    assert os.path.exists(path_of(address))
+        dead.bind(parse_address(address))
+    assert os.path.exists(parse_address(address))
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -483,20 +481,20 @@ def test_only_sockets_of_this_user_are_taken_weights_from_and_they_are_open_to_n
 def test_nothing_that_a_message_names_is_called(said: Any) -> None:
     for content in (pickle.dumps((said, ["a"], 1)), pickle.dumps(said, protocol=0)):
         with pytest.raises(RefitError, match=r"cannot be read.*same version"):
-            understood(content)
+            parse_request(content)
 
 
 def test_a_handle_of_gpu_memory_is_let_through() -> None:
     """As torch makes it: type, size, stride, offset, storage type, dtype, GPU, handles."""
     storage = torch.storage.TypedStorage, torch.uint8, 0, b"handle", 8, 0, False, b"c", 0, b"", True
     handle = ((torch.Tensor, torch.Size([8]), (1,), 0, *storage),)
-    sent = Dialect().question(PackMessage(handle, ["a"], 512))
-    assert understood(sent) == PackMessage(handle, ["a"], 512)
+    sent = Dialect().encode_pack(PackMessage(handle, ["a"], 512))
+    assert parse_request(sent) == PackMessage(handle, ["a"], 512)
     for field, other in (("dtype", "load"), ("device", "0"), ("handle", 7), ("handle", "zz")):
         said = json.loads(sent)
         said["handle"]["device"][field] = other
         with pytest.raises(RefitError, match="cannot be read"):
-            understood(json.dumps(said).encode())
+            parse_request(json.dumps(said).encode())
 
 
 HOST = {"pid": 1, "started": 1, "fd": 1, "inode": 1, "nbytes": 1}
@@ -524,9 +522,9 @@ MESSAGES: tuple[object, ...] = (
 )
 def test_what_is_no_message_is_refused(content: bytes) -> None:
     for whole in (ANNOUNCED, PACKED):
-        understood(json.dumps(whole).encode())
+        parse_request(json.dumps(whole).encode())
     with pytest.raises(RefitError, match="same version"):
-        understood(content)
+        parse_request(content)
 
 
 def test_a_message_that_means_nothing_is_answered_with_a_refusal(pair: Pair) -> None:
@@ -548,8 +546,8 @@ def test_a_pack_larger_than_its_memory_is_refused_by_name(pair: Pair) -> None:
         line.send(lambda: content)
         return line.receive()
 
-    assert said(Dialect().opening(FORMS, ServedModel())) == b"ack"
-    refused = said(Dialect().question(PackMessage(exported.handle(), ["norm", "embed"], 3584)))
+    assert said(Dialect().encode_opening(FORMS, ServedModel())) == b"ack"
+    refused = said(Dialect().encode_pack(PackMessage(exported.handle(), ["norm", "embed"], 3584)))
     assert refused.startswith(b"refused: embed does not fit")
     line.close()
     exported.close()

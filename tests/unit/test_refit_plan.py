@@ -24,10 +24,10 @@ from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.parallel.topology import LayerSplit, Placement, Topology
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.export import Sources, stream_alone
-from megatron_policy.refit.plan import RefitPlan, RefitTensor, packed
+from megatron_policy.refit.plan import RefitPlan, RefitTensor, pack_tensors
 from megatron_policy.refit.planning import RefitModel, plan_refit
-from megatron_policy.refit.rounds import rounds_of, stream_together
+from megatron_policy.refit.rounds import make_rounds, stream_together
+from megatron_policy.refit.sources import Sources, stream_alone
 from tests.families import SAMPLES
 
 # What a stream has beside tensors: alignment. (Vocabularies and groups that ranks share unevenly,
@@ -131,7 +131,7 @@ def together(
         for exchange in plan.exchanges:
             group = of_experts if exchange.of_experts else tp
             stream = (
-                stream_together(exchange, rounds_of(exchange, sources, group, pp), place)
+                stream_together(exchange, make_rounds(exchange, sources, group, pp), place)
                 if exchange.gathers
                 else stream_alone(exchange, sources, place)
             )
@@ -296,7 +296,7 @@ def test_packs_hold_every_tensor_in_order_aligned_and_within_their_capacity(
     sizes: list[int], capacity: int
 ) -> None:
     tensors = [RefitTensor(str(i), (n,), torch.uint8, 0) for i, n in enumerate(sizes)]
-    packs = packed(tensors, capacity)
+    packs = pack_tensors(tensors, capacity)
     assert [tensor for pack in packs for tensor in pack.tensors] == tensors
     for pack in packs:
         assert len(pack.tensors) == 1 or pack.nbytes <= capacity

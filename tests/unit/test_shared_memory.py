@@ -16,16 +16,14 @@ import torch
 
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.transports.ipc import shared_memory
-from megatron_policy.refit.transports.ipc.exported_buffer import (
-    ExportedBuffer,
-    handle_of,
-    open_exported,
-)
 from megatron_policy.refit.transports.ipc.shared_memory import (
     DIRECTORY,
+    ExportedBuffer,
     SharedMemory,
     attach,
     create,
+    open_exported,
+    read_handle,
 )
 from tests.other_process import OtherProcess, shared_memory_of
 from tests.small_disk import MIB, free, small_disk
@@ -210,7 +208,7 @@ def test_an_exported_buffer_is_gone_when_it_is_closed_although_somebody_holds_it
     held.typed(torch.float32).fill_(2)
     handle, rebuild = exported.handle(), exported.rebuild(torch.float32)
     sums: list[float] = []
-    for each in (handle, handle_of(rebuild)):
+    for each in (handle, read_handle(rebuild)):
         open_exported(each, lambda memory: sums.append(float(memory.view(torch.float32).sum())))
     function, arguments = rebuild
     changed = [*arguments[:6], 3, *arguments[7:]]  # as the host's receivers do
@@ -247,4 +245,4 @@ def test_an_error_that_is_kept_does_not_keep_the_memory_and_who_keeps_a_tensor_i
 @pytest.mark.parametrize("rebuild", [(os.system, ("true",)), None, (1, 2, 3), ("x", ())])
 def test_only_the_two_kinds_of_handles_are_opened(rebuild: Any) -> None:
     with pytest.raises(RefitError, match="handle"):
-        handle_of(rebuild)
+        read_handle(rebuild)

@@ -29,7 +29,7 @@ from megatron_policy.converters.formats.side_files import (
     write_side_files,
 )
 from megatron_policy.errors import ConfigError, ConversionError
-from megatron_policy.formats.digests import of_bytes
+from megatron_policy.formats.digests import digest_bytes
 from tests.small_disk import small_disk
 
 MIB = 2**20
@@ -151,7 +151,7 @@ def test_what_is_kept_outlives_its_directory_and_leaves_no_file_behind(
     for again in ("one", "two"):
         digests = kept.write(tmp_path / again)
         assert contents_of(tmp_path / again) == COPIED
-        assert digests == {name: of_bytes(content) for name, content in COPIED.items()}
+        assert digests == {name: digest_bytes(content) for name, content in COPIED.items()}
     assert kept.nbytes == sum(map(len, COPIED.values()))
     kept.close()
     kept.close()

@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.transports.collective.chunks import (
-    ChunkReader,
-    WholeReader,
-    Writer,
-    views_of,
-)
-from megatron_policy.refit.transports.collective.stream_layout import (
+from megatron_policy.refit.transports.collective.stream import (
     ALIGNMENT,
+    ChunkReader,
     Stream,
     StreamLayout,
     StreamSlot,
+    WholeReader,
+    Writer,
+    make_views,
 )
 
 CPU = torch.device("cpu")
@@ -81,7 +79,7 @@ def test_what_is_written_in_chunks_is_read_from_them_whole_and_once(
     assert len(chunks) == -(-stream.nbytes // size)
     memory = torch.empty(stream.nbytes, dtype=torch.uint8)
     for reader in (
-        WholeReader(stream, memory, views_of(stream, memory)),
+        WholeReader(stream, memory, make_views(stream, memory)),
         ChunkReader(stream, size, CPU),
     ):
         got: list[tuple[str, bytes]] = []
@@ -113,10 +111,10 @@ def test_a_writer_holds_one_chunk_and_the_largest_tensor_that_spans_two() -> Non
 @given(SIZES, SIZES)
 def test_a_layout_survives_its_encoding(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
     layout = StreamLayout((model_of(a)[0], model_of(b)[0]))
-    assert StreamLayout.decoded(layout.encoded()) == layout
+    assert StreamLayout.decode(layout.encode()) == layout
 
 
 @pytest.mark.parametrize("content", [b"", b"{}x", b"[[1]]", b'[[["a",[1],"manual_seed"]]]'])
 def test_a_layout_that_is_none_is_refused(content: bytes) -> None:
     with pytest.raises(RefitError, match="list of tensors cannot be read"):
-        StreamLayout.decoded(content)
+        StreamLayout.decode(content)

@@ -16,7 +16,7 @@ from megatron_policy.converters.formats.dist_writing import (
     lay_out,
     small_files,
 )
-from megatron_policy.formats.digests import of_bytes
+from megatron_policy.formats.digests import digest_bytes
 
 SHAPES = {"one.weight": (5, 3), "two.weight": (7, 4), "three.bias": (6,)}
 
@@ -39,7 +39,7 @@ def make_save(root: Path, step: int, **fields: Any) -> CheckpointManifest:
     records: dict[str, list[ByteRange]] = {}
     for record in layout.records:
         held = contents[record.path][record.offset : record.offset + record.length]
-        entry = ByteRange(record.offset, record.length, of_bytes(bytes(held)))
+        entry = ByteRange(record.offset, record.length, digest_bytes(bytes(held)))
         records.setdefault(record.path.name, []).append(entry)
     values: dict[str, Any] = {
         "id": f"{step:032x}",
@@ -52,10 +52,10 @@ def make_save(root: Path, step: int, **fields: Any) -> CheckpointManifest:
         "config": "0123456789abcdef",
         "tensors": {key: (torch.float32, shape) for key, shape in SHAPES.items()},
         "records": {name: tuple(entries) for name, entries in records.items()},
-        "files": {str(path.relative_to(place)): of_bytes(path.read_bytes()) for path in files},
+        "files": {str(path.relative_to(place)): digest_bytes(path.read_bytes()) for path in files},
     }
     manifest = CheckpointManifest(**values | fields)
-    (place / NAME).write_bytes(manifest.encoded())
+    (place / NAME).write_bytes(manifest.encode())
     return manifest
 
 

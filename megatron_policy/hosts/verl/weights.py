@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_policy.memory.states import SEND_WEIGHTS
-from megatron_policy.refit.exporter import tensors
+from megatron_policy.refit.exporter import stream_tensors
 from megatron_policy.refit.manifest import RefitManifest
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ def base_of_adapters(policy: MegatronPolicy) -> Named:
     exporter = policy.exporter
     assert exporter.adapters is not None
     with policy.memory.in_use("the base of adapters"), exporter.adapters.off():
-        yield from tensors(exporter, exporter.plan())
+        yield from stream_tensors(exporter, exporter.plan())
 
 
 def peft_config(policy: MegatronPolicy) -> dict[str, Any]:
     """The adapters' configuration as PEFT's `to_dict` gives it, with its own enumerations."""
     from peft import PeftType, TaskType
 
-    found = dict(policy.exporter.served(adapters=True).adapters or {})
+    found = dict(policy.exporter.select(adapters=True).served_model.adapters or {})
     return found | {
         "peft_type": PeftType(found["peft_type"]),
         "task_type": TaskType(found["task_type"]),

@@ -16,10 +16,9 @@ from megatron_policy.refit.manifest import (
     Form,
     RefitInfo,
     RefitManifest,
-    Sent,
     ServedModel,
-    listed,
-    sent_tensors,
+    describe_problems,
+    with_digests,
 )
 
 Load = Callable[[list[tuple[str, Tensor]]], object]
@@ -91,7 +90,7 @@ class WeightAssembler:
 
     def take(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Take some contiguous tensors of the set; the caller may reuse their memory afterwards."""
-        taken = [(name, self._taken(name, tensor)) for name, tensor in tensors]
+        taken = [(name, self._keep(name, tensor)) for name, tensor in tensors]
         if not self._engine.staged:
             self._load(taken)
 
@@ -99,7 +98,8 @@ class WeightAssembler:
         """Check that the whole set arrived as it was sent, and let the engine load it."""
         engine = self._engine
         if engine.expected is not None:
-            self._compare(engine.expected, _forms_of(manifest.tensors))
+            sent = manifest.tensors.items()
+            self._compare(engine.expected, {n: (tuple(s.shape), s.dtype) for n, s in sent})
         self._agree(manifest.model)
         if not manifest.tensors:
             raise self._refusal("the trainer has sent nothing")
@@ -118,7 +118,7 @@ class WeightAssembler:
             )
         try:
             found = {} if digests is None else digests.read()
-            manifest.check(sent_tensors(self.arrived, found))
+            manifest.check(with_digests(self.arrived, found))
         except RefitError as error:
             raise self._refusal(str(error)) from error
         if engine.staged:
@@ -127,31 +127,22 @@ class WeightAssembler:
         engine.step, engine.mixed, engine.model = manifest.step, False, manifest.model
         return manifest
 
-    def _taken(self, name: str, tensor: Tensor) -> Tensor:
+    def _keep(self, name: str, tensor: Tensor) -> Tensor:
         form = (tuple(tensor.shape), tensor.dtype)
         if name in self.arrived:
             raise self._refusal(f"the trainer sent {name} twice")
         if self._forms is not None and self.form(name) != form:
             raise self._refusal(f"{name} is {form}, but must be {self.form(name)}")
-        if self._engine.staged:
-            tensor = self._kept(name, tensor)
+        if self._engine.staged:  # in the memory of the last refit if it fits
+            kept, old = self._engine.kept, self._engine.kept.get(name)
+            if old is None or (old.shape, old.dtype, old.device) != (*form, tensor.device):
+                kept[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            tensor = kept[name].copy_(tensor)
         if self._digests is None:
             self._digests = Digests(algorithm_for(tensor))
         self.arrived[name] = form
         self._digests.add(name, tensor)
         return tensor
-
-    def _kept(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy, in the memory of the last refit if it fits."""
-        kept = self._engine.kept
-        old = kept.get(name)
-        if old is None or (old.shape, old.dtype, old.device) != (
-            tensor.shape,
-            tensor.dtype,
-            tensor.device,
-        ):
-            kept[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        return kept[name].copy_(tensor)
 
     def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
         self._engine.mixed, self._engine.model = True, self._model
@@ -169,7 +160,7 @@ class WeightAssembler:
             if differing:
                 raise self._refusal(
                     f"the engine is set up for another model than the trainer's: "
-                    f"{listed('fields differ', differing)}"
+                    f"{describe_problems({'fields differ': differing})}"
                 )
         self._model = model or self._model
 
@@ -179,19 +170,15 @@ class WeightAssembler:
             for name, form in expected.items()
             if name in found and found[name] != form
         ]
-        problems = [
-            listed(what, names)
-            for what, names in (
-                ("missing", [name for name in expected if name not in found]),
-                ("unknown to it", [name for name in found if name not in expected]),
-                ("of another shape or dtype", differing),
-            )
-            if names
-        ]
+        problems = describe_problems(
+            {
+                "missing": [name for name in expected if name not in found],
+                "unknown to it": [name for name in found if name not in expected],
+                "of another shape or dtype": differing,
+            }
+        )
         if problems:
-            raise self._refusal(
-                f"these are not the weights of the engine's model: {'; '.join(problems)}"
-            )
+            raise self._refusal(f"these are not the weights of the engine's model: {problems}")
 
     def _refusal(self, why: str) -> RefitError:
         state = (
@@ -200,7 +187,3 @@ class WeightAssembler:
             else "The engine keeps the weights it had"
         )
         return RefitError(f"{why}. {state}")
-
-
-def _forms_of(tensors: Mapping[str, Sent]) -> dict[str, Form]:
-    return {name: (tuple(sent.shape), sent.dtype) for name, sent in tensors.items()}

@@ -7,9 +7,12 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatron_policy import device
 from megatron_policy.coordination.control_store import ControlStore
@@ -18,22 +21,28 @@ from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_tim
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel
 from megatron_policy.refit.receive.assembler import WeightAssembler
-from megatron_policy.refit.receive.staging import readers_of
 from megatron_policy.refit.transports.collective.handshake import (
     ACCEPTED,
     CALL,
     OFF,
     REFUSED,
     encode,
+    extract_manifest,
     group_name,
-    layout_note,
-    note,
+    layout_key,
+    note_key,
     parse_note,
     raise_peer_failure,
     read_abort_reason,
-    sent_manifest,
 )
-from megatron_policy.refit.transports.collective.stream_layout import StreamLayout
+from megatron_policy.refit.transports.collective.stream import (
+    ChunkReader,
+    Reader,
+    Stream,
+    StreamLayout,
+    WholeReader,
+    make_views,
+)
 
 
 def join_collective(
@@ -70,13 +79,6 @@ def join_collective(
     return CollectiveGroup(store, rank - trainers, world_size - trainers, timeout_s)
 
 
-def receive_collective(
-    assembler: WeightAssembler, group: CollectiveGroup, timeout_s: float
-) -> RefitManifest:
-    """Receive one refit; see `CollectiveGroup.receive`."""
-    return group.receive(assembler, timeout_s)
-
-
 @dataclass(frozen=True)
 class _Call:
     """A refit that this engine takes part in."""
@@ -99,9 +101,8 @@ class CollectiveGroup:
         self._process = uuid.uuid4().hex
         self._session, self._last = "", 0
         self._layout: tuple[str, StreamLayout] = ("", StreamLayout(()))
-        self._joined: dict[
-            int, tuple[int, BoundedProcessGroup]
-        ] = {}  # by sender: the handshake that made the group, and the group
+        # By sender: the handshake that made the group, and the group.
+        self._joined: dict[int, tuple[int, BoundedProcessGroup]] = {}
 
     def receive(self, assembler: WeightAssembler, timeout_s: float | None = None) -> RefitManifest:
         """Receive one refit: the next that the trainer begins, or one that waits for this engine.
@@ -110,8 +111,10 @@ class CollectiveGroup:
         continue or finish within `timeout_s` seconds each, gives up, or sends weights that are
         refused; the trainer raises too, and the next refit starts afresh on both sides.
         """
-        limit = timeout_s or self._timeout_s
-        call = self._next_call(assembler, limit)
+        limit, call = timeout_s or self._timeout_s, None
+        deadline = time.monotonic() + limit
+        while call is None:
+            call = self._answer(self._wait_for_call(deadline, limit), assembler, deadline, limit)
         try:
             self._join(call, limit)
             self._take(call, assembler)
@@ -119,7 +122,7 @@ class CollectiveGroup:
         except BaseException as error:
             self._refuse(call, error)
             raise
-        self._store.put(note(call.number, "verdict", self._engine), ACCEPTED)
+        self._store.put(note_key(call.number, "verdict", self._engine), ACCEPTED)
         return manifest
 
     def close(self) -> None:
@@ -127,28 +130,20 @@ class CollectiveGroup:
         self._leave()
         self._store.close()
 
-    def _next_call(self, assembler: WeightAssembler, limit: float) -> _Call:
-        deadline = time.monotonic() + limit
-        while True:
-            number = self._wait_for_call(deadline, limit)
-            call = self._answer(number, assembler, deadline, limit)
-            if call is not None:
-                return call
-
     def _wait_for_call(self, deadline: float, limit: float) -> int:
         """The number of an open handshake that this process has not answered yet."""
         missing = f"the trainer has not begun a refit within {limit:g} s"
-        now = self._announced(deadline, missing)
+        now = self._read_call(deadline, missing)
         if now["session"] != self._session:  # another trainer, whose numbers start again
             self._leave()
             self._session, self._last = now["session"], 0
         if now["number"] <= max(self._last, now["over"]):
-            self._store.get(note(now["number"] + 1, "offer"), _left(deadline), missing)
-            now = self._announced(deadline, missing)
+            self._store.get(note_key(now["number"] + 1, "offer"), _left(deadline), missing)
+            now = self._read_call(deadline, missing)
         self._last = now["number"]
         return self._last
 
-    def _announced(self, deadline: float, missing: str) -> dict[str, Any]:
+    def _read_call(self, deadline: float, missing: str) -> dict[str, Any]:
         content = self._store.get(CALL, _left(deadline), missing)
         return parse_note(CALL, content, session=str, number=int, over=int)
 
@@ -159,30 +154,27 @@ class CollectiveGroup:
         place.
         """
         missing = f"the trainer has not continued its refit within {limit:g} s"
-        content = self._store.get(note(number, "offer"), _left(deadline), missing)
+        content = self._store.get(note_key(number, "offer"), _left(deadline), missing)
         offer = parse_note("offer", content, layout=str, senders=int, bucket_bytes=int, model=dict)
-        layout = self._known_layout(offer["layout"], deadline, missing)
+        if self._layout[0] != (digest := offer["layout"]):
+            content = self._store.get(layout_key(digest), _left(deadline), missing)
+            self._layout = digest, StreamLayout.decode(content)
+        layout = self._layout[1]
         if offer["senders"] != len(layout.streams) or offer["bucket_bytes"] < 1:
             raise RefitError(f"the trainer's offer contradicts itself: {offer}")
-        ready = note(number, "ready", self._engine)
+        ready = note_key(number, "ready", self._engine)
         try:
             slots = (slot for stream in layout.streams for slot in stream.slots)
             forms = {slot.name: (slot.shape, slot.dtype) for slot in slots}
-            assembler.announce(RefitInfo(forms, _model_of(offer)))
+            assembler.announce(RefitInfo(forms, _read_model(offer)))
         except RefitError as error:
             self._store.put(ready, encode({REFUSED: str(error)}))
             raise
         groups = {str(sender): made_in for sender, (made_in, _) in self._joined.items()}
         self._store.put(ready, encode({"process": self._process, "groups": groups}))
-        answers = [
-            parse_note(
-                "go",
-                self._store.get(note(number, "go", sender), _left(deadline), missing),
-                group=int,
-                to=list,
-            )
-            for sender in range(offer["senders"])
-        ]
+        keys = [note_key(number, "go", sender) for sender in range(offer["senders"])]
+        found = (self._store.get(key, _left(deadline), missing) for key in keys)
+        answers = [parse_note("go", content, group=int, to=list) for content in found]
         for answer in answers:
             if OFF in answer:
                 raise RefitError(f"the trainer gave up: {answer[OFF]}")
@@ -190,12 +182,6 @@ class CollectiveGroup:
             return None
         made_in = tuple(answer["group"] for answer in answers)
         return _Call(number, layout, offer["bucket_bytes"], made_in)
-
-    def _known_layout(self, digest: str, deadline: float, missing: str) -> StreamLayout:
-        if self._layout[0] != digest:
-            content = self._store.get(layout_note(digest), _left(deadline), missing)
-            self._layout = (digest, StreamLayout.decoded(content))
-        return self._layout[1]
 
     def _join(self, call: _Call, limit: float) -> None:
         """Join the group of each sender."""
@@ -214,7 +200,7 @@ class CollectiveGroup:
         """Receive all chunks, one of each sender in turn, in the same order on all engines."""
         chunks = [list(stream.chunks(call.bucket_bytes)) for stream in call.layout.streams]
         where = device.current_device()
-        readers = readers_of(call.layout.streams, call.bucket_bytes, where, assembler)
+        readers = make_readers(call.layout.streams, call.bucket_bytes, where, assembler)
         pending: dict[int, PendingCollective] = {}
 
         def start(sender: int, number: int) -> None:
@@ -238,12 +224,9 @@ class CollectiveGroup:
     def _manifest(self, call: _Call, limit: float) -> RefitManifest:
         """The manifest of what all senders have sent."""
         missing = f"the trainer has not said within {limit:g} s what it has sent"
-        parts = [
-            RefitManifest.decoded(
-                sent_manifest(self._store.get(note(call.number, "sent", s), limit, missing))
-            )
-            for s in range(len(call.made_in))
-        ]
+        keys = [note_key(call.number, "sent", sender) for sender in range(len(call.made_in))]
+        sent = (extract_manifest(self._store.get(key, limit, missing)) for key in keys)
+        parts = [RefitManifest.decode(content) for content in sent]
         kinds = {(part.step, part.algorithm) for part in parts}
         if len(kinds) > 1:
             raise RefitError(f"the trainer's pipeline stages sent different steps: {sorted(kinds)}")
@@ -254,7 +237,8 @@ class CollectiveGroup:
         """Why senders have given up, if any have."""
         if not self._store.connected:
             return []
-        notes = [self._store.find(note(call.number, "sent", s)) for s in range(len(call.made_in))]
+        keys = [note_key(call.number, "sent", sender) for sender in range(len(call.made_in))]
+        notes = map(self._store.find, keys)
         return [words for words in map(read_abort_reason, notes) if words]
 
     def _refuse(self, call: _Call, error: BaseException) -> None:
@@ -262,7 +246,7 @@ class CollectiveGroup:
         if self._store.connected:
             with contextlib.suppress(RefitError):  # the trainer is gone
                 words = str(error) or type(error).__name__
-                self._store.put(note(call.number, "verdict", self._engine), words.encode())
+                self._store.put(note_key(call.number, "verdict", self._engine), words.encode())
         self._leave()
 
     def _leave(self) -> None:
@@ -271,12 +255,46 @@ class CollectiveGroup:
         self._joined.clear()
 
 
-def _model_of(offer: Mapping[str, Any]) -> ServedModel:
+def _read_model(offer: Mapping[str, Any]) -> ServedModel:
     try:
-        return ServedModel.understood(offer["model"])
+        return ServedModel.from_plain(offer["model"])
     except ValueError as error:
         raise RefitError(f"the trainer's offer cannot be read: {error}") from error
 
 
 def _left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
+
+
+def make_readers(
+    streams: Sequence[Stream], chunk_bytes: int, where: torch.device, assembler: WeightAssembler
+) -> list[Reader]:
+    """One reader for each stream. A staged assembler keeps the memory that chunks are received in,
+    so nothing is copied; a later refit of the same streams reuses that memory.
+    """
+    if not assembler.staged:
+        return [ChunkReader(stream, chunk_bytes, where) for stream in streams]
+    readers: list[Reader] = []
+    for stream in streams:
+        memory = _kept_memory(stream, assembler.kept)
+        if memory is None:
+            memory = torch.empty(stream.nbytes, dtype=torch.uint8, device=where)
+            assembler.kept.update(make_views(stream, memory))
+        readers.append(WholeReader(stream, memory, assembler.kept))
+    return readers
+
+
+def _kept_memory(stream: Stream, kept: Mapping[str, Tensor]) -> Tensor | None:
+    """The memory of which the kept tensors of this stream are views, if they are."""
+    names = [slot.name for slot in stream.slots]
+    if not names or any(name not in kept for name in names):
+        return None
+    storage = kept[names[0]].untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    if memory.numel() != stream.nbytes:
+        return None
+    for name, view in make_views(stream, memory).items():
+        had = kept[name]
+        if (had.data_ptr(), had.shape, had.dtype) != (view.data_ptr(), view.shape, view.dtype):
+            return None
+    return memory

@@ -18,7 +18,7 @@ from megatron_policy.converters.formats.hf_names import MANIFEST, SINGLE
 from megatron_policy.errors import ConfigError, ConversionError, RefitError
 from megatron_policy.formats.manifest import read_manifest
 from megatron_policy.refit.digest import HOST
-from megatron_policy.refit.manifest import RefitInfo, RefitManifest, Sent, ServedModel
+from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel, TensorDigest
 from megatron_policy.refit.receive.assembler import WeightAssembler
 
 _PORTION = 256 * 2**20  # bytes given to the engine at a time
@@ -34,7 +34,7 @@ def receive_directory(
     """
     root = expanded(path)
     try:
-        manifest = _manifest_of(root)
+        manifest = _read_manifest(root)
         with HfReader(root, ADAPTER_MODEL if is_peft(root) else SINGLE) as reader:
             assembler = assembler_of(manifest.algorithm)
             forms = {name: (s.shape, s.dtype) for name, s in manifest.tensors.items()}
@@ -61,7 +61,7 @@ def _portions(reader: HfReader) -> Iterator[list[str]]:
     yield names
 
 
-def _manifest_of(root: Path) -> RefitManifest:
+def _read_manifest(root: Path) -> RefitManifest:
     """The manifest of what the directory should hold."""
     if not root.is_dir():
         raise RefitError(f"{root} is not a directory: the trainer has published nothing there")
@@ -72,7 +72,7 @@ def _manifest_of(root: Path) -> RefitManifest:
             "export_peft, or refit with HfDirectory or PeftDirectory"
         )
     tensors = {
-        name: Sent(info.shape, info.dtype, int(digest, 16))
+        name: TensorDigest(info.shape, info.dtype, int(digest, 16))
         for name, (info, digest) in stated.tensors.items()
     }
     adapters = read_peft(root).config if is_peft(root) else None

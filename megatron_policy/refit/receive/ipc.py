@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megatron_policy import device
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.buffers import aligned
+from megatron_policy.refit.buffers import align
 from megatron_policy.refit.manifest import RefitInfo, RefitManifest
 from megatron_policy.refit.receive.assembler import WeightAssembler
 from megatron_policy.refit.transports.ipc import protocol
-from megatron_policy.refit.transports.ipc.exported_buffer import handle_of, open_exported
-from megatron_policy.refit.transports.ipc.sockets.address import remove_if_dead
-from megatron_policy.refit.transports.ipc.sockets.replies import ReplySocket
+from megatron_policy.refit.transports.ipc.shared_memory import open_exported, read_handle
+from megatron_policy.refit.transports.ipc.sockets.link import remove_if_dead
+from megatron_policy.refit.transports.ipc.sockets.request_reply import ReplySocket
 
 _LINGER_S = 2.0  # to flush the last reply
 
@@ -31,9 +31,17 @@ _Places = Mapping[str, tuple[tuple[int, ...], int]]
 def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -> RefitManifest:
     """Receive one refit from the trainer that listens at the address; see `Receiver`."""
     try:
-        line = ReplySocket(address, "trainer", timeout_s)
+        line, accepted = ReplySocket(address, "trainer", timeout_s), None
         try:
-            return _answered(assembler, line)
+            while accepted is None:
+                content = line.receive()
+                try:
+                    accepted = _carry_out(protocol.parse_request(content), assembler)
+                except Exception as error:
+                    line.send(protocol.encode_refusal(error))
+                    raise
+                line.send(protocol.ACK)
+            return accepted
         finally:
             line.close(min(timeout_s, _LINGER_S))
     except BaseException:
@@ -41,36 +49,21 @@ def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -
         raise
 
 
-def _answered(assembler: WeightAssembler, line: ReplySocket) -> RefitManifest:
-    """Answer the trainer's requests up to the last one."""
-    while True:
-        content = line.receive()
-        try:
-            accepted = _taken(assembler, protocol.understood(content))
-        except Exception as error:
-            line.send(protocol.refusal(error))
-            raise
-        line.send(protocol.ACK)
-        if accepted is not None:
-            return accepted
-
-
-def _taken(
-    assembler: WeightAssembler, said: protocol.PackMessage | RefitInfo | RefitManifest
+def _carry_out(
+    request: protocol.PackMessage | RefitInfo | RefitManifest, assembler: WeightAssembler
 ) -> RefitManifest | None:
     """Carry out a request; return the manifest if it was the last."""
-    if isinstance(said, RefitManifest):
-        return assembler.finish(said)
-    if isinstance(said, RefitInfo):
-        assembler.announce(said)
-    else:
-        open_exported(
-            said.handle, lambda memory: assembler.take(list(_packed(assembler, said, memory)))
-        )
+    match request:
+        case RefitManifest():
+            return assembler.finish(request)
+        case RefitInfo():
+            assembler.announce(request)
+        case pack:
+            open_exported(pack.handle, lambda at: assembler.take([*_unpack(assembler, pack, at)]))
     return None
 
 
-def _packed(
+def _unpack(
     assembler: WeightAssembler, pack: protocol.PackMessage, memory: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a pack, as views of `memory`."""
@@ -81,7 +74,7 @@ def _packed(
         if offset + size > memory.numel():
             raise RefitError(f"{name} does not fit in what the trainer sent: {_DIFFERENT_MODELS}")
         yield name, memory[offset : offset + size].view(dtype).view(shape)
-        offset += aligned(size)
+        offset += align(size)
     if offset != pack.used_bytes:
         raise RefitError(
             f"a pack of {pack.used_bytes} bytes should have {offset} by the shapes that the engine "
@@ -100,9 +93,16 @@ def receive_handles(
     The protocol does not mark the start of a refit: a new one begins when the first tensor of the
     unfinished one comes again.
     """
-    own = _of_device(handles, device_id)
+    wanted = device_id or device.device_id()
+    if device_id is None and len(handles) == 1 and not device.is_accelerated():
+        wanted = next(iter(handles))
+    if wanted not in handles:
+        raise RefitError(
+            f"the trainer sent weights for {', '.join(sorted(handles))}, none for {wanted}. "
+            "Trainer and engine must use the same device; or choose one with `device_id`"
+        )
     try:
-        packed, rebuilds, offsets = own
+        packed, rebuilds, offsets = handles[wanted]
         rebuilds, offsets = dict(rebuilds), dict(offsets)
     except (TypeError, ValueError) as error:
         raise RefitError(
@@ -117,35 +117,17 @@ def receive_handles(
         raise RefitError(f"the trainer sent no tensor of {unclaimed}: {_DIFFERENT_MODELS}")
     for dtype, rebuild in rebuilds.items():
         mine = {name: (shape, offsets[name]) for name, (shape, d) in forms.items() if d == dtype}
-        open_exported(handle_of(rebuild), functools.partial(_take_flat, assembler, dtype, mine))
+        open_exported(read_handle(rebuild), functools.partial(_take_flat, assembler, dtype, mine))
     return assembler
 
 
 def _take_flat(
     assembler: WeightAssembler, dtype: torch.dtype, where: _Places, memory: Tensor
 ) -> None:
-    assembler.take(_flat(memory, dtype, where))
-
-
-def _flat(memory: Tensor, dtype: torch.dtype, where: _Places) -> list[tuple[str, Tensor]]:
-    """Tensors of one dtype in flat memory; offsets are in elements."""
     flat = memory.reshape(-1).view(dtype)
     taken = []
     for name, (shape, offset) in where.items():
         if not 0 <= offset <= flat.numel() - math.prod(shape):
             raise RefitError(f"{name} does not fit in what the trainer sent: {_DIFFERENT_MODELS}")
         taken.append((name, flat[offset : offset + math.prod(shape)].view(shape)))
-    return taken
-
-
-def _of_device(handles: Mapping[str, Any], device_id: str | None) -> Any:
-    """This engine's entry: that of its device, or the only one."""
-    wanted = device_id or device.device_id()
-    if wanted in handles:
-        return handles[wanted]
-    if device_id is None and len(handles) == 1 and not device.is_accelerated():
-        return next(iter(handles.values()))
-    raise RefitError(
-        f"the trainer sent weights for {', '.join(sorted(handles))}, none for {wanted}. Trainer "
-        "and engine must use the same device; or choose one with `device_id`"
-    )
+    assembler.take(taken)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
-from megatron_policy.refit.manifest import RefitManifest, ServedModel, forms
+from megatron_policy.refit.manifest import RefitManifest, ServedModel, parse_info
 from megatron_policy.refit.receive.assembler import EngineState, Load, WeightAssembler
 
 
@@ -39,7 +39,7 @@ class Receiver:
         piece as weights arrive, and a refit that fails half-way leaves the engine `mixed`.
         """
         self.timeout_s = checked_timeout(timeout_s)
-        self._engine = EngineState(load, None if expected is None else forms(expected), staged)
+        self._engine = EngineState(load, None if expected is None else parse_info(expected), staged)
         self._unfinished: WeightAssembler | None = None
 
     @property
@@ -102,9 +102,8 @@ class Receiver:
 
     def receive_collective(self, group: Any) -> RefitManifest:
         """Receive one refit from a trainer in the same process group."""
-        from megatron_policy.refit.receive.collective import receive_collective
-
-        return receive_collective(self.assembler(), group, self.timeout_s)
+        received: RefitManifest = group.receive(self.assembler(), self.timeout_s)
+        return received
 
     def receive_directory(self, path: str | os.PathLike[str]) -> RefitManifest:
         """Receive one refit from a directory that a trainer has published."""

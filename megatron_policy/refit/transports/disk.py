@@ -1,232 +1,68 @@
-"""Writes weights as a Hugging Face directory from all ranks: which file each rank writes, and how
-the directory is completed and published.
+"""Writes weights as a directory from all ranks, of whole models a Hugging Face one: what each rank
+writes, and how the directory is completed and published.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from megatron_policy.converters.files import publishing
 from megatron_policy.converters.files.contained import expanded
-from megatron_policy.converters.files.raw_files import RawFiles
-from megatron_policy.converters.formats import hf_writing
+from megatron_policy.converters.formats.hf_config import CONFIG
 from megatron_policy.converters.formats.hf_names import MANIFEST
-from megatron_policy.converters.formats.safetensors_format import Shape, encode
+from megatron_policy.converters.formats.hf_writing import write_index
 from megatron_policy.converters.formats.side_files import side_files, write_side_files
-from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ExportError, RefitError
-from megatron_policy.formats.digests import of_bytes, of_file, size_of
-from megatron_policy.formats.manifest import DirectoryManifest
-from megatron_policy.formats.tensors import Info
+from megatron_policy.formats.manifest import describe_origin
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.digest import HOST, algorithm_for, digest
-from megatron_policy.refit.file_plan import ExportFile, ExportPlan, plan_export
+from megatron_policy.refit.hf_directory import (
+    CopiedTensors,
+    DirectoryWriter,
+    ExportPlan,
+    describe_directory,
+    plan_export,
+)
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.plan import RefitPlan
-from megatron_policy.refit.transports.carried import CarriedTensors
-from megatron_policy.version import VERSION
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
     from megatron_policy.refit.plan import RefitTensor
 
-
-class DirectorySession:
-    """A rank's end of an `HfDirectory`: writes its files; rank 0 publishes the directory.
-
-    A failure in a file is kept until `finish`, which is collective and tells all ranks.
-    """
-
-    def __init__(
-        self,
-        transport: HfDirectory,
-        exporter: Exporter,
-        plan: ExportPlan,
-        partial: Path,
-        carried: CarriedTensors | None,
-        nbytes: int,
-    ) -> None:
-        """`partial` is the directory that all ranks write to, `plan` has the files of the policy's
-        own tensors. Only rank 0 has tensors that are `carried`. All files have `nbytes`.
-        """
-        self._nbytes = nbytes
-        self._transport, self._exporter, self._plan, self._partial = (
-            transport,
-            exporter,
-            plan,
-            partial,
-        )
-        self._carried = carried
-        grid, rank = exporter.topology, exporter.rank
-        own = [file for file in plan.files if file.rank_of(grid) == rank]
-        self._file_of = {tensor.name: file for file in own for tensor in file.tensors}
-        self._written: dict[str, hf_writing.ShardFile] = {}
-        self._digests: dict[str, int] = {}
-        largest = max((tensor.nbytes for file in own for tensor in file.tensors), default=0)
-        self._failure: Exception | None = None
-        try:
-            self._buffer = Buffer.on(exporter.device, largest)
-        except RuntimeError as error:
-            self._failure = error
-
-    def place(self, tensor: RefitTensor) -> BufferSlice | None:
-        """See `delivery.TransportSession`; None for tensors in other ranks' files."""
-        if self._failure is not None or tensor.name not in self._file_of:
-            return None
-        return BufferSlice(self._buffer, 0)
-
-    def filled(self, tensor: RefitTensor, target: BufferSlice) -> None:
-        """See `delivery.TransportSession`."""
-        try:
-            self._write(tensor.name, target.tensor(tensor.shape, tensor.dtype))
-        except Exception as error:
-            self._failure = error
-
-    def finish(self, manifest: RefitManifest) -> None:
-        """See `delivery.TransportSession`; collective over all ranks."""
-        if manifest.algorithm == HOST:
-            self._digests = {name: sent.digest for name, sent in manifest.tensors.items()}
-        copied = self._copy_carried()
-        if isinstance(self._failure, OSError):
-            self._failure = self._not_written(self._failure)
-        own = self._digests if self._failure is None else None
-        parts = self._exporter.gather_text(json.dumps(own))
-        if self._failure is not None:
-            raise self._failure
-        digests = [json.loads(part) for part in parts]
-        if digests and None not in digests:
-            known = {name: number for part in digests for name, number in part.items()}
-            try:
-                self._publish(known | copied, manifest.step)
-            except OSError as error:
-                raise self._not_written(error) from error
-
-    def close(self) -> None:
-        """See `delivery.TransportSession`; an incomplete directory is removed."""
-        for file in self._written.values():
-            file.close()
-        self._transport.drop()
-
-    def _write(self, name: str, tensor: Tensor) -> None:
-        file, host = self._file_of[name], tensor.cpu()
-        if file.name not in self._written:
-            path = self._partial / file.name
-            self._written[file.name] = hf_writing.ShardFile(path, _forms(file))
-        self._written[file.name].put(name, host)
-        if algorithm_for(tensor) != HOST:  # otherwise the final manifest has it
-            self._digests[name] = digest(host, HOST)
-        if name == file.tensors[-1].name:
-            self._written[file.name].complete()
-            del self._written[file.name]
-
-    def _not_written(self, error: OSError) -> ExportError:
-        return publishing.not_written(self._transport.path, error, self._nbytes)
-
-    def _copy_carried(self) -> dict[str, int]:
-        """The digests of the carried tensors, once they are written; other ranks wait meanwhile."""
-        if self._carried is None or self._failure is not None:
-            return {}
-        files = self._carried.after(self._plan).files[len(self._plan.files) :]
-        try:
-            with self._exporter.alive():
-                return dict(self._carried.write(self._partial, files))
-        except Exception as error:
-            self._failure = error
-            return {}
-
-    def _publish(self, digests: Mapping[str, int], step: int) -> None:
-        assert self._carried is not None, "rank 0 publishes"
-        found = directory_manifest(
-            self._partial,
-            self._transport.source,
-            self._exporter.table,
-            self._carried.after(self._plan),
-            digests,
-            step,
-        )
-        publishing.write_file(self._partial / MANIFEST, found.encoded())
-        self._transport.publish()
-
-
-def directory_manifest(
-    root: Path,
-    source: str,
-    table: Table,
-    plan: ExportPlan,
-    digests: Mapping[str, int],
-    step: int,
-) -> DirectoryManifest:
-    """The manifest of a written directory; `digests` are the tensors', as 64-bit numbers."""
-    tensors = {
-        tensor.name: (Info(tensor.dtype, tensor.shape), f"{digests[tensor.name] % 2**64:016x}")
-        for file in plan.files
-        for tensor in file.tensors
-    }
-    files = {file.name: of_bytes(encode(_forms(file))[0]) for file in plan.files}
-    others = [
-        path
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and path.relative_to(root).as_posix() not in files
-    ]
-    with RawFiles() as reader:
-        files |= {
-            path.relative_to(root).as_posix(): of_file(reader, path, size_of(path))
-            for path in others
-        }
-    origin = {
-        "package": f"megatron-policy {VERSION}",
-        "direction": "policy -> hf",
-        "source": {"path": source},
-        "family": table.family,
-        "config": json.loads((root / "config.json").read_bytes()),
-    }
-    return DirectoryManifest(tensors, files, origin, step, table.overrides)
-
-
-def _forms(file: ExportFile) -> dict[str, tuple[torch.dtype, Shape]]:
-    return {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors}
-
-
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 # A stage's ranks share the writing of its tensors, but not into files smaller than this.
 _MIN_SHARD_BYTES = 64 * 2**20
+_NOTHING_COPIED = CopiedTensors("", ExportPlan(()))
 
 
-def export_checkpoint(
-    path: str | PathLike[str],
-    exporter: Exporter,
-    source: str,
-    step: int,
-    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
-    overwrite: bool = False,
-) -> None:
-    """Write config, tokenizer and weights to `path`, as `HfDirectory` does. Collective: an error on
-    one rank is raised on all.
+def export_directory(transport: DirectoryTransport, exporter: Exporter, step: int) -> None:
+    """Write the directory of the transport. Collective: an error on one rank is raised on all.
 
-    `step` is the number of optimizer steps taken so far. ConfigError if `path` is taken,
+    `step` is the number of optimizer steps taken so far. ConfigError if its path is taken,
     ExportError if a rank cannot write; the policy is then unharmed and nothing is published.
     """
-    transport = HfDirectory(path, source, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+    prepared = None
     try:
         exporter.begin()
-        place = transport.prepare(exporter)
+        prepared = transport.prepare(exporter)
+        place = prepared.place
         if not place.refusal:
             deliver(exporter, transport, step)
             return
-        exporter.leave_together()
+        exporter.ranks.leave_together()
     except RefitError as error:
         raise ExportError(str(error)) from error
     finally:
-        transport.drop()
+        if prepared is not None:
+            prepared.drop()
     raise ConfigError(place.refusal) if place.is_config else ExportError(f"rank 0: {place.refusal}")
 
 
@@ -238,19 +74,224 @@ class ExportDestination:
     refusal: str = ""
     is_config: bool = False
     """Whether the path or the model was refused."""
-    carried_files: int = 0
-    """How many files of carried tensors follow those of the policy's own."""
+    copied_files: int = 0
+    """How many files of copied tensors follow those of the policy's own."""
     nbytes: int = 0
     """How many bytes all files have."""
 
 
-class HfDirectory:
-    """A transport: a directory that transformers, `megatron-policy` and engines load.
+@dataclass(frozen=True)
+class ExportContents:
+    """What rank 0 adds to the policy's own tensors."""
 
-    Tensors of layers that the policy leaves out are copied from `source`, byte for byte.
+    nbytes: int
+    """Of all files."""
+    origin: Mapping[str, Any]
+    write: Callable[[Path], object]
+    """Writes the files besides tensors and manifest to a directory."""
+    copied: CopiedTensors = _NOTHING_COPIED
+
+
+class StagedExport:
+    """A directory that is being written, next to its path."""
+
+    def __init__(
+        self,
+        path: Path,
+        files: ExportPlan,
+        place: ExportDestination,
+        contents: ExportContents | None = None,
+        staged: publishing.Staged | None = None,
+    ) -> None:
+        """`files` have the policy's own tensors. Only rank 0 has `contents`, and a directory
+        `staged` to publish, unless it has refused.
+        """
+        self.place, self.partial = place, Path(place.partial)
+        self.files = files.numbered(place.copied_files) if place.copied_files else files
+        self._path, self._contents, self._staged = path, contents, staged
+
+    def copy(self) -> dict[str, int]:
+        """Write the copied tensors, on rank 0; returns their digests."""
+        if self._contents is None or not self.place.copied_files:
+            return {}
+        copied = self._contents.copied
+        return copied.write(self.partial, self._whole.files[len(self.files.files) :])
+
+    def publish(self, exporter: Exporter, digests: Mapping[str, int], step: int) -> None:
+        """Write the manifest, and rename the directory to its final path; on rank 0, when all have
+        written. `digests` are those of all tensors.
+        """
+        assert self._contents is not None and self._staged is not None, "rank 0 publishes"
+        origin, overrides = self._contents.origin, exporter.served_model.hf_config_overrides
+        stated = describe_directory(self.partial, self._whole, digests, origin, step, overrides)
+        publishing.write_file(self.partial / MANIFEST, stated.encode())
+        self._staged.publish()
+
+    def drop(self) -> None:
+        """Remove what was written, unless it was published: it may have filled the disk."""
+        if self._staged is not None:
+            self._staged.drop()
+
+    def not_written(self, error: OSError) -> ExportError:
+        """The error for a file that could not be written."""
+        return publishing.not_written(self._path, error, self.place.nbytes)
+
+    @property
+    def _whole(self) -> ExportPlan:
+        assert self._contents is not None, "rank 0 knows it"
+        return self.files.followed_by(self._contents.copied.plan)
+
+
+class DirectoryTransport(ABC):
+    """A transport: a directory that all ranks write between them.
+
     It is written next to its final path and renamed when every file is on the disk, so `path`
     either does not exist, is unchanged, or is complete. A rank has one whole tensor of its files in
     memory at a time. The directory's manifest has the step and digests that cover every byte.
+    """
+
+    def __init__(self, path: str | PathLike[str], overwrite: bool) -> None:
+        """With `overwrite`, a checkpoint at `path` is replaced."""
+        # Absolute: workers, to which it may be sent, run in their own directories.
+        self.path, self.overwrite = expanded(path).absolute(), overwrite
+        self._prepared: StagedExport | None = None
+
+    @abstractmethod
+    def plan(self, exporter: Exporter) -> RefitPlan:
+        """What is gathered on this rank. ConfigError unless the exporter has what is written."""
+
+    @abstractmethod
+    def _files(self, exporter: Exporter) -> ExportPlan:
+        """Which tensors are in which file, and who writes it; the same on every rank."""
+
+    @abstractmethod
+    def _collect(self, exporter: Exporter, files: ExportPlan) -> ExportContents:
+        """Look up on rank 0 what belongs beside the `files`, before anything is written."""
+
+    def prepare(self, exporter: Exporter) -> StagedExport:
+        """Make the directory to write to. Collective over all ranks, which learn its path from
+        rank 0; no other export, of this job or another, uses it.
+        """
+        made, files = None, self._files(exporter)
+        try:
+            if exporter.rank == 0:
+                made = self._make(exporter, files)
+            words = None if made is None else json.dumps(asdict(made.place))
+            place = ExportDestination(**json.loads(exporter.ranks.broadcast_text(words)))
+        except BaseException:
+            if made is not None:
+                made.drop()
+            raise
+        self._prepared = made or StagedExport(self.path, files, place)
+        return self._prepared
+
+    def open(self, exporter: Exporter, plan: RefitPlan) -> DirectorySession | None:
+        """This rank's files, possibly none; RefitError, on rank 0 only, if there is no directory to
+        write to.
+        """
+        prepared, self._prepared = self._prepared or self.prepare(exporter), None
+        if not prepared.place.refusal:
+            return DirectorySession(prepared, exporter)
+        if exporter.rank == 0:
+            raise RefitError(prepared.place.refusal)
+        return None
+
+    def _make(self, exporter: Exporter, files: ExportPlan) -> StagedExport:
+        staged, nbytes = None, 0
+        try:
+            contents = self._collect(exporter, files)
+            nbytes = contents.nbytes
+            publishing.check_replaceable(self.path, self.overwrite)
+            publishing.check_room(self.path, nbytes)
+            staged = publishing.Staged([self.path], self.overwrite)
+            (partial,) = staged.partials
+            contents.write(partial)
+        except BaseException as error:
+            if staged is not None:
+                staged.drop()
+            if not isinstance(error, Exception):
+                raise
+            if isinstance(error, OSError):
+                error = publishing.not_written(self.path, error, nbytes)
+            is_config = isinstance(error, ConfigError)
+            known = is_config or isinstance(error, ExportError)
+            refusal = str(error) if known else f"{type(error).__name__}: {error}"
+            return StagedExport(self.path, files, ExportDestination("", refusal, is_config))
+        count = len(contents.copied.plan.files)
+        place = ExportDestination(str(partial), copied_files=count, nbytes=nbytes)
+        return StagedExport(self.path, files, place, contents, staged)
+
+
+class DirectorySession:
+    """A rank's end of a `DirectoryTransport`, a `TransportSession`: writes its files; rank 0
+    publishes the directory.
+
+    A failure in a file is kept until `finish`, which is collective and tells all ranks.
+    """
+
+    def __init__(self, export: StagedExport, exporter: Exporter) -> None:
+        self._export, self._exporter = export, exporter
+        grid, rank = exporter.topology, exporter.rank
+        own = [file for file in export.files.files if file.find_writer(grid) == rank]
+        self._writer = DirectoryWriter(export.partial, own, exporter.ranks.alive)
+        self._digests: dict[str, int] = {}
+        self._failure: Exception | None = None
+        try:
+            self._buffer = Buffer.on(exporter.device, self._writer.largest_bytes)
+        except RuntimeError as error:
+            self._failure = error
+
+    def place(self, tensor: RefitTensor) -> BufferSlice | None:
+        """None for tensors in other ranks' files."""
+        if self._failure is not None or not self._writer.has(tensor.name):
+            return None
+        return BufferSlice(self._buffer, 0)
+
+    def filled(self, tensor: RefitTensor, target: BufferSlice) -> None:
+        held = target.tensor(tensor.shape, tensor.dtype)
+        try:
+            host = held.cpu()
+            self._writer.put(tensor.name, host)
+            if algorithm_for(held) != HOST:  # otherwise the final manifest has it
+                self._digests[tensor.name] = digest(host, HOST)
+        except Exception as error:
+            self._failure = error
+
+    def finish(self, manifest: RefitManifest) -> None:
+        """Collective over all ranks."""
+        if manifest.algorithm == HOST:
+            self._digests = {name: sent.digest for name, sent in manifest.tensors.items()}
+        ranks, export = self._exporter.ranks, self._export
+        if self._failure is None:
+            try:
+                with ranks.alive():
+                    self._digests |= export.copy()
+            except Exception as error:
+                self._failure = error
+        if isinstance(self._failure, OSError):
+            self._failure = export.not_written(self._failure)
+        own = self._digests if self._failure is None else None
+        parts = ranks.gather_text(json.dumps(own))
+        if self._failure is not None:
+            raise self._failure
+        digests = [json.loads(part) for part in parts]
+        if digests and None not in digests:
+            known = {name: number for part in digests for name, number in part.items()}
+            try:
+                with ranks.alive():
+                    export.publish(self._exporter, known, manifest.step)
+            except OSError as error:
+                raise export.not_written(error) from error
+
+    def close(self) -> None:
+        """An incomplete directory is removed."""
+        self._writer.close()
+        self._export.drop()
+
+
+class HfDirectory(DirectoryTransport):
+    """A directory that transformers, `megatron-policy` and engines load; see `DirectoryTransport`.
+    Tensors of layers that the policy leaves out are copied from `source`, byte for byte.
     """
 
     def __init__(
@@ -264,116 +305,49 @@ class HfDirectory:
         """`source` is the model whose config and tokenizer are copied. A file has at most
         `max_shard_bytes`, or one tensor. With `overwrite`, a checkpoint at `path` is replaced.
         """
-        # Absolute: workers, to which it may be sent, run in their own directories.
-        self.path, self.source, self.overwrite = expanded(path).absolute(), source, overwrite
-        self._max_shard_bytes = max_shard_bytes
-        self._files: tuple[Exporter, ExportPlan] | None = None
-        self._place: ExportDestination | None = None
-        self._carried: CarriedTensors | None = None
-        self._staged: publishing.Staged | None = None
-
-    def files(self, exporter: Exporter) -> ExportPlan:
-        """Which tensors are in which file, and who writes it; the same on every rank."""
-        if self._files is None or self._files[0] is not exporter:
-            self._files = (exporter, plan_files(exporter, self._max_shard_bytes))
-        return self._files[1]
+        super().__init__(path, overwrite)
+        self.source, self._max_shard_bytes = source, max_shard_bytes
+        self._planned: tuple[Exporter, ExportPlan] | None = None
 
     def plan(self, exporter: Exporter) -> RefitPlan:
         """The tensors of the files that the ranks of this stage write which gather together.
         ConfigError for adapters alone.
         """
-        if exporter.only_adapters:
+        if exporter.served_model.adapters is not None:
             raise ConfigError("HfDirectory writes whole models: take PeftDirectory for adapters")
         grid, at = exporter.topology, exporter.coords
         block = grid.block_of(exporter.rank)
         names = tuple(
             tensor.name
-            for file in self.files(exporter).files
-            if (file.stage, grid.block_of(file.rank_of(grid))) == (at.pp, block)
+            for file in self._files(exporter).files
+            if (file.stage, grid.block_of(file.find_writer(grid))) == (at.pp, block)
             for tensor in file.tensors
         )
         if not names:
             return RefitPlan((), (at.pp,), exporter.bucket_bytes)
         return exporter.plan(names=names, own_stage=True, as_stored=True)
 
-    def prepare(self, exporter: Exporter) -> ExportDestination:
-        """Make the directory to write to. Collective over all ranks, which learn its path from
-        rank 0; no other export, of this job or another, uses it.
-        """
-        self.drop()
-        try:
-            made = self._make(exporter) if exporter.rank == 0 else None
-            agreed = exporter.broadcast_text(None if made is None else json.dumps(asdict(made)))
-        except BaseException:
-            self.drop()
-            raise
-        self._place = ExportDestination(**json.loads(agreed))
-        return self._place
+    def _files(self, exporter: Exporter) -> ExportPlan:
+        """Every stage's ranks share the writing of its tensors."""
+        if self._planned is None or self._planned[0] is not exporter:
+            tensors, topology = exporter.plan(as_stored=True).tensors, exporter.topology
+            writers = len(topology.gatherers)
+            fair = -(-sum(tensor.nbytes for tensor in tensors) // (writers * topology.pp))
+            limit = min(self._max_shard_bytes, max(fair, _MIN_SHARD_BYTES))
+            self._planned = exporter, plan_export(tensors, limit, writers)
+        return self._planned[1]
 
-    def open(self, exporter: Exporter, plan: RefitPlan) -> DirectorySession | None:
-        """This rank's files, possibly none; RefitError, on rank 0 only, if there is no directory to
-        write to.
-        """
-        place, self._place = self._place or self.prepare(exporter), None
-        if not place.refusal:
-            files = self.files(exporter).numbered(place.carried_files)
-            partial = Path(place.partial)
-            return DirectorySession(self, exporter, files, partial, self._carried, place.nbytes)
-        if exporter.rank == 0:
-            raise RefitError(place.refusal)
-        return None
+    def _collect(self, exporter: Exporter, files: ExportPlan) -> ExportContents:
+        """Config, tokenizer, and what is copied."""
+        table = exporter.table
+        side = side_files(self.source, table.overrides)
+        copied = CopiedTensors.of(self.source, table, exporter.source_dtypes, self._max_shard_bytes)
+        whole = files.followed_by(copied.plan)
+        config = json.loads(side.content(CONFIG))
+        origin = describe_origin("policy -> hf", {"path": self.source}, table.family, config)
 
-    def publish(self) -> None:
-        """Rename the directory to its final path; on rank 0, when all have written."""
-        assert self._staged is not None
-        self._staged.publish()
+        def write(directory: Path) -> None:
+            write_side_files(side, directory, exporter.tokenizer)
+            write_index(directory, whole.weight_map, whole.total_bytes)
 
-    def drop(self) -> None:
-        """Remove what was written, unless it was published: it may have filled the disk."""
-        staged, self._staged, self._place = self._staged, None, None
-        if staged is not None:
-            staged.drop()
-
-    def _make(self, exporter: Exporter) -> ExportDestination:
-        files, nbytes = self.files(exporter), 0
-        try:
-            # Looked up before anything is written.
-            side = side_files(self.source, exporter.table.overrides)
-            carried = CarriedTensors.of(
-                self.source, exporter.table, exporter.source_dtypes, self._max_shard_bytes
-            )
-            whole = carried.after(files)
-            nbytes = whole.total_bytes + side.nbytes
-            publishing.check_replaceable(self.path, self.overwrite)
-            publishing.check_room(self.path, nbytes)
-            self._staged = publishing.Staged([self.path], self.overwrite)
-            (partial,) = self._staged.partials
-            write_side_files(side, partial, exporter.tokenizer)
-            hf_writing.write_index(partial, whole.weight_map, whole.total_bytes)
-        except ConfigError as error:
-            self.drop()
-            return ExportDestination(refusal=str(error), is_config=True)
-        except ExportError as error:
-            self.drop()
-            return ExportDestination(refusal=str(error))
-        except OSError as error:
-            self.drop()
-            return ExportDestination(refusal=str(publishing.not_written(self.path, error, nbytes)))
-        except Exception as error:
-            self.drop()
-            return ExportDestination(refusal=f"{type(error).__name__}: {error}")
-        self._carried = carried
-        count = len(carried.plan.files)
-        return ExportDestination(str(partial), carried_files=count, nbytes=nbytes)
-
-
-def plan_files(exporter: Exporter, max_shard_bytes: int) -> ExportPlan:
-    """Assign files of at most `max_shard_bytes` to the ranks of each stage. Pure."""
-    tensors, topology = exporter.plan(as_stored=True).tensors, exporter.topology
-    writers = len(topology.gatherers)
-    fair = -(-sum(tensor.nbytes for tensor in tensors) // (writers * topology.pp))
-    return plan_export(
-        tensors,
-        min(max_shard_bytes, max(fair, _MIN_SHARD_BYTES)),
-        writers,
-    )
+        return ExportContents(whole.total_bytes + side.nbytes, origin, write, copied)

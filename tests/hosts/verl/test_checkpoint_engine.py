@@ -72,7 +72,7 @@ class Held:
         self.exporter = Exporter(held, TIMEOUT_S)
 
     def refit(self, transport: Any, *, adapters: bool = False) -> RefitManifest:
-        return deliver(self.exporter, transport, step=0, adapters=adapters)
+        return deliver(self.exporter.select(adapters=adapters), transport, step=0)
 
 
 class Exporter(StandIn):

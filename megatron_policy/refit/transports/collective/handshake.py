@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import xxhash
 
 from megatron_policy.coordination.control_store import ControlStore
+from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.manifest import ServedModel
-from megatron_policy.refit.transports.collective.stream_layout import StreamLayout
+from megatron_policy.refit.transports.collective.stream import StreamLayout
 
 CALL = "call"
 ACCEPTED = b""
@@ -41,12 +43,12 @@ _MOMENT_S = 1.0
 """How long after a broken connection to look for a reason from the other side."""
 
 
-def note(call: int, what: str, number: int | None = None) -> str:
+def note_key(call: int, what: str, number: int | None = None) -> str:
     """The key of a message of that handshake."""
     return f"{call}/{what}" if number is None else f"{call}/{what}/{number}"
 
 
-def layout_note(digest: str) -> str:
+def layout_key(digest: str) -> str:
     """The key under which the layout with that digest is stored."""
     return f"layout/{digest}"
 
@@ -95,7 +97,7 @@ def raise_peer_failure(words: Callable[[], list[str]]) -> Iterator[None]:
         raise RefitError("; ".join(reasons)) from error
 
 
-def sent_manifest(content: bytes) -> bytes:
+def extract_manifest(content: bytes) -> bytes:
     """The manifest in a `sent` message; RefitError if the sender gave up."""
     if (why := read_abort_reason(content)) is not None:
         raise RefitError(why)
@@ -109,39 +111,51 @@ def read_abort_reason(content: bytes | None) -> str | None:
     return f"the trainer gave up: {content.removeprefix(_GAVE_UP).decode(errors='replace')}"
 
 
-class SenderHandshake:
-    """A sender's side of the handshakes of its group."""
+class Sender:
+    """A sender's side of its group: the handshakes, and the process group in which it sends."""
 
-    def __init__(
-        self, store: ControlStore, sender: int, engines: int, session: str, timeout_s: float
-    ):
+    def __init__(self, store: ControlStore, sender: int, engines: int, timeout_s: float) -> None:
         """Engines are waited for at most `timeout_s` seconds."""
-        self.number = 0
-        self._store, self._sender, self._engines = store, sender, engines
-        self._session, self._timeout_s = session, timeout_s
+        self.sender, self._number = sender, 0
+        self._store, self._engines, self._timeout_s = store, engines, timeout_s
+        self._session = uuid.uuid4().hex
         self._layout, self._over, self._sent_go = "", 0, False
+        self._channel: BoundedProcessGroup | None = None
+        self._made_in = self._broadcasts = 0
+
+    @property
+    def broadcasts(self) -> int:
+        """Number of broadcasts that it has sent."""
+        return self._broadcasts + (self._channel.calls if self._channel else 0)
 
     def begin(self) -> None:
         """Begin a new handshake; all senders number them alike, as refits are collective."""
-        self.number += 1
+        self._number += 1
         self._sent_go = False
 
     def offer(self, layout: StreamLayout, bucket_bytes: int, model: ServedModel) -> None:
         """Publish the offer to the engines; only sender 0 does."""
-        content = layout.encoded()
+        content = layout.encode()
         digest, senders = xxhash.xxh3_64_hexdigest(content), len(layout.streams)
         if digest != self._layout:
-            self._store.drop([layout_note(self._layout)])
-            self._store.put(layout_note(digest), content)
+            self._store.drop([layout_key(self._layout)])
+            self._store.put(layout_key(digest), content)
             self._layout = digest
-        self._drop_notes(senders)
+        # Once a handshake begins, everyone has read the notes of the one before.
+        before = self._number - 1
+        keys = [note_key(before, "offer")]
+        keys += [note_key(before, what, s) for what in ("go", "sent") for s in range(senders)]
+        keys += [note_key(before, w, e) for w in ("ready", "verdict") for e in range(self._engines)]
+        self._store.drop(keys)
         sizes = {"senders": senders, "bucket_bytes": bucket_bytes}
         offer = {"layout": digest, **sizes, "model": model.plain()}
         self._announce()  # first: an engine waiting for the offer then finds it announced
         self._put("offer", None, encode(offer))
 
-    def ready(self) -> list[dict[str, Any]]:
-        """Each engine's `ready` message; RefitError if one is not ready in time, or refuses."""
+    def meet(self) -> BoundedProcessGroup:
+        """The group with all engines, once they are ready; the last one if all are still in it.
+        RefitError if one is not ready in time, or refuses.
+        """
         missing = "did not get ready within {:g} s: is it running, and receiving?"
         answers = [
             parse_note("ready", content, process=str, groups=dict)
@@ -150,16 +164,21 @@ class SenderHandshake:
         for engine, answer in enumerate(answers):
             if REFUSED in answer:
                 raise RefitError(f"engine {engine}: {answer[REFUSED]}")
-        return answers
-
-    def go(self, group: int, processes: Sequence[str]) -> None:
-        """Tell these engine processes to receive in that group."""
+        held = {answer["groups"].get(str(self.sender)) for answer in answers}
+        if self._channel is None or held != {self._made_in}:
+            self._leave(broken=True)
+            self._made_in = self._number
+        processes = [answer["process"] for answer in answers]
         self._sent_go = True
-        self._put("go", self._sender, encode({"group": group, "to": list(processes)}))
+        self._put("go", self.sender, encode({"group": self._made_in, "to": processes}))
+        if self._channel is None:
+            name, size = group_name(self._made_in, self.sender), self._engines + 1
+            self._channel = self._store.process_group(name, 0, size, self._timeout_s)
+        return self._channel
 
     def finish(self, manifest: bytes) -> None:
         """Publish the manifest, and wait until all engines accept; RefitError if one does not."""
-        self._put("sent", self._sender, _SENT + manifest)
+        self._put("sent", self.sender, _SENT + manifest)
         missing = "did not say within {:g} s that it accepts the weights"
         for engine, verdict in enumerate(self._from_engines("verdict", missing)):
             if verdict != ACCEPTED:
@@ -167,13 +186,22 @@ class SenderHandshake:
         self._end()
 
     def give_up(self, why: str) -> None:
-        """Tell the engines, if that is still possible."""
-        if not self._store.connected:
-            return
-        self._end()
-        if not self._sent_go:
-            self._put("go", self._sender, encode({OFF: why}))
-        self._put("sent", self._sender, _GAVE_UP + why.encode())
+        """Tell the engines that this refit has failed, if that is still possible, and leave the
+        process group.
+        """
+        try:
+            if self._store.connected:
+                self._end()
+                if not self._sent_go:
+                    self._put("go", self.sender, encode({OFF: why}))
+                self._put("sent", self.sender, _GAVE_UP + why.encode())
+        finally:
+            self._leave(broken=True)
+
+    def close(self) -> None:
+        """Leave for good."""
+        self._leave()
+        self._store.close()
 
     def objections(self) -> list[str]:
         """The engines' refusals so far."""
@@ -186,6 +214,13 @@ class SenderHandshake:
             if words
         ]
 
+    def _leave(self, broken: bool = False) -> None:
+        """Leave the process group; the next refit makes a new one."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            self._broadcasts += channel.calls
+            channel.close(broken)
+
     def _from_engines(self, what: str, missing: str) -> Iterator[bytes]:
         """Yield that message of each engine as soon as it arrives."""
         deadline = time.monotonic() + self._timeout_s
@@ -195,24 +230,16 @@ class SenderHandshake:
             yield self._store.get(self._key(what, engine), left, words)
 
     def _end(self) -> None:
-        self._over = self.number
-        if self._sender == 0:
+        self._over = self._number
+        if self.sender == 0:
             self._announce()
 
     def _announce(self) -> None:
-        now = {"session": self._session, "number": self.number, "over": self._over}
+        now = {"session": self._session, "number": self._number, "over": self._over}
         self._store.put(CALL, encode(now))
-
-    def _drop_notes(self, senders: int) -> None:
-        """Delete the previous handshake's keys: once the next begins, everyone has read them."""
-        before = self.number - 1
-        keys = [note(before, "offer")]
-        keys += [note(before, what, s) for what in ("go", "sent") for s in range(senders)]
-        keys += [note(before, w, e) for w in ("ready", "verdict") for e in range(self._engines)]
-        self._store.drop(keys)
 
     def _put(self, what: str, number: int | None, content: bytes) -> None:
         self._store.put(self._key(what, number), content)
 
     def _key(self, what: str, number: int | None = None) -> str:
-        return note(self.number, what, number)
+        return note_key(self._number, what, number)

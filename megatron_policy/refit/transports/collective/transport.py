@@ -5,7 +5,6 @@ The engine's side is in `refit.receive.collective`, the protocol in `handshake`.
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,13 +18,11 @@ from megatron_policy.coordination.timeouts import ENGINE_SHARE, checked_timeout
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.manifest import RefitManifest
-from megatron_policy.refit.transports.collective.chunks import Writer
 from megatron_policy.refit.transports.collective.handshake import (
-    SenderHandshake,
-    group_name,
+    Sender,
     raise_peer_failure,
 )
-from megatron_policy.refit.transports.collective.stream_layout import Stream, StreamLayout
+from megatron_policy.refit.transports.collective.stream import Stream, StreamLayout, Writer
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
@@ -69,21 +66,29 @@ class Collective:
                 f"world_size={world_size} leaves no rank for an engine: world_size counts "
                 f"{train_world_size or 1} training rank(s) plus engines"
             )
-        by_stage = train_world_size is not None
-        sender, member = _sender_of(exporter, by_stage), None
+        by_stage, at, member = train_world_size is not None, exporter.coords, None
+        sender = None if exporter.rank else 0
+        if by_stage:
+            sender = at.pp if (at.dp, at.cp, at.tp) == (0, 0, 0) else None
         limit_s = exporter.timeout_s if timeout_s is None else checked_timeout(timeout_s)
         engine_timeout_s = limit_s * ENGINE_SHARE
-        known = _shared_secret(exporter) if secret is None else secret
-        checked_secret(known)
+        if secret is None:
+            secret = new_secret()
+            if trains > 1:
+                letters = torch.tensor(
+                    list(secret.encode()), dtype=torch.uint8, device=exporter.device
+                )
+                dist.broadcast(letters, 0)
+                secret = bytes(letters.tolist()).decode()
+        checked_secret(secret)
         if sender is not None:
-            store = ControlStore(ip, port, engine_timeout_s, known, host=sender == 0)
-            member = Member(store, sender, engines, engine_timeout_s)
-        return cls(by_stage, member, known)
+            store = ControlStore(ip, port, engine_timeout_s, secret, host=sender == 0)
+            member = Sender(store, sender, engines, engine_timeout_s)
+        return cls(by_stage, member, secret)
 
-    def __init__(self, by_stage: bool, member: Member | None, secret: str) -> None:
+    def __init__(self, by_stage: bool, member: Sender | None, secret: str) -> None:
         """See `join`; `member` is None on ranks that send nothing."""
-        self.by_stage, self.member = by_stage, member
-        self.secret = secret
+        self.by_stage, self.member, self.secret = by_stage, member, secret
 
     @property
     def broadcasts(self) -> int:
@@ -102,73 +107,6 @@ class Collective:
         """Leave for good; once rank 0 has left, engines cannot connect any more."""
         if self.member is not None:
             self.member.close()
-
-
-def _sender_of(exporter: Exporter, by_stage: bool) -> int | None:
-    """This rank's sender number, if it sends."""
-    at = exporter.coords
-    if by_stage:
-        return at.pp if (at.dp, at.cp, at.tp) == (0, 0, 0) else None
-    return 0 if exporter.rank == 0 else None
-
-
-def _shared_secret(exporter: Exporter) -> str:
-    """A new secret, the same on all ranks."""
-    made = new_secret().encode()
-    if exporter.topology.world_size > 1:
-        letters = torch.tensor(list(made), dtype=torch.uint8, device=exporter.device)
-        dist.broadcast(letters, 0)
-        made = bytes(letters.tolist())
-    return made.decode()
-
-
-class Member:
-    """A sender's end: the control store, and the group in which it sends."""
-
-    def __init__(self, store: ControlStore, sender: int, engines: int, timeout_s: float) -> None:
-        self.caller = SenderHandshake(store, sender, engines, uuid.uuid4().hex, timeout_s)
-        self.sender, self._engines = sender, engines
-        self._store, self._timeout_s = store, timeout_s
-        self._channel: BoundedProcessGroup | None = None
-        self._made_in = self._broadcasts = 0
-
-    @property
-    def broadcasts(self) -> int:
-        """Number of broadcasts that it has sent."""
-        return self._broadcasts + (self._channel.calls if self._channel else 0)
-
-    def meet(self) -> BoundedProcessGroup:
-        """The group with all engines, once they are ready; the last one if all are still in it."""
-        ready = self.caller.ready()
-        held = {answer["groups"].get(str(self.sender)) for answer in ready}
-        if self._channel is None or held != {self._made_in}:
-            self.leave(broken=True)
-            self._made_in = self.caller.number
-        self.caller.go(self._made_in, [answer["process"] for answer in ready])
-        if self._channel is None:
-            name = group_name(self._made_in, self.sender)
-            size = self._engines + 1
-            self._channel = self._store.process_group(name, 0, size, self._timeout_s)
-        return self._channel
-
-    def give_up(self, why: str) -> None:
-        """Tell the engines that this refit has failed, and leave the group."""
-        try:
-            self.caller.give_up(why)
-        finally:
-            self.leave(broken=True)
-
-    def leave(self, broken: bool = False) -> None:
-        """Leave the group; the next refit makes a new one."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            self._broadcasts += channel.calls
-            channel.close(broken)
-
-    def close(self) -> None:
-        """Leave for good."""
-        self.leave()
-        self._store.close()
 
 
 class CollectiveTransport:
@@ -193,11 +131,14 @@ class CollectiveTransport:
         member = self._group.member
         if member is None:
             return None
-        member.caller.begin()
+        member.begin()
         try:
             if member.sender == 0:
-                layout = _layout(self._plan(exporter, False), self._group.by_stage)
-                member.caller.offer(layout, plan.bucket_bytes, exporter.served())
+                every = self._plan(exporter, False)
+                stages = every.stages if self._group.by_stage else ()
+                parts = [[t for t in every.tensors if t.stage == stage] for stage in stages]
+                layout = StreamLayout(tuple(map(Stream.of, parts or [[*every.tensors]])))
+                member.offer(layout, plan.bucket_bytes, exporter.served_model)
             return CollectiveSession(member, member.meet(), plan, exporter)
         except BaseException as error:
             member.give_up(str(error))
@@ -209,46 +150,33 @@ class CollectiveTransport:
         )
 
 
-def _layout(plan: RefitPlan, by_stage: bool) -> StreamLayout:
-    if not by_stage:
-        return StreamLayout((Stream.of(plan.tensors),))
-    return StreamLayout(
-        tuple(Stream.of([t for t in plan.tensors if t.stage == stage]) for stage in plan.stages)
-    )
-
-
 class CollectiveSession:
-    """Sends this sender's stream of one refit, chunk by chunk."""
+    """Sends this sender's stream of one refit, chunk by chunk; a `TransportSession`."""
 
     def __init__(
-        self, member: Member, channel: BoundedProcessGroup, plan: RefitPlan, exporter: Exporter
+        self, member: Sender, channel: BoundedProcessGroup, plan: RefitPlan, exporter: Exporter
     ) -> None:
         self._exporter = exporter
         self._member, self._channel, self._accepted = member, channel, False
-        self._writer = Writer(
-            Stream.of(plan.tensors), plan.bucket_bytes, exporter.device, self._send
-        )
+        stream, size = Stream.of(plan.tensors), plan.bucket_bytes
+        self._writer = Writer(stream, size, exporter.device, self._send)
 
     def place(self, tensor: RefitTensor) -> BufferSlice:
-        """See `delivery.TransportSession`."""
-        with raise_peer_failure(self._member.caller.objections):
+        with raise_peer_failure(self._member.objections):
             return self._writer.place(tensor.name)
 
     def filled(self, tensor: RefitTensor, target: BufferSlice) -> None:
-        """See `delivery.TransportSession`."""
-        with raise_peer_failure(self._member.caller.objections):
+        with raise_peer_failure(self._member.objections):
             self._writer.filled(tensor.name, target)
 
     def finish(self, manifest: RefitManifest) -> None:
-        """See `delivery.TransportSession`."""
-        with self._exporter.alive():  # for ranks that wait: engines may be slow to load
-            with raise_peer_failure(self._member.caller.objections):
+        with self._exporter.ranks.alive():  # for ranks that wait: engines may be slow to load
+            with raise_peer_failure(self._member.objections):
                 self._writer.settle()
-            self._member.caller.finish(manifest.encoded())
+            self._member.finish(manifest.encode())
         self._accepted = True
 
     def close(self) -> None:
-        """See `delivery.TransportSession`."""
         if not self._accepted:
             self._member.give_up("its log says what failed")
 

@@ -18,11 +18,10 @@ import torch
 
 from megatron_policy import device
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.buffers import BufferSlice, aligned
+from megatron_policy.refit.buffers import BufferSlice, align
 from megatron_policy.refit.digest import Digests, algorithm_for
-from megatron_policy.refit.manifest import Form, RefitManifest, sent_tensors
-from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
-from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY
+from megatron_policy.refit.manifest import Form, RefitManifest, with_digests
+from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY, ExportedBuffer
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
@@ -58,13 +57,19 @@ class IpcHandles:
             self._check_same(step, adapters)
         self._step, self._of_adapters = step, adapters
         self._close_buffers()
-        exporter = self._exporter
+        exporter = self._exporter.select(adapters=adapters)
         exporter.begin()
-        plan = exporter.plan(names=tuple(names), adapters=adapters)
-        places = _places(plan.tensors)
+        plan = exporter.plan(names=tuple(names))
+        used: dict[torch.dtype, int] = {}
+        places: dict[str, int] = {}  # the offset of each tensor in the memory of its dtype
+        for tensor in plan.tensors:
+            places[tensor.name] = used.setdefault(tensor.dtype, 0)
+            used[tensor.dtype] += align(tensor.nbytes)
         failure: Exception | None = None
         try:
-            self._allocate(places, plan.tensors)
+            for dtype, nbytes in used.items():
+                buffer = ExportedBuffer(nbytes, self._exporter.device, self._directory)
+                self._exported[dtype] = buffer
         except Exception as error:  # agreed on below, after this rank's part in the gathering
             failure = error
             self._close_buffers()
@@ -94,9 +99,9 @@ class IpcHandles:
             raise RefitError("nothing was exported since the last refit: call `weights` first")
         self._check_same(step, self._of_adapters)
         sent, digests = self._sent, self._digests
-        model = self._exporter.served(adapters=self._of_adapters)
+        model = self._exporter.select(adapters=self._of_adapters).served_model
         self._restart()
-        return RefitManifest(step, digests.algorithm, sent_tensors(sent, digests.read()), model)
+        return RefitManifest(step, digests.algorithm, with_digests(sent, digests.read()), model)
 
     def release(self) -> None:
         """Release all exported memory, and drop an unfinished refit."""
@@ -123,22 +128,7 @@ class IpcHandles:
                 f"{before}, and this is step {step}. Begin again with the first names"
             )
 
-    def _allocate(self, places: dict[str, int], tensors: Sequence[RefitTensor]) -> None:
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            nbytes = max(places[t.name] + t.nbytes for t in tensors if t.dtype == dtype)
-            self._exported[dtype] = ExportedBuffer(nbytes, self._exporter.device, self._directory)
-
     def _close_buffers(self) -> None:
         for exported in self._exported.values():
             exported.close()
         self._exported = {}
-
-
-def _places(tensors: Sequence[RefitTensor]) -> dict[str, int]:
-    """The offset of each tensor, in bytes, in the memory of its dtype."""
-    used: dict[torch.dtype, int] = {}
-    places = {}
-    for tensor in tensors:
-        places[tensor.name] = used.setdefault(tensor.dtype, 0)
-        used[tensor.dtype] += aligned(tensor.nbytes)
-    return places

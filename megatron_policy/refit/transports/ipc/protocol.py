@@ -5,7 +5,7 @@ The trainer sends requests (ZeroMQ REQ, bound at `ipc:///tmp/<device id>.sock`),
 
     {"say": "announce", "version": 3, "tensors": {name: [dtype, shape]}, "model": ..}
     {"say": "pack", "handle": .., "names": [..], "used_bytes": ..}
-    {"say": "complete", "manifest": ..}     the end: `RefitManifest.encoded()`
+    {"say": "complete", "manifest": ..}     the end: `RefitManifest.encode()`
 
 A pack is the tensors of these names, in this order, row-major, each at a multiple of 512 bytes in
 the memory that the handle opens; `used_bytes` is where the next one would start. The reply `ack`
@@ -25,10 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-import torch
-
 from megatron_policy.device import shared as on_gpu
-from megatron_policy.dtypes import dtype_named
+from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.manifest import Form, RefitInfo, RefitManifest, ServedModel
 from megatron_policy.refit.transports.ipc.shared_memory import Handle
@@ -45,7 +43,7 @@ _SAME = "Use the same version of megatron_policy on both sides"
 class PackMessage:
     """Tensors in exported memory."""
 
-    handle: object
+    handle: Any
     names: Sequence[str]
     used_bytes: int
 
@@ -61,43 +59,49 @@ class Dialect:
 
     end: object | None = None
 
-    def opening(self, announced: Mapping[str, Form], model: ServedModel) -> bytes | None:
+    def encode_opening(self, announced: Mapping[str, Form], model: ServedModel) -> bytes | None:
         """The first request, if there is one."""
         if self.end is not None:
             return None
-        tensors = {name: [_word(dtype), list(shape)] for name, (shape, dtype) in announced.items()}
-        return _said(_ANNOUNCE, version=VERSION, tensors=tensors, model=model.plain())
+        tensors = {n: [name_dtype(dtype), list(shape)] for n, (shape, dtype) in announced.items()}
+        return _encode(_ANNOUNCE, version=VERSION, tensors=tensors, model=model.plain())
 
-    def question(self, pack: PackMessage) -> bytes:
+    def encode_pack(self, pack: PackMessage) -> bytes:
         """The request for a pack."""
         handle, names = pack.handle, list(pack.names)
         if self.end is None:
-            return _said(_PACK, handle=_plain(handle), names=names, used_bytes=pack.used_bytes)
+            is_host = isinstance(handle, Handle)
+            plain = {"host": asdict(handle)} if is_host else {"device": on_gpu.encode(handle[0])}
+            return _encode(_PACK, handle=plain, names=names, used_bytes=pack.used_bytes)
         own = (_HOST_MEMORY, *astuple(handle)) if isinstance(handle, Handle) else handle
         return pickle.dumps((own, names, pack.used_bytes))
 
-    def closing(self, manifest: RefitManifest) -> bytes:
+    def encode_closing(self, manifest: RefitManifest) -> bytes:
         """The last request."""
         if self.end is None:
-            return _said(_COMPLETE, manifest=manifest.encoded().decode())
+            return _encode(_COMPLETE, manifest=manifest.encode().decode())
         return pickle.dumps(self.end)
 
 
-def understood(content: bytes) -> PackMessage | RefitInfo | RefitManifest:
+def parse_request(content: bytes) -> PackMessage | RefitInfo | RefitManifest:
     """Decode a request of our dialect. RefitError for anything else."""
     try:
         match json.loads(content):
             case {"say": "announce", "version": version, "tensors": dict(tensors), **rest}:
                 if version != VERSION:
                     raise ValueError(f"it is of version {version!r}, but this side reads {VERSION}")
-                model = ServedModel.understood(rest.get("model"))
-                return RefitInfo({name: _form(*said) for name, said in tensors.items()}, model)
+                model = ServedModel.from_plain(rest.get("model"))
+                forms = {
+                    name: (tuple(map(_parse_count, shape)), dtype_named(dtype))
+                    for name, (dtype, shape) in tensors.items()
+                }
+                return RefitInfo(forms, model)
             case {"say": "complete", "manifest": str(manifest)}:
-                return RefitManifest.decoded(manifest.encode())
+                return RefitManifest.decode(manifest.encode())
             case {"say": "pack", "handle": handle, "names": list(names), "used_bytes": size}:
                 if not all(isinstance(name, str) for name in names):
                     raise ValueError("a tensor's name is a string")
-                return PackMessage(_handle(handle), names, _count(size))
+                return PackMessage(_parse_handle(handle), names, _parse_count(size))
     except RefitError:
         raise
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
@@ -107,7 +111,7 @@ def understood(content: bytes) -> PackMessage | RefitInfo | RefitManifest:
     raise RefitError(f"the trainer sent an unknown request: {content[:80]!a}. {_SAME}")
 
 
-def refusal(error: Exception) -> bytes:
+def encode_refusal(error: Exception) -> bytes:
     """The reply that ends a refit."""
     return _REFUSED + str(error).encode(errors="replace")
 
@@ -119,34 +123,20 @@ def check_answer(answer: bytes) -> None:
         raise RefitError(f"the engine refused the weights: {reason}")
 
 
-def _said(say: str, **content: Any) -> bytes:
+def _encode(say: str, **content: Any) -> bytes:
     return json.dumps({"say": say, **content}, ensure_ascii=False).encode()
 
 
-def _plain(handle: Any) -> dict[str, Any]:
-    if isinstance(handle, Handle):
-        return {"host": asdict(handle)}
-    return {"device": on_gpu.encode(handle[0])}
-
-
-def _handle(said: Any) -> object:
-    match said:
-        case {"host": dict(fields)}:
-            return Handle(**{name: _count(value) for name, value in fields.items()})
-        case {"device": dict(fields)}:
-            return (on_gpu.decode(fields),)
+def _parse_handle(fields: Any) -> object:
+    match fields:
+        case {"host": dict(own)}:
+            return Handle(**{name: _parse_count(value) for name, value in own.items()})
+        case {"device": dict(own)}:
+            return (on_gpu.decode(own),)
     raise ValueError("it has no handle of memory")
 
 
-def _form(word: str, shape: Sequence[int]) -> Form:
-    return tuple(map(_count, shape)), dtype_named(word)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _count(value: Any) -> int:
+def _parse_count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a size or number")
     return value

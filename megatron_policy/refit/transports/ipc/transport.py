@@ -15,12 +15,11 @@ from megatron_policy.coordination.timeouts import ENGINE_SHARE
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.manifest import RefitManifest
-from megatron_policy.refit.plan import Pack, RefitPlan, RefitTensor, packed
+from megatron_policy.refit.plan import Pack, RefitPlan, RefitTensor, pack_tensors
 from megatron_policy.refit.transports.ipc import protocol
-from megatron_policy.refit.transports.ipc.exported_buffer import ExportedBuffer
 from megatron_policy.refit.transports.ipc.protocol import Dialect
-from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY
-from megatron_policy.refit.transports.ipc.sockets.requests import RequestSocket
+from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY, ExportedBuffer
+from megatron_policy.refit.transports.ipc.sockets.request_reply import RequestSocket
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
@@ -85,11 +84,15 @@ class IpcStream:
             return None
         on_host = exporter.device.type == "cpu"
         half = (self._buffer_bytes or (HOST_BUFFER_BYTES if on_host else GPU_BUFFER_BYTES)) // 2
-        buffers = _PackBuffers(packed(plan.tensors, half), half, exporter.device, self._directory)
+        buffers = _PackBuffers(
+            pack_tensors(plan.tensors, half), half, exporter.device, self._directory
+        )
         line = RequestSocket(address, "engine", exporter.timeout_s * ENGINE_SHARE)
         session = _Session(line, buffers, self._dialect, exporter)
+        opening = self._dialect.encode_opening(plan.info(), exporter.served_model)
         try:
-            session.begin(plan)
+            if opening is not None:
+                session.send(lambda: opening)
         except BaseException:
             session.close()
             raise
@@ -152,12 +155,6 @@ class _Session:
         self._at = 0  # number of tensors in the pack so far
         self._asked = False  # whether a reply is outstanding
 
-    def begin(self, plan: RefitPlan) -> None:
-        """Announce the tensors, if the dialect has an announcement."""
-        opening = self._dialect.opening(plan.info(), self._exporter.served())
-        if opening is not None:
-            self._send(lambda: opening)
-
     def place(self, tensor: RefitTensor) -> BufferSlice | None:
         if self._at == 0:
             self._buffers.next()
@@ -173,8 +170,8 @@ class _Session:
         assert exported is not None
         dialect, names = self._dialect, [tensor.name for tensor in pack.tensors]
         # A handle is for single use: a repeated request makes a new one.
-        self._send(
-            lambda: dialect.question(protocol.PackMessage(exported.handle(), names, pack.nbytes))
+        self.send(
+            lambda: dialect.encode_pack(protocol.PackMessage(exported.handle(), names, pack.nbytes))
         )
         self._at = 0
         if self._buffers.alone:
@@ -182,10 +179,10 @@ class _Session:
             self._buffers.take_back()
 
     def finish(self, manifest: RefitManifest) -> None:
-        with self._exporter.alive():  # for ranks that wait: the engine may be slow to load
+        with self._exporter.ranks.alive():  # for ranks that wait: the engine may be slow to load
             self._receive()
             self._buffers.close()  # the engine may need the memory when it loads
-            self._send(lambda: self._dialect.closing(manifest))
+            self.send(lambda: self._dialect.encode_closing(manifest))
             self._receive()
 
     def close(self) -> None:
@@ -194,7 +191,7 @@ class _Session:
         finally:
             self._buffers.close()
 
-    def _send(self, question: Callable[[], bytes]) -> None:
+    def send(self, question: Callable[[], bytes]) -> None:
         self._receive()
         self._line.send(question)
         self._asked = True

@@ -1,4 +1,4 @@
-"""Sockets between a trainer and an engine on one machine, on ZeroMQ. Read `requests.py` first."""
+"""Sockets between a trainer and an engine on one machine, on ZeroMQ. Read `link.py` first."""
 
 from megatron_policy.extras import require
 

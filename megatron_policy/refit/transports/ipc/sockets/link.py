@@ -1,4 +1,5 @@
-"""A ZeroMQ socket for one connection that tracks connects and disconnects. Every wait is bounded.
+"""Addresses of sockets on this machine, and a ZeroMQ socket for one connection that tracks connects
+and disconnects. Every wait is bounded.
 
 By default ZeroMQ reconnects after a connection breaks: an engine that is slow to close its socket
 would be mistaken for the engine of the next refit. Switched off (an interval of -1), libzmq 4.3.5
@@ -8,10 +9,72 @@ parts is read. So it reconnects after a day.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import stat
 import time
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
+
+from megatron_policy.errors import ConfigError, RefitError
+
+SCHEME = "ipc://"
+RETRY_S = 0.02
+_ENDING_S = 1.0
+_LONGEST = 107  # bytes of a path (unix(7))
+
+
+def parse_address(address: str) -> str:
+    """The socket file of an `ipc://` address; ConfigError for any other address."""
+    path = address.removeprefix(SCHEME)
+    if path == address or not os.path.isabs(path) or len(os.fsencode(path)) > _LONGEST:
+        raise ConfigError(
+            f"{address!r} is not an address on this machine; write ipc:///tmp/<name>.sock, with a "
+            f"path of at most {_LONGEST} bytes"
+        )
+    return path
+
+
+def remove_if_dead(address: str) -> None:
+    """Remove a socket file on which nobody listens any more because its owner was killed.
+
+    An owner that is just shutting down gets a moment to finish.
+    """
+    path = parse_address(address)
+    end = time.monotonic() + _ENDING_S
+    with contextlib.suppress(FileNotFoundError, RefitError):
+        while is_own_socket(path) and time.monotonic() < end:
+            inode = os.lstat(path).st_ino
+            if _is_refused(path) and os.lstat(path).st_ino == inode:
+                os.unlink(path)
+            time.sleep(RETRY_S)
+
+
+def _is_refused(path: str) -> bool:
+    """Whether nobody listens there. A trainer that does ignores short-lived connections."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+    return False
+
+
+def is_own_socket(path: str) -> bool:
+    """Whether a socket is there; RefitError if it is another user's, or not a socket."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        raise RefitError(
+            f"{path} is not a socket of this user, and weights are not taken from others. Run "
+            "trainer and engine as one user, or remove it"
+        )
+    return True
+
 
 _CAME = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 _MET = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -85,7 +148,7 @@ class Link:
             self.left = True
 
 
-def gone(other: str, address: str) -> str:
+def describe_leaving(other: str, address: str) -> str:
     """Error text: the other side disconnected."""
     return (
         f"the {other} at {address} disconnected in the middle of a refit. Check its log; the "
@@ -93,7 +156,7 @@ def gone(other: str, address: str) -> str:
     )
 
 
-def silent(other: str, address: str, timeout_s: float) -> str:
+def describe_silence(other: str, address: str, timeout_s: float) -> str:
     """Error text: the other side is connected but silent."""
     return (
         f"the {other} at {address} was silent for {timeout_s:g} s. Check its log, or allow more "
@@ -101,7 +164,7 @@ def silent(other: str, address: str, timeout_s: float) -> str:
     )
 
 
-def nobody(other: str, address: str, timeout_s: float) -> str:
+def describe_absence(other: str, address: str, timeout_s: float) -> str:
     """Error text: the other side never connected."""
     return (
         f"no {other} connected to {address} within {timeout_s:g} s. Start its side of the refit, "

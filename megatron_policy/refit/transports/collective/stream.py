@@ -1,16 +1,104 @@
-"""Packs tensors into the chunks of a stream and unpacks them."""
+"""How tensors are laid out in streams of bytes, cut into chunks of equal size, and how they are
+packed into chunks and unpacked.
+
+Every sender and every receiver of a refit computes the same layout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_policy.coordination.process_group import PendingCollective
+from megatron_policy.dtypes import dtype_named, name_dtype
+from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.transports.collective.stream_layout import Stream, StreamSlot
+from megatron_policy.refit.plan import RefitTensor
+
+ALIGNMENT = 16  # bytes; a multiple of every dtype's size
+
+
+@dataclass(frozen=True)
+class StreamSlot:
+    """One tensor's position: `offset` bytes from the start of its stream."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @cached_property
+    def end(self) -> int:
+        """The byte after its last byte."""
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What one sender sends: tensors one after another, at offsets aligned to `ALIGNMENT`."""
+
+    slots: tuple[StreamSlot, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[RefitTensor]) -> Stream:
+        """The stream of these tensors in this order."""
+        slots: list[StreamSlot] = []
+        end = 0
+        for tensor in tensors:
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            slots.append(StreamSlot(tensor.name, tensor.shape, tensor.dtype, offset))
+            end = slots[-1].end
+        return cls(tuple(slots))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the start of the first tensor to the end of the last."""
+        return self.slots[-1].end if self.slots else 0
+
+    def chunks(self, size: int) -> Iterator[tuple[int, int]]:
+        """(first, end) of each chunk: `size` bytes; the last may have fewer."""
+        for first in range(0, self.nbytes, size):
+            yield first, min(first + size, self.nbytes)
+
+
+@dataclass(frozen=True)
+class StreamLayout:
+    """The streams of all senders of a refit."""
+
+    streams: tuple[Stream, ...]
+
+    def encode(self) -> bytes:
+        """The layout as JSON: for each stream, its tensors in order."""
+        content = [
+            [[slot.name, list(slot.shape), name_dtype(slot.dtype)] for slot in stream.slots]
+            for stream in self.streams
+        ]
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> StreamLayout:
+        """The inverse of `encode`; RefitError for anything else."""
+        try:
+            streams = [
+                [
+                    RefitTensor(name, tuple(map(int, shape)), dtype_named(dtype))
+                    for name, shape, dtype in tensors
+                ]
+                for tensors in json.loads(content)
+            ]
+            return cls(tuple(map(Stream.of, streams)))
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise RefitError(
+                f"the trainer's list of tensors cannot be read: {error}; "
+                "use the same version of megatron-policy on both sides"
+            ) from error
 
 
 class Writer:
@@ -85,16 +173,14 @@ class WholeReader:
     """Receives a stream into memory that holds all of it; its tensors are views of that memory."""
 
     def __init__(self, stream: Stream, memory: Tensor, views: Mapping[str, Tensor]) -> None:
-        """`views` are the views of `memory` by name that `views_of` makes."""
+        """`views` are the views of `memory` by name that `make_views` makes."""
         self._memory, self._views = memory, views
         self._slots, self._next = stream.slots, 0
 
     def memory_for(self, first: int, end: int) -> Tensor:
-        """See `Reader`."""
         return self._memory[first:end]
 
     def complete(self, first: int, end: int) -> list[tuple[str, Tensor]]:
-        """See `Reader`."""
         begin = self._next
         while self._next < len(self._slots) and self._slots[self._next].end <= end:
             self._next += 1
@@ -112,24 +198,24 @@ class ChunkReader:
         self._aside: Tensor | None = None
 
     def memory_for(self, first: int, end: int) -> Tensor:
-        """See `Reader`."""
         return self._chunk[: end - first]
 
     def complete(self, first: int, end: int) -> list[tuple[str, Tensor]]:
-        """See `Reader`."""
         done: list[tuple[str, Tensor]] = []
-        while self._next < len(self._slots) and _begun(self._slots[self._next], end):
+        while self._next < len(self._slots):
             slot = self._slots[self._next]
+            if slot.offset >= end and slot.end > end:  # nothing of it has come
+                break
             if _fits(slot, self._size):
-                done.append((slot.name, _view_of(slot, self._chunk, first)))
-            elif (tensor := self._pieced(slot, first, end)) is not None:
+                done.append((slot.name, _make_view(slot, self._chunk, first)))
+            elif (tensor := self._piece_together(slot, first, end)) is not None:
                 done.append((slot.name, tensor))
             else:
                 break
             self._next += 1
         return done
 
-    def _pieced(self, slot: StreamSlot, first: int, end: int) -> Tensor | None:
+    def _piece_together(self, slot: StreamSlot, first: int, end: int) -> Tensor | None:
         if self._aside is None:
             nbytes = slot.end - slot.offset
             self._aside = torch.empty(nbytes, dtype=torch.uint8, device=self._chunk.device)
@@ -139,15 +225,15 @@ class ChunkReader:
         if slot.end > end:
             return None
         whole, self._aside = self._aside, None
-        return _view_of(slot, whole, slot.offset)
+        return _make_view(slot, whole, slot.offset)
 
 
-def views_of(stream: Stream, memory: Tensor) -> dict[str, Tensor]:
+def make_views(stream: Stream, memory: Tensor) -> dict[str, Tensor]:
     """The tensors of a stream stored in `memory`."""
-    return {slot.name: _view_of(slot, memory) for slot in stream.slots}
+    return {slot.name: _make_view(slot, memory) for slot in stream.slots}
 
 
-def _view_of(slot: StreamSlot, memory: Tensor, first: int = 0) -> Tensor:
+def _make_view(slot: StreamSlot, memory: Tensor, first: int = 0) -> Tensor:
     """The tensor in `memory`, which begins at byte `first` of the stream."""
     if slot.end == slot.offset:  # its offset may be misaligned for its dtype
         return torch.empty(slot.shape, dtype=slot.dtype, device=memory.device)
@@ -159,8 +245,3 @@ def _fits(slot: StreamSlot, size: int) -> bool:
     """Whether the tensor lies in one chunk, aligned for its dtype."""
     first, within = divmod(slot.offset, size)
     return slot.end <= (first + 1) * size and within % slot.dtype.itemsize == 0
-
-
-def _begun(slot: StreamSlot, end: int) -> bool:
-    """Whether any part of the tensor, or an empty tensor, lies before byte `end` of the stream."""
-    return slot.offset < end or slot.end <= end

@@ -1,9 +1,10 @@
-"""The trainer's end of a socket on this machine: it sends requests, and one engine replies."""
+"""Both ends of a socket on this machine: the trainer sends requests, and one engine replies."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import select
 import socket
 import tempfile
@@ -13,8 +14,16 @@ from collections.abc import Callable
 import zmq
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.transports.ipc.sockets.address import SCHEME, path_of
-from megatron_policy.refit.transports.ipc.sockets.link import Link, gone, nobody, silent
+from megatron_policy.refit.transports.ipc.sockets.link import (
+    RETRY_S,
+    SCHEME,
+    Link,
+    describe_absence,
+    describe_leaving,
+    describe_silence,
+    is_own_socket,
+    parse_address,
+)
 
 _MOMENT_S = 0.001
 _LEAVING_S = 0.5
@@ -94,7 +103,7 @@ class RequestSocket:
             return
         self._wait_for_others_to_leave()
         if not self._sent(question):
-            raise RefitError(gone(self._other, self.address))
+            raise RefitError(describe_leaving(self._other, self.address))
 
     def receive(self) -> bytes:
         """The reply; RefitError if none comes in time, or the other side disconnects."""
@@ -102,12 +111,12 @@ class RequestSocket:
         while True:
             if not self._ready(zmq.POLLIN, end):
                 if self._heard:
-                    raise RefitError(gone(self._other, self.address))
+                    raise RefitError(describe_leaving(self._other, self.address))
                 # That peer belonged to another refit.
                 self._reopen()
                 self._send_first()
                 end = time.monotonic() + self._timeout_s
-            elif (answer := self._linked().receive()) is not None:
+            elif (answer := self._require_link().receive()) is not None:
                 self._heard, self._first = True, None
                 return answer
 
@@ -126,12 +135,12 @@ class RequestSocket:
 
     def _alone(self) -> bool:
         """Whether exactly one engine connected; shuts the socket to others."""
-        link, file = self._linked(), self._file
+        link, file = self._require_link(), self._file
         assert file is not None
         while time.monotonic() < self._come_by and not link.met:
             link.wait(self._come_by)
         if time.monotonic() >= self._come_by:
-            raise RefitError(nobody(self._other, self.address, self._timeout_s))
+            raise RefitError(describe_absence(self._other, self.address, self._timeout_s))
         file.shut(self._come_by)
         link.wait(0.0)
         end = min(self._come_by, time.monotonic() + _LEAVING_S)
@@ -146,18 +155,18 @@ class RequestSocket:
         """Send the request; whether the engine was still connected."""
         end = time.monotonic() + self._timeout_s
         while self._ready(zmq.POLLOUT, end):
-            if self._linked().send(question()):
+            if self._require_link().send(question()):
                 return True
         return False
 
     def _ready(self, what: int, end: float) -> bool:
         """Whether the socket gets ready before the engine disconnects; RefitError on a timeout."""
-        link = self._linked()
+        link = self._require_link()
         while not link.wait(end if self._engine in link.here else 0.0, what):
             if self._engine not in link.here:
                 return False
             if time.monotonic() >= end:
-                raise RefitError(silent(self._other, self.address, self._timeout_s))
+                raise RefitError(describe_silence(self._other, self.address, self._timeout_s))
         return True
 
     def _wait_for_first_answer(self) -> None:
@@ -177,14 +186,14 @@ class RequestSocket:
 
     def _open(self) -> None:
         """Open a new socket for engines."""
-        path = path_of(self.address)
+        path = parse_address(self.address)
         self._file = _SocketFile(path)
         self._link = Link(self._context, zmq.REQ)
         # ZeroMQ takes ownership of the descriptor and closes it.
         self._link.socket.setsockopt(zmq.USE_FD, os.dup(self._file.listener.fileno()))
         self._link.socket.bind(SCHEME + path)
 
-    def _linked(self) -> Link:
+    def _require_link(self) -> Link:
         assert self._link is not None, "it is closed"
         return self._link
 
@@ -199,7 +208,7 @@ class RequestSocket:
 
     def _wait_for_others_to_leave(self) -> None:
         """Wait out peers that connected just before the shut: ZeroMQ would send to them in turn."""
-        link, end = self._linked(), time.monotonic() + self._timeout_s
+        link, end = self._require_link(), time.monotonic() + self._timeout_s
         link.wait(0.0)
         while link.here - {self._engine}:
             if time.monotonic() >= end:
@@ -208,3 +217,67 @@ class RequestSocket:
                     "address"
                 )
             link.wait(end)
+
+
+LONGEST = 2**28  # bytes of a request: a peer that sends more is disconnected
+
+
+class ReplySocket:
+    """The engine's end: replies to the trainer at the address, and never to a second one."""
+
+    def __init__(self, address: str, other: str, timeout_s: float) -> None:
+        """`other` names the peer in errors; the first `receive` connects to it."""
+        self.address, self._other, self._timeout_s = address, other, timeout_s
+        self._path = parse_address(address)
+        self._context = zmq.Context()
+        self._link: Link | None = None
+        self._heard = False
+
+    def receive(self) -> bytes:
+        """The next request; RefitError if none comes in time, or the other side disconnects. For
+        the first, the socket may appear later, or be recreated meanwhile.
+
+        RefitError also if the socket is another user's.
+        """
+        end = time.monotonic() + self._timeout_s
+        while True:
+            link = self._link or self._connect(end)
+            if link.wait(0.0 if link.left else end, zmq.POLLIN):
+                question = link.receive()
+                if question is not None:
+                    self._heard = True
+                    return question
+            elif link.left:
+                if self._heard:
+                    raise RefitError(describe_leaving(self._other, self.address))
+                self._hang_up()
+                time.sleep(RETRY_S * random.uniform(0.5, 1.5))  # not in step with another engine
+            elif time.monotonic() >= end:
+                words = describe_silence if self._heard else describe_absence
+                raise RefitError(words(self._other, self.address, self._timeout_s))
+
+    def send(self, answer: bytes) -> None:
+        """Reply to the last request; if the other side is gone, the next `receive` raises."""
+        assert self._link is not None, "it is closed, or nothing was received"
+        self._link.send(answer)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Disconnect; `linger_s` are the seconds to flush the last reply."""
+        self._hang_up(linger_s)
+        self._context.term()
+
+    def _connect(self, end: float) -> Link:
+        """A new link to the address, as soon as a socket is there."""
+        while not is_own_socket(self._path):
+            if time.monotonic() >= end:
+                raise RefitError(describe_absence(self._other, self.address, self._timeout_s))
+            time.sleep(RETRY_S)
+        self._link = Link(self._context, zmq.REP)
+        self._link.socket.setsockopt(zmq.MAXMSGSIZE, LONGEST)
+        self._link.socket.connect(self.address)
+        return self._link
+
+    def _hang_up(self, linger_s: float = 0.0) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close(linger_s)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.rows.regions import Region, Run, runs
+from megatron_policy.converters.rows.regions import Region, runs
 from megatron_policy.converters.table import Entry
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.plan import Exchange, Item, RefitTensor
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 Place = Callable[[RefitTensor], BufferSlice | None]
 """Where to write a tensor's elements, if anywhere; may wait for memory to become free."""
 
-Moves = tuple[Tensor, Sequence[tuple[int, int, int]]]
+RawCopies = tuple[Tensor, Sequence[tuple[int, int, int]]]
 """A parameter and its copied runs: (offset in the HF tensor, offset in it, length), in bytes."""
 
-Copies = tuple[Item, Moves | None, Sequence[tuple[Region, Tensor | Region]]]
+CopyPlan = tuple[Item, RawCopies | None, Sequence[tuple[Region, Tensor | Region]]]
 """An item and how to copy it: as raw bytes, or into regions of the HF tensor, each from a view, or
 from a region of a value that is yet to be merged.
 """
 
-_LONGEST_MOVE = 1 << 18  # bytes: torch copies longer runs faster, with all its threads
-_MOST_MOVES = 4  # per tensor: beyond that, one call for the whole region is faster
+_LONGEST_RAW = 1 << 18  # bytes: torch copies longer runs faster, with all its threads
+_MOST_RAW = 4  # per tensor: beyond that, one call for the whole region is faster
 
 Filled = Iterator[tuple[RefitTensor, BufferSlice | None]]
 
@@ -56,7 +56,7 @@ class Sources:
         if adapters is not None:
             self._held |= {entry.megatron: parameter for entry, parameter in adapters.held}
         self._views: dict[tuple[str, Region], Tensor] = {}
-        self._copies: dict[int, tuple[Exchange, list[Copies]]] = {}
+        self._copies: dict[int, tuple[Exchange, list[CopyPlan]]] = {}
 
     @property
     def probe(self) -> Tensor:
@@ -68,7 +68,13 @@ class Sources:
         merged is computed for the parameter in turn, and not kept beyond `restart`.
         """
         if entry.megatron in self._adapted:
-            return _region(self._merged_value(entry), region)
+            if self._merged is None or self._merged[0] != entry.megatron:
+                self._merged = None  # before the next one takes memory
+                assert self._adapters is not None
+                value = self._adapters.merged(entry, self._held[entry.megatron].detach())
+                assert value is not None, entry.megatron
+                self._merged = entry.megatron, value
+            return _region(self._merged[1], region)
         key = (entry.megatron, region)
         if key not in self._views:
             self._views[key] = _region(self._held[entry.megatron].detach(), region)
@@ -78,35 +84,28 @@ class Sources:
         """Forget what was merged: the adapters may have changed."""
         self._merged = None
 
-    def _merged_value(self, entry: Entry) -> Tensor:
-        if self._merged is None or self._merged[0] != entry.megatron:
-            self._merged = None  # before the next one takes memory
-            assert self._adapters is not None
-            value = self._adapters.merged(entry, self._held[entry.megatron].detach())
-            assert value is not None, entry.megatron
-            self._merged = entry.megatron, value
-        return self._merged[1]
-
-    def copies(self, exchange: Exchange) -> list[Copies]:
+    def copies(self, exchange: Exchange) -> list[CopyPlan]:
         """The copies made by a rank that holds all items whole; computed on first use."""
         if id(exchange) not in self._copies:
-            found = [self._copies_of(item, exchange.shards) for item in exchange.items]
+            found = [self._plan_copies(item, exchange.shards) for item in exchange.items]
             self._copies[id(exchange)] = (exchange, found)  # kept so that its id is not reused
         return self._copies[id(exchange)][1]
 
-    def _copies_of(self, item: Item, shards: int) -> Copies:
+    def _plan_copies(self, item: Item, shards: int) -> CopyPlan:
         parts = segments(item.entry.row, self.architecture, item.part, 0, shards)
-        parameter = self._held[item.entry.megatron].detach()
-        found = [run for part in parts for run in runs(part.hf, part.own)]
         if item.entry.megatron in self._adapted:
             return item, None, [(part.hf, part.own) for part in parts]
-        if _are_moved(found, item, parameter):
-            size = parameter.dtype.itemsize
-            return (
-                item,
-                (parameter, [(r.hf * size, r.own * size, r.length * size) for r in found]),
-                (),
-            )
+        parameter = self._held[item.entry.megatron].detach()
+        found, size = [r for p in parts for r in runs(p.hf, p.own)], parameter.dtype.itemsize
+        # Raw host memory: a libc call takes a third of the time of a torch call.
+        if (
+            parameter.device.type == "cpu"
+            and parameter.dtype == item.tensor.dtype
+            and len(found) <= _MOST_RAW
+            and all(run.length * size <= _LONGEST_RAW for run in found)
+        ):
+            raw = [(run.hf * size, run.own * size, run.length * size) for run in found]
+            return item, (parameter, raw), ()
         if len(found) == len(parts):  # one run each
             regions = [(_line(run.hf, run.length), _line(run.own, run.length)) for run in found]
         else:
@@ -122,15 +121,15 @@ class Sources:
 def stream_alone(exchange: Exchange, sources: Sources, place: Place) -> Filled:
     """For a rank that holds all items whole: copy straight from the parameters."""
     target: BufferSlice | None = None
-    for item, moves, regions in sources.copies(exchange):
+    for item, raw, regions in sources.copies(exchange):
         if item.first:
             target = place(item.tensor)
-        if target is not None and moves is not None:
-            parameter, runs_of = moves
+        if target is not None and raw is not None:
+            parameter, found = raw
             assert target.offset + item.tensor.nbytes <= target.buffer.nbytes, item.tensor
             to = target.buffer.address + target.offset
             address = parameter.data_ptr()
-            for at, start, nbytes in runs_of:
+            for at, start, nbytes in found:
                 memmove(to + at, address + start, nbytes)
         elif target is not None:
             typed, first = target.elements(item.tensor.dtype)
@@ -141,14 +140,6 @@ def stream_alone(exchange: Exchange, sources: Sources, place: Place) -> Filled:
                 torch.as_strided(typed, size, stride, first + offset).copy_(view)
         if item.last:
             yield item.tensor, target
-
-
-def _are_moved(found: Sequence[Run], item: Item, parameter: Tensor) -> bool:
-    """Whether to copy raw host memory: a libc call takes a third of the time of a torch call."""
-    if parameter.device.type != "cpu" or parameter.dtype != item.tensor.dtype:
-        return False
-    longest = max((run.length for run in found), default=0) * parameter.dtype.itemsize
-    return len(found) <= _MOST_MOVES and longest <= _LONGEST_MOVE
 
 
 def _region(tensor: Tensor, region: Region) -> Tensor:
