@@ -43,6 +43,7 @@ from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion
 from megatron_policy.engines.hugging_face.tensor_split import split
 from megatron_policy.engines.hugging_face.text_length import TextLength, untold
 from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.interfaces.engine import TokenEmbedder
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape
 from megatron_policy.memory.pending_reads import PendingReads
@@ -152,6 +153,7 @@ def _build(
     text = TextLength.of(module, config.rope_length, config.max_total_sequence_length)
     region = TensorRegion(groups.batch.tp, parallel_sizes(config).sequence_parallel)
     shares = _tensor_parallel(config, table, region, decoder, sources)
+    embed = module.get_input_embeddings().forward
     choose_experts(decoder.model, DTYPES[config.precision])
     sharding = _shared_out(config, decoder, groups, sources)
     own = sharded_table(decoder, table, sources, sharding, shares)
@@ -171,6 +173,7 @@ def _build(
         torch.float32,
         decoder,
         sharding,
+        TokenEmbedder(embed),
         _head(config, table, groups, decoder, region),
         trainable,
         PendingReads(),

@@ -6,7 +6,8 @@ Shapes: T positions that this context-parallel rank computes, R rows of them, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch.distributed.tensor import Shard
 from megatron_policy.device import current_device, is_accelerated
 from megatron_policy.errors import ConfigError
 
+Embed = Callable[[torch.Tensor], torch.Tensor]
+"""From tokens `[R, T]` to what the model's code is to take for their embedding."""
 Finish = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states `[T, R, D]` to what a forward pass returns."""
 
@@ -48,17 +51,26 @@ class Decoder(torch.nn.Module):
         return base
 
     def forward(
-        self, tokens_RT: torch.Tensor, positions_RT: torch.Tensor, finish: Finish, cache: Any = None
+        self,
+        tokens_RT: torch.Tensor,
+        positions_RT: torch.Tensor,
+        embed: Embed,
+        finish: Finish,
+        cache: Any = None,
     ) -> torch.Tensor:
-        """What `finish` makes of the hidden states. `cache` is one of transformers, or None."""
-        output = self.base(
-            input_ids=tokens_RT,
-            position_ids=positions_RT,
-            # Without one, transformers looks for packed sequences, and waits for the device.
-            attention_mask=None if cache is not None else torch.ones_like(tokens_RT),
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
+        """What `finish` makes of the hidden states. `cache` is one of transformers, or None.
+
+        The model is given the tokens, not their embedding: some read them in other places too.
+        """
+        with _computing(self.model.get_input_embeddings(), embed):
+            output = self.base(
+                input_ids=tokens_RT,
+                position_ids=positions_RT,
+                # Without one, transformers looks for packed sequences, and waits for the device.
+                attention_mask=None if cache is not None else torch.ones_like(tokens_RT),
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
         return finish(output.last_hidden_state.transpose(0, 1))
 
     @property
@@ -68,6 +80,19 @@ class Decoder(torch.nn.Module):
         inner = {id(m) for each in lists for m in each.modules() if m is not each}
         outer = [list(each) for each in lists if id(each) not in inner]
         return max(outer, key=len)
+
+
+@contextmanager
+def _computing(module: torch.nn.Module, forward: Embed) -> Iterator[None]:
+    """In this context `module` computes `forward` in place of what it computes itself."""
+    own = vars(module).pop("forward", None)
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def shard(

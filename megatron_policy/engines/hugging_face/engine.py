@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.engines.hugging_face.text_length import TextLength
-from megatron_policy.interfaces.engine import CachedModel, Loss
+from megatron_policy.interfaces.engine import CachedModel, Embedder, Loss
 from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.memory.states import Kind, Storages
@@ -42,16 +43,17 @@ class CachedDecoder:
     """See `CachedModel`."""
 
     decoder: Decoder
+    embedder: Embedder
     head: FusedHead | OwnHead
     cache: Any
     read: int = 0
 
     @classmethod
-    def new(cls, decoder: Decoder, head: FusedHead | OwnHead) -> CachedDecoder:
+    def new(cls, decoder: Decoder, embedder: Embedder, head: FusedHead | OwnHead) -> CachedDecoder:
         """With an empty cache, which grows."""
         from transformers import DynamicCache
 
-        return cls(decoder, head, DynamicCache(config=decoder.model.config))
+        return cls(decoder, embedder, head, DynamicCache(config=decoder.model.config))
 
     def logits_after(self, tokens_BT: torch.Tensor, position: int) -> torch.Tensor:
         """See `CachedModel`; all ranks that share weights call it together."""
@@ -59,7 +61,11 @@ class CachedDecoder:
         positions_S = torch.arange(self.read, position, device=tokens_BT.device)
         self.read = position
         logits_BV: torch.Tensor = self.decoder(
-            unread_BS, positions_S.expand_as(unread_BS), self.head.next_logits, self.cache
+            unread_BS,
+            positions_S.expand_as(unread_BS),
+            self.embedder.embed,
+            self.head.next_logits,
+            self.cache,
         )
         return logits_BV
 
@@ -78,6 +84,7 @@ class FsdpEngine:
     precision: torch.dtype
     decoder: Decoder
     sharding: Sharding
+    embedder: Embedder
     head: FusedHead | OwnHead
     trainable: FsdpTrainable | None
     pending_reads: PendingReads
@@ -118,7 +125,8 @@ class FsdpEngine:
                     return value
 
                 # Layers that are recomputed attend again, during the backward pass.
-                sequences = sequences_in(microbatch.layout, self.groups.cp)
+                layout = microbatch.layout
+                sequences = None if layout.plain else sequences_in(layout, self.groups.cp)
                 with attending(sequences), self.sharding.adding_gradients(not forward_only):
                     with self.recorder.span(FORWARD, number):
                         value = self._run(microbatch, finish, gradients=not forward_only)
@@ -129,20 +137,11 @@ class FsdpEngine:
 
     def forward(self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]) -> list[T]:
         """See `TrainingEngine`."""
-        self.sharding.root.eval()
-        kept: list[T] = []
-        with self.recorder.span(SCORING):
-            for number, microbatch in enumerate(microbatches):
 
-                def finish(output: Output, dummy: bool = microbatch.dummy) -> torch.Tensor:
-                    if not dummy:
-                        kept.append(read(output))
-                    return output.hidden_TRD.new_zeros(())
+        def keep(output: Output) -> tuple[torch.Tensor, T]:
+            return output.hidden_TRD.new_zeros(()), read(output)
 
-                sequences = sequences_in(microbatch.layout, self.groups.cp)
-                with attending(sequences), self.recorder.span(FORWARD, number):
-                    self._run(microbatch, finish, gradients=False)
-        return kept
+        return self.forward_backward(microbatches, keep, forward_only=True)
 
     def _run(
         self,
@@ -152,17 +151,19 @@ class FsdpEngine:
     ) -> torch.Tensor:
         layout, rank = microbatch.layout, self.groups.cp.rank()
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
-        positions_RT = layout.positions_CT[rank].expand_as(tokens_RT)
+        positions_BS = self.embedder.positions(microbatch)
+        positions_RT = layout.take_positions(rank, positions_BS).T.contiguous()
 
         def made(hidden_TRD: torch.Tensor) -> torch.Tensor:
             return finish(Output(hidden_TRD, microbatch, self.head, self.groups.cp))
 
+        embed = partial(self.embedder.embed, microbatch=microbatch)
         try:
             with (
                 nullcontext() if gradients else torch.no_grad(),
                 self.text.of_batch(microbatch.text_length),
             ):
-                value: torch.Tensor = self.sharding.root(tokens_RT, positions_RT, made)
+                value: torch.Tensor = self.sharding.root(tokens_RT, positions_RT, embed, made)
         except BaseException:
             self.sharding.reshard()
             raise
@@ -191,7 +192,8 @@ class FsdpEngine:
         self.sharding.root.eval()
         try:
             with attending(None), self.head.whole_sequences():
-                yield lambda rows, positions: CachedDecoder.new(self.sharding.root, self.head)
+                root, embedder = self.sharding.root, self.embedder
+                yield lambda rows, positions: CachedDecoder.new(root, embedder, self.head)
         finally:
             self.sharding.reshard()
 

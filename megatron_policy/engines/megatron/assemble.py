@@ -29,7 +29,7 @@ from megatron_policy.engines.megatron.adapters import (
     held_adapters,
     install_adapters,
 )
-from megatron_policy.engines.megatron.build import build_chunks, held_layers
+from megatron_policy.engines.megatron.build import build_chunks, held_layers, make_embedding
 from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.layer_spec import resolve_implementation
@@ -43,6 +43,7 @@ from megatron_policy.engines.megatron.process_groups import drop_groups, make_gr
 from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.megatron.trainable import freeze, make_trainable
 from megatron_policy.errors import CheckpointError
+from megatron_policy.interfaces.engine import TokenEmbedder
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape
 from megatron_policy.memory.pending_reads import PendingReads
@@ -101,9 +102,8 @@ def _build(
 ) -> MegatronEngine:
     settings, arch, precision = config.megatron_cfg, table.architecture, DTYPES[config.precision]
     implementation = resolve_implementation(settings.transformer_impl, arch, settings.peft.enabled)
-    place = Placement(
-        topology, topology.coords(dist.get_rank()), layer_split(config, arch, topology)
-    )
+    coords = topology.coords(dist.get_rank())
+    place = Placement(topology, coords, layer_split(config, arch, topology))
     model_config = transformer_config(
         arch,
         settings,
@@ -126,7 +126,7 @@ def _build(
         values = (own, dtypes, spec, head_of_base)
         adapters = MegatronAdapters(of_adapters, *values, *installed)
     param_groups = ParamGroups.of(settings)
-    freeze(built, everything, param_groups)
+    freeze(everything, param_groups)
     pending_reads = PendingReads()
     chunks, trainable = built, None
     if init_optimizer:
@@ -137,16 +137,17 @@ def _build(
         chunks = trainable.chunks
     last = place.topology.vpp - 1
     head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
-    mtp = MegatronMtp.of(built[last], head, settings, groups.cp) if head is not None else None
+    embedder = TokenEmbedder(make_embedding(built, arch))
     pipeline = Pipeline(
         tuple(chunks),
         tuple(place.layers(chunk) for chunk in range(topology.vpp)),
         groups,
         topology,
         arch.vocab_size,
+        embedder,
         head,
         _channel(arch, settings, groups),
-        mtp,
+        MegatronMtp.of(built[last], head, embedder, settings, groups.cp),
         Recorder() if trainable is None else trainable.stopwatch.recorder,
     )
     parts = (pipeline, trainable, pending_reads, adapters)
@@ -161,8 +162,8 @@ def _chunks(
     implementation: str,
 ) -> Any:
     """Megatron-Core's chunks, whose rotary embeddings know which length of text counts."""
-    # The fused kernel turns all rows alike.
-    model_config.apply_rope_fusion &= config.rope_length != "row"
+    if config.rope_length == "row" or architecture.attachments:
+        model_config.apply_rope_fusion = False  # the fused kernel turns all rows alike
     built = build_chunks(architecture, model_config, place, implementation, config.seed)
     choose_text_length(built, config.rope_length, config.max_total_sequence_length)
     return built

@@ -42,8 +42,6 @@ class CachedPipeline:
         position on the last stage.
         """
         pipeline, (rows, positions) = self._pipeline, tokens_BS.shape
-        offset = self._cache.sequence_len_offset
-        positions_S = torch.arange(offset, offset + positions, device=tokens_BS.device)
         pp, output = pipeline.groups.pp, None
         chunk: Any
         for chunk in pipeline.models:
@@ -61,8 +59,9 @@ class CachedPipeline:
             with hidden_states_of(chunk):
                 output = chunk(
                     tokens_BS,
-                    positions_S.expand(rows, -1),
                     None,
+                    None,
+                    pipeline.embedder.embed(tokens_BS) if chunk.pre_process else None,
                     inference_context=self._cache,
                     runtime_gather_output=True,
                 )

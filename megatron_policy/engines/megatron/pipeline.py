@@ -1,6 +1,7 @@
 """Runs microbatches through this rank's chunks with Megatron-Core's pipeline schedule.
 
-Shapes: T positions that this context-parallel rank computes, R rows of them, D model.
+Shapes: T positions that this context-parallel rank computes, S of these on this rank (its share
+under sequence parallelism), R rows of them, D model.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megatron_policy.engines.megatron.layers.sequences import (
 )
 from megatron_policy.engines.megatron.mtp import MegatronMtp, before_final_norm
 from megatron_policy.engines.megatron.process_groups import schedule_groups
+from megatron_policy.interfaces.engine import Embedder
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.groups import Groups
@@ -55,6 +57,7 @@ class Pipeline:
     groups: Groups
     topology: Topology
     vocab_size: int
+    embedder: Embedder
     head: Head | None
     channel: RouterChannel | None
     mtp: MegatronMtp | None = None
@@ -180,14 +183,19 @@ class Pipeline:
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         microbatch, numbers_RT, recorded, held, place = next(microbatches)
         layout, rank = microbatch.layout, self.groups.cp.rank()
+        model: Any = _model(chunk)
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
-        positions_RT = layout.positions_CT[rank].expand_as(tokens_RT)
+        hidden_SRD = self.embedder.embed(tokens_RT, microbatch) if model.pre_process else None
         params = self._params(microbatch, held, recorded)
-        model = _model(chunk)
         set_row_lengths(model, microbatch, rank)
         with hidden_states_of(model), before_final_norm(model) as taken:
             output = chunk(
-                tokens_RT, positions_RT, None, packed_seq_params=params, padding_mask=numbers_RT
+                tokens_RT,
+                None,
+                None,
+                hidden_SRD,
+                packed_seq_params=params,
+                padding_mask=numbers_RT,
             )
         if self.recorder.on:
             self.recorder.label(*place)
@@ -200,7 +208,8 @@ class Pipeline:
         self, microbatch: Microbatch, held: range, recorded: Recorded | None
     ) -> SequenceParams | MicrobatchParams | None:
         """What travels with `microbatch` through the layers `held`; None if there is nothing."""
-        sequences = sequence_params(microbatch.layout, self.groups.cp)
+        positions_BS = self.embedder.positions(microbatch)
+        sequences = sequence_params(microbatch.layout, self.groups.cp, positions_BS)
         if self.channel is None:
             return sequences
         routers = self.channel.params(microbatch, held, recorded)

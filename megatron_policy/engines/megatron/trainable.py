@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -144,24 +144,11 @@ class MegatronTrainable(WrappedModel):
         return restore_schedule(self, state)
 
 
-def freeze(chunks: Iterable[GPTModel], held: Held, groups: ParamGroups) -> None:
+def freeze(held: Held, groups: ParamGroups) -> None:
     """Let parameters of frozen groups need no gradients; to be called before `make_trainable`."""
     for entry, parameter in held:
         if isinstance(parameter, torch.nn.Parameter) and groups.frozen(entry):
             parameter.requires_grad_(False)
-    for chunk in chunks:
-        config = chunk.config
-        needed = config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1
-        embedding = getattr(chunk, "embedding", None)
-        if needed and embedding is not None:
-            embedding.register_forward_hook(_needing_gradients)
-
-
-def _needing_gradients(module: object, given: object, hidden: torch.Tensor) -> torch.Tensor:
-    """What is computed again has gradients only if something that enters it needs them, which the
-    output of a frozen embedding does not.
-    """
-    return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
 
 
 def make_trainable(

@@ -114,11 +114,12 @@ def _grown(
 ) -> torch.Tensor:
     """Queries multiplied as their positions require: those of `params`, or the last of `keys`."""
     if params is None:
-        positions_S = torch.arange(keys - query_SBNH.size(0), keys, device=query_SBNH.device)
+        first = keys - query_SBNH.size(0)
+        positions_SB = torch.arange(first, keys, device=query_SBNH.device).unsqueeze(1)
     else:
-        positions_S = params.positions
-    factor_S = 1 + growth.rate * torch.log(1 + torch.floor(positions_S / growth.length))
-    return query_SBNH * factor_S[:, None, None, None].to(query_SBNH.dtype)
+        positions_SB = params.positions_TR
+    factor_SB = 1 + growth.rate * torch.log(1 + torch.floor(positions_SB / growth.length))
+    return query_SBNH * factor_SB[:, :, None, None].to(query_SBNH.dtype)
 
 
 def _sinks(config: TransformerConfig) -> torch.nn.Parameter:

@@ -165,8 +165,7 @@ class ExpertLayer(MoELayer):
     ) -> Any:
         """`hidden_states` `[T, R, D]`; `padding_mask` int64 `[R, T]`, see `RoutedRows`.
 
-        Under sequence parallelism Megatron-Core takes this rank's part of the mask only in the
-        chunk with the embedding, so elsewhere it is taken here.
+        Under sequence parallelism this rank's part of the mask is taken here.
         """
         numbers_TR = None if padding_mask is None else padding_mask.T
         if numbers_TR is not None and numbers_TR.size(0) != hidden_states.size(0):
