@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.engines.megatron import optimizer
-from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
@@ -143,7 +142,7 @@ def optimizer_state(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     names = {parameter.data_ptr(): name for name, parameter in policy.named_parameters()}
     found = {
         f"{names[each.parameter.data_ptr()]} {each.kind}": each.tensor.clone()
-        for each in MegatronOptimizerState(trainable).tensors()
+        for each in trainable.state.tensors()
     }
     groups = [
         (group["wd_mult"], len(group["params"])) for group in trainable.optimizer.param_groups

@@ -39,8 +39,8 @@ class FusedAdam(torch.optim.Optimizer):
 def state_over(*inner: torch.optim.Optimizer | None) -> MegatronOptimizerState:
     """Over a chain of plain optimizers; None trains nothing."""
     leaves = [SimpleNamespace(optimizer=each) for each in inner]
-    trainable: Any = SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=leaves))
-    return MegatronOptimizerState(trainable)
+    optimizer: Any = SimpleNamespace(chained_optimizers=leaves)
+    return MegatronOptimizerState(optimizer, distributed=False)
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:

@@ -12,7 +12,6 @@ import torch
 
 from megatron_policy.attention.causal import sequences_in
 from megatron_policy.converters.table import Table
-from megatron_policy.device import current_device
 from megatron_policy.device.process_groups import forget_groups
 from megatron_policy.device.timing import BACKWARD, FORWARD, SCORING, TRAINING, Recorder
 from megatron_policy.engines.hugging_face.attention import attending
@@ -23,6 +22,7 @@ from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.engines.hugging_face.text_length import TextLength
+from megatron_policy.engines.training_state import collect_storages
 from megatron_policy.interfaces.engine import CachedModel, Embedder, Loss
 from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.pending_reads import PendingReads
@@ -33,9 +33,6 @@ from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import Held
 
 T = TypeVar("T")
-
-SMALLEST_BYTES = 1024
-"""Smaller storages are never moved: that would free nothing."""
 
 
 @dataclass
@@ -95,7 +92,6 @@ class FsdpEngine:
 
     @property
     def groups(self) -> Groups:
-        """See `TrainingEngine`."""
         return self.fsdp.batch
 
     @property
@@ -105,13 +101,11 @@ class FsdpEngine:
 
     @property
     def vocab_size(self) -> int:
-        """See `TrainingEngine`."""
         return self.table.architecture.vocab_size
 
     def forward_backward(
         self, microbatches: Sequence[Microbatch], loss: Loss[T], forward_only: bool = False
     ) -> list[T]:
-        """See `TrainingEngine`."""
         self.sharding.root.train(not forward_only)
         kept: list[T] = []
         with self.recorder.span(SCORING if forward_only else TRAINING):
@@ -136,8 +130,6 @@ class FsdpEngine:
         return kept
 
     def forward(self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]) -> list[T]:
-        """See `TrainingEngine`."""
-
         def keep(output: Output) -> tuple[torch.Tensor, T]:
             return output.hidden_TRD.new_zeros(()), read(output)
 
@@ -178,12 +170,10 @@ class FsdpEngine:
         raise AssertionError("transformers' routers are not watched")
 
     def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """See `TrainingEngine`."""
         assert tensor is not None
         return tensor
 
     def share_object(self, value: T | None) -> T:
-        """See `TrainingEngine`."""
         return value  # type: ignore[return-value]
 
     @contextmanager
@@ -202,48 +192,31 @@ class FsdpEngine:
         return enumerate(self.decoder.layers)
 
     def volatile_buffers(self) -> Iterator[torch.Tensor]:
-        """See `TrainingEngine`: none."""
         return iter(())
 
     def random_states(self) -> dict[str, torch.Tensor]:
-        """See `TrainingEngine`: none but the process's."""
         return {}
 
     def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """See `TrainingEngine`."""
         assert not states
 
     def storages(self) -> Storages:
-        """See `TrainingEngine`."""
-        seen: set[int] = set()
-        found: Storages = {kind: [] for kind in Kind}
-        for kind, tensor in self._tensors():
-            storage = tensor.untyped_storage()
-            counts = tensor.device == current_device() and storage.nbytes() >= SMALLEST_BYTES
-            if counts and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                found[kind].append(storage)
-        return found
-
-    def _tensors(self) -> Iterator[tuple[Kind, torch.Tensor]]:
-        for tensor in (*self.decoder.parameters(), *self.decoder.buffers()):
-            yield Kind.PARAMETERS, local_part(tensor)
-        for parameter in self.decoder.parameters():
-            if parameter.grad is not None:
-                yield Kind.GRADIENTS, local_part(parameter.grad)
-        if self.trainable is not None:
-            for state in self.trainable.optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        yield Kind.OPTIMIZER, local_part(value)
+        parameters = list(self.decoder.parameters())
+        optimizer = {} if self.trainable is None else self.trainable.optimizer.state
+        tensors = (
+            *((Kind.PARAMETERS, each) for each in (*parameters, *self.decoder.buffers())),
+            *((Kind.GRADIENTS, each.grad) for each in parameters),
+            *((Kind.OPTIMIZER, each) for state in optimizer.values() for each in state.values()),
+        )
+        return collect_storages(
+            (kind, local_part(each)) for kind, each in tensors if isinstance(each, torch.Tensor)
+        )
 
     def forget_gradients(self) -> None:
-        """See `TrainingEngine`."""
         if self.trainable is not None:
             self.trainable.zero_gradients()
 
     def manages(self, model: object) -> bool:
-        """See `TrainingEngine`."""
         own = (self.sharding.root, self.decoder, self.decoder.model)
         return any(model is each for each in own)
 

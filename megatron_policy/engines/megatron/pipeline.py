@@ -14,10 +14,8 @@ from itertools import count, repeat
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_policy.device import current_device
 from megatron_policy.device.timing import BACKWARD, FORWARD, SCORING, TRAINING, Recorder
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.hidden_shapes import DerivedShapes, hidden_shape
@@ -26,7 +24,6 @@ from megatron_policy.engines.megatron.layers.replay import Recorded, RouterChann
 from megatron_policy.engines.megatron.layers.rope import set_row_lengths, set_text_length
 from megatron_policy.engines.megatron.layers.sequences import (
     MicrobatchParams,
-    SequenceParams,
     sequence_params,
 )
 from megatron_policy.engines.megatron.mtp import MegatronMtp, before_final_norm
@@ -67,10 +64,6 @@ class Pipeline:
     def models(self) -> tuple[torch.nn.Module, ...]:
         """The chunks without the gradient buffers that can wrap them."""
         return tuple(_model(chunk) for chunk in self.chunks)
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.groups.pp.rank() == self.groups.pp.size() - 1
 
     def forward_backward(
         self,
@@ -143,7 +136,12 @@ class Pipeline:
             for chunk, held in enumerate(self.layers)
         ]
         schedule = get_forward_backward_func()
-        communicator = self._communicator(microbatches, forward_only)
+        config: Any = self.models[0].config
+        communicator = None
+        if config.variable_seq_lengths:
+            # Megatron-Core's own would send the shape of each tensor first.
+            shapes = [hidden_shape(each, config) for each in microbatches]
+            communicator = DerivedShapes(self.groups.pp, config, shapes, forward_only)
         with _recording(self.recorder, self.models[0], SCORING if forward_only else TRAINING):
             kept: list[Any] = schedule(
                 forward_step_func=partial(self._forward, finish),
@@ -163,18 +161,6 @@ class Pipeline:
         pairs = zip(kept, microbatches, strict=bool(kept))
         return [value for value, microbatch in pairs if not microbatch.dummy]
 
-    def _communicator(
-        self, microbatches: Sequence[Microbatch], forward_only: bool
-    ) -> DerivedShapes | None:
-        """What exchanges the hidden states of microbatches that differ in shape; None if they do
-        not, for Megatron-Core's own.
-        """
-        config: Any = self.models[0].config
-        if not config.variable_seq_lengths:
-            return None
-        shapes = [hidden_shape(each, config) for each in microbatches]
-        return DerivedShapes(self.groups.pp, config, shapes, forward_only)
-
     def _forward(
         self,
         finish: Callable[..., Any],
@@ -186,7 +172,10 @@ class Pipeline:
         model: Any = _model(chunk)
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
         hidden_SRD = self.embedder.embed(tokens_RT, microbatch) if model.pre_process else None
-        params = self._params(microbatch, held, recorded)
+        positions_BS = self.embedder.positions(microbatch)
+        sequences = sequence_params(layout, self.groups.cp, positions_BS)
+        routers = self.channel and self.channel.params(microbatch, held, recorded)
+        params = routers and MicrobatchParams(sequences=sequences, routers=routers)
         set_row_lengths(model, microbatch, rank)
         with hidden_states_of(model), before_final_norm(model) as taken:
             output = chunk(
@@ -194,7 +183,7 @@ class Pipeline:
                 None,
                 None,
                 hidden_SRD,
-                packed_seq_params=params,
+                packed_seq_params=params or sequences,
                 padding_mask=numbers_RT,
             )
         if self.recorder.on:
@@ -203,19 +192,6 @@ class Pipeline:
                 # In a backward pass, its output's gradient says which one it is.
                 output.register_hook(lambda _: self.recorder.label(*place))
         return output, partial(finish, microbatch, taken)
-
-    def _params(
-        self, microbatch: Microbatch, held: range, recorded: Recorded | None
-    ) -> SequenceParams | MicrobatchParams | None:
-        """What travels with `microbatch` through the layers `held`; None if there is nothing."""
-        positions_BS = self.embedder.positions(microbatch)
-        sequences = sequence_params(microbatch.layout, self.groups.cp, positions_BS)
-        if self.channel is None:
-            return sequences
-        routers = self.channel.params(microbatch, held, recorded)
-        if routers is None:
-            return sequences
-        return MicrobatchParams(sequences=sequences, routers=routers)
 
     def _finish_loss(
         self,
@@ -248,25 +224,6 @@ class Pipeline:
         assert self.head is not None
         mtp = None if self.mtp is None else self.mtp.after(taken)
         return Output(hidden_TRD, microbatch, self.head, self.groups.cp, mtp)
-
-    def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """The last stage's tensor, on every stage; `like` gives shape and dtype on the others."""
-        if self.groups.pp.size() == 1:
-            assert tensor is not None
-            return tensor
-        shared = tensor.contiguous() if tensor is not None else torch.empty_like(like)
-        dist.broadcast(shared, src=self.groups.last_stage, group=self.groups.pp)
-        return shared
-
-    def share_object(self, value: T | None) -> T:
-        """The last stage's picklable value on every stage."""
-        box: list[Any] = [value]
-        if self.groups.pp.size() > 1:
-            dist.broadcast_object_list(
-                box, src=self.groups.last_stage, group=self.groups.pp, device=current_device()
-            )
-        result: T = box[0]
-        return result
 
 
 @dataclass(frozen=True)
