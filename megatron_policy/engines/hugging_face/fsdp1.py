@@ -89,11 +89,9 @@ class Fsdp1:
 
     @property
     def rank(self) -> int:
-        """See `Sharding`."""
         return self.group.rank() if self.sharded else 0
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Sharding`."""
         model = self.decoder.model
         for name, parameter in model.named_parameters(remove_duplicate=False):
             yield name.replace(_WRAPPED, ""), parameter
@@ -101,7 +99,6 @@ class Fsdp1:
             yield name.replace(_WRAPPED, ""), buffer
 
     def split_of(self, tensor: torch.Tensor, stacked: bool) -> Split:
-        """See `Sharding`."""
         return self.splits.get(id(tensor)) or Split(tuple(tensor.shape))
 
     @contextmanager
@@ -126,7 +123,6 @@ class Fsdp1:
                     parameter.grad.add_(gradient)
 
     def reshard(self) -> None:
-        """See `Sharding`."""
         for unit in self.units():
             handle = unit._handle
             # A forward pass that has raised leaves these.
@@ -140,7 +136,6 @@ class Fsdp1:
         self.root._exec_order_data.handles_post_forward_order.clear()
 
     def forget_gradients(self) -> None:
-        """See `Sharding`."""
         for unit in self.units():
             unit._handle._reset_flat_param_grad_info_if_needed()
 

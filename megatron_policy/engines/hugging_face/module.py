@@ -31,7 +31,10 @@ def build_module(config: PolicyConfig) -> Any:
 
     settings = transformers_config(config.model_name, config.hf_config_overrides)
     asked = transformers_settings(config).attn_implementation
-    name = register_attention(asked) if asked != "auto" or _takes_others(settings) else None
+    cls = AutoModelForCausalLM._model_mapping.get(type(settings), None)
+    # Whether the class lets attention be computed by others than itself.
+    open_to_others = asked != "auto" or getattr(cls, "_supports_attention_backend", False)
+    name = register_attention(asked) if open_to_others else None
     section = parallel_sizes(config).section
     try:
         with _parameters_on_meta():
@@ -45,14 +48,6 @@ def build_module(config: PolicyConfig) -> Any:
         ) from error
     module.tie_weights()
     return module
-
-
-def _takes_others(settings: Any) -> bool:
-    """Whether the model's class lets attention be computed by others than itself."""
-    from transformers import AutoModelForCausalLM
-
-    cls = AutoModelForCausalLM._model_mapping.get(type(settings), None)
-    return bool(getattr(cls, "_supports_attention_backend", False))
 
 
 @contextmanager

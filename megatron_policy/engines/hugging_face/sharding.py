@@ -92,16 +92,13 @@ class Fsdp2:
 
     @property
     def rank(self) -> int:
-        """See `Sharding`."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Sharding`."""
         yield from self.root.model.named_parameters(remove_duplicate=False)
         yield from persistent_buffers(self.root.model)
 
     def split_of(self, tensor: torch.Tensor, stacked: bool) -> Split:
-        """See `Sharding`."""
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return Split(shape)
@@ -113,7 +110,6 @@ class Fsdp2:
         return nullcontext()
 
     def reshard(self) -> None:
-        """See `Sharding`."""
         sharded: Any = self.root
         sharded.reshard()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -240,8 +240,10 @@ def sharded_table(
     """
     saved = _saved_entries(family)
     roles = {name: entry.row.role for entry in family.exported() for name in entry.hf}
-    layers = _layer_prefix(decoder)
-    embedding = local_id(decoder.model.get_input_embeddings().weight)
+    first = decoder.layers[0]
+    prefix: str = next(name for name, each in decoder.model.named_modules() if each is first)
+    layers = re.escape(prefix.removesuffix("0")) + r"(\d+)\."
+    embedding = id(decoder.model.get_input_embeddings().weight)
     seen: set[int] = set()
     holdings = []
     for name, tensor in sharding.tensors():
@@ -249,7 +251,7 @@ def sharded_table(
             continue
         seen.add(id(tensor))
         at = re.match(layers, name)
-        where = LAYER if at else EMBEDDING if local_id(tensor) == embedding else HEAD
+        where = LAYER if at else EMBEDDING if id(tensor) == embedding else HEAD
         layer = int(at.group(1)) if at else None
         source = sources[name]
         split = sharding.split_of(tensor, source.stacked)
@@ -257,7 +259,10 @@ def sharded_table(
             split = split._replace(shape=shares.shapes[name])
         cut = shares.cut(name)
         entries = tuple(_entries(name, tensor, source, saved, roles, layer, where, split, cut))
-        lengths, partial = _lengths(entries, sharding.rank), name in shares.partial
+        ranges = [entry.row.ranges for entry in entries]
+        ends = (each[sharding.rank] for each in ranges if each is not None)
+        lengths = tuple(last - first for first, last in ends) or None
+        partial = name in shares.partial
         holdings.append(Holding(tensor, entries, source.stacked, lengths, cut, partial))
     order = {name: number for number, name in enumerate(family.hf_shapes())}
     if order:
@@ -283,18 +288,6 @@ def _tied_copies(sharding: Sharding, sources: Mapping[str, SourceTensors]) -> di
         if original != own:
             found[own] = Ignore(own, "a copy of tied weights", equals=original)
     return found
-
-
-def local_id(tensor: torch.Tensor) -> int:
-    """What two names of one tensor have in common."""
-    return id(tensor)
-
-
-def _layer_prefix(decoder: Decoder) -> str:
-    """A pattern of the names of the layers' parameters, with the number of the layer."""
-    first = decoder.layers[0]
-    name: str = next(n for n, module in decoder.model.named_modules() if module is first)
-    return re.escape(name.removesuffix("0")) + r"(\d+)\."
 
 
 def _entries(
@@ -337,12 +330,6 @@ def _nth(ranges: Ranges, index: int, elements: int) -> Ranges:
     start, end = index * elements, (index + 1) * elements
     clipped = ((min(max(a, start), end), min(max(b, start), end)) for a, b in ranges)
     return tuple((a - start, b - start) for a, b in clipped)
-
-
-def _lengths(entries: Sequence[Entry], rank: int) -> tuple[int, ...] | None:
-    """How many elements this rank has of each entry's flat parameter; None without ranges."""
-    found = [entry.row.ranges for entry in entries]
-    return tuple(b - a for a, b in (each[rank] for each in found if each is not None)) or None
 
 
 def _saved_entries(family: Table) -> dict[str, tuple[Entry, int]]:

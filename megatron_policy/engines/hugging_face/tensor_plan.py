@@ -69,8 +69,10 @@ def plan_of(settings: DTensorConfig, model: Any) -> Plan:
     kind = getattr(model.config, "model_type", "")
     given = _imported(custom) if custom else _OURS.get(kind) or getattr(model, "tp_plan", None)
     found: Plan = {}
+    modules = dict(model.named_modules())
     for pattern, asked in (given or {}).items():
-        names = _matches(pattern, model)
+        expected = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        names = [name for name in modules if name and expected.fullmatch(name)]
         if custom and not names:
             raise ConfigError(
                 f"{KEY}={custom!r}: no module of {type(model).__name__} is called {pattern!r}. "
@@ -81,7 +83,6 @@ def plan_of(settings: DTensorConfig, model: Any) -> Plan:
         if style is not None:
             found |= dict.fromkeys(names, style)
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    modules = dict(model.named_modules())
     found = {name: style for name, style in found.items() if id(modules[name]) not in ends}
     if not found and custom:
         raise ConfigError(
@@ -128,11 +129,6 @@ def _imported(path: str) -> Mapping[str, Any]:
             "to styles such as 'colwise' and 'rowwise'"
         )
     return found
-
-
-def _matches(pattern: str, model: Any) -> list[str]:
-    expected = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    return [name for name, _ in model.named_modules() if name and expected.fullmatch(name)]
 
 
 def _style(pattern: str, asked: Any, settings: DTensorConfig) -> Style | None:

@@ -78,14 +78,8 @@ def inference_mode(pipeline: Pipeline) -> Iterator[None]:
     """Eval mode, and no sequence parallelism: one position cannot be split."""
     for chunk in pipeline.models:
         chunk.eval()
-    with _without_sequence_parallelism(pipeline.models):
-        yield
-
-
-@contextmanager
-def _without_sequence_parallelism(chunks: tuple[torch.nn.Module, ...]) -> Iterator[None]:
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
-    modules = [module for chunk in chunks for module in chunk.modules()]
+    modules = [module for chunk in pipeline.models for module in chunk.modules()]
     holders = {id(x): x for m in modules for x in (m, getattr(m, "config", None)) if x is not None}
     switched = [
         (x, name) for x in holders.values() for name in names if getattr(x, name, None) is True

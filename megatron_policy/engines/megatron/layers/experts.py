@@ -54,6 +54,13 @@ def expert_fields(
         return {"moe_token_dispatcher_type": ALL_TO_ALL}
     dispatcher = dispatcher_of(settings, topology, variable_lengths)
     corrected = moe.correction_bias or moe.scoring is Scoring.SIGMOID
+    capacity: dict[str, Any] = {}
+    if settings.moe_expert_capacity_factor is not None:
+        capacity = {
+            "moe_expert_capacity_factor": settings.moe_expert_capacity_factor,
+            "moe_pad_expert_input_to_capacity": settings.moe_pad_expert_input_to_capacity,
+            "moe_token_drop_policy": settings.moe_token_drop_policy,
+        }
     return {
         "num_moe_experts": moe.experts,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
@@ -85,7 +92,7 @@ def expert_fields(
         "moe_aux_loss_coeff": balancing_coefficient(settings, moe),
         "moe_z_loss_coeff": settings.moe_z_loss_coeff,
         **({_PAD: topology.joins_replicas} if _CAN_PAD else {}),
-        **_capacity(settings),
+        **capacity,
     }
 
 
@@ -95,18 +102,6 @@ def balancing_coefficient(settings: MegatronConfig, moe: Moe) -> float:
         return 0.0
     given = settings.moe_aux_loss_coeff
     return (moe.aux_loss_coeff if given is None else given) or 0.0
-
-
-def _capacity(settings: MegatronConfig) -> dict[str, Any]:
-    """How many tokens an expert takes at most, and which ones are dropped."""
-    factor = settings.moe_expert_capacity_factor
-    if factor is None:
-        return {}
-    return {
-        "moe_expert_capacity_factor": factor,
-        "moe_pad_expert_input_to_capacity": settings.moe_pad_expert_input_to_capacity,
-        "moe_token_drop_policy": settings.moe_token_drop_policy,
-    }
 
 
 def dispatcher_of(settings: MegatronConfig, topology: Topology, variable_lengths: bool) -> str:

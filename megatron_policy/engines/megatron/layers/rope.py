@@ -257,21 +257,23 @@ def columns(part: Attention, ropes: Iterable[Rope]) -> slice | None:
     return None
 
 
+def _find_rotaries(models: Iterable[torch.nn.Module]) -> list[Rotary]:
+    found = (getattr(model, "rotary_pos_emb", None) for model in models)
+    return [each for each in found if isinstance(each, Rotary)]
+
+
 def outgrown(models: Iterable[torch.nn.Module], before: int, after: int) -> bool:
     """Whether what was computed for a text of one length is invalid for the other length."""
-    rotaries = (getattr(model, "rotary_pos_emb", None) for model in models)
-    return any(r.differs(before, after) for r in rotaries if isinstance(r, Rotary))
+    return any(rotary.differs(before, after) for rotary in _find_rotaries(models))
 
 
 def choose_text_length(models: Iterable[torch.nn.Module], choice: str, longest: int) -> None:
     """Let the models' rotary embeddings follow `policy.rope_length`, which is `choice`; no text has
     more than `longest` tokens.
     """
-    for model in models:
-        rotary = getattr(model, "rotary_pos_emb", None)
-        if isinstance(rotary, Rotary):
-            rotary.longest = longest if choice == "maximum" else None
-            rotary.by_row = choice == "row"
+    for rotary in _find_rotaries(models):
+        rotary.longest = longest if choice == "maximum" else None
+        rotary.by_row = choice == "row"
 
 
 def set_row_lengths(model: torch.nn.Module, microbatch: Microbatch, rank: int) -> None:
@@ -279,22 +281,20 @@ def set_row_lengths(model: torch.nn.Module, microbatch: Microbatch, rank: int) -
     rank `rank`, if it turns each by its own. Rows without `input_lengths` are as long as the batch
     is wide.
     """
-    rotary = getattr(model, "rotary_pos_emb", None)
-    if not isinstance(rotary, Rotary) or not rotary.by_row or not rotary.depends_on_length:
-        return
-    data, layout = microbatch.host.data, microbatch.host.layout
-    rows, width = data["input_ids"].shape
-    lengths_B = data.get("input_lengths")
-    if lengths_B is None:
-        lengths_B = torch.full((rows,), microbatch.text_length)
-    rotary.lengths_TR = layout.take(lengths_B.cpu()[:, None].expand(rows, width), rank)
+    for rotary in _find_rotaries([model]):
+        if not rotary.by_row or not rotary.depends_on_length:
+            continue
+        data, layout = microbatch.host.data, microbatch.host.layout
+        rows, width = data["input_ids"].shape
+        lengths_B = data.get("input_lengths")
+        if lengths_B is None:
+            lengths_B = torch.full((rows,), microbatch.text_length)
+        rotary.lengths_TR = layout.take(lengths_B.cpu()[:, None].expand(rows, width), rank)
 
 
 def set_text_length(models: Iterable[torch.nn.Module], length: int) -> None:
     """Set the text length that the next batches assume: padding does not lengthen the text, nor
     does cutting off some rows' padding shorten it.
     """
-    for model in models:
-        rotary = getattr(model, "rotary_pos_emb", None)
-        if isinstance(rotary, Rotary):
-            rotary.text_length = length
+    for rotary in _find_rotaries(models):
+        rotary.text_length = length
