@@ -23,7 +23,7 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.device import is_accelerated
 from megatron_policy.device.timing import Recorder
-from megatron_policy.engines.hugging_face.decoder import Decoder, split_dimension
+from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.engine import FsdpEngine
 from megatron_policy.engines.hugging_face.fsdp1 import Fsdp1
 from megatron_policy.engines.hugging_face.head import FusedHead, OwnHead
@@ -36,7 +36,7 @@ from megatron_policy.engines.hugging_face.module import (
 )
 from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable, make_optimizer
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups, make_groups
-from megatron_policy.engines.hugging_face.sharding import Fsdp2, Sharding
+from megatron_policy.engines.hugging_face.sharding import Fsdp2, Sharding, split_dimension
 from megatron_policy.engines.hugging_face.table import Cut, Shares, sharded_table
 from megatron_policy.engines.hugging_face.tensor_plan import plan_of
 from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion

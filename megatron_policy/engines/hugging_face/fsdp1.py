@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -177,11 +177,7 @@ def _splits(flat: Any, ranks: int) -> Iterator[tuple[int, Split]]:
         parameter, shape = next(own)
         start, ranges = end - elements, None
         if ranks > 1:
-            ranges = tuple(_overlap(n * each - start, each, elements) for n in range(ranks))
+            # Of the elements of the flat one that each rank has, those of this parameter.
+            edges = [min(max(n * each - start, 0), elements) for n in range(ranks + 1)]
+            ranges = tuple(pairwise(edges))
         yield id(parameter), Split(tuple(shape), None, ranges)
-
-
-def _overlap(first: int, length: int, elements: int) -> tuple[int, int]:
-    """The part of `elements` that is in a run of that length from element `first` on."""
-    low = min(max(first, 0), elements)
-    return low, min(max(first + length, low), elements)

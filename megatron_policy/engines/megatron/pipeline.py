@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, repeat
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -82,8 +83,16 @@ class Pipeline:
         rows = None
         if self.channel is not None and not forward_only:
             rows = RoutedRows.of(microbatches, self.groups.cp.rank())
+
+        def finish(
+            microbatch: Microbatch, output: Callable[[], Output]
+        ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            value, kept = (output().nothing(), None) if microbatch.dummy else loss(output())
+            # This count would divide gradients when they are reduced; ours are sums, so it has no
+            # effect.
+            return value, torch.ones((), dtype=torch.int, device=value.device), kept
+
         with torch.set_grad_enabled(not forward_only), routing(self.models, rows):
-            finish = partial(self._finish_loss, loss)
             return self._run(microbatches, finish, forward_only, False, rows=rows)
 
     @torch.no_grad()
@@ -115,7 +124,11 @@ class Pipeline:
     ) -> list[T]:
         for chunk in self.chunks:
             chunk.eval()
-        return self._run(microbatches, partial(self._finish_read, read), True, True, recorded)
+
+        def finish(microbatch: Microbatch, output: Callable[[], Output]) -> T | None:
+            return None if microbatch.dummy else read(output())
+
+        return self._run(microbatches, finish, True, True, recorded)
 
     def _run(
         self,
@@ -191,61 +204,14 @@ class Pipeline:
             if output.requires_grad:
                 # In a backward pass, its output's gradient says which one it is.
                 output.register_hook(lambda _: self.recorder.label(*place))
-        return output, partial(finish, microbatch, taken)
 
-    def _finish_loss(
-        self,
-        loss: Consume[tuple[torch.Tensor, Any]],
-        microbatch: Microbatch,
-        taken: list[torch.Tensor],
-        hidden_TRD: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        output = self._output(microbatch, taken, hidden_TRD)
-        value, kept = (output.nothing(), None) if microbatch.dummy else loss(output)
-        # This count would divide gradients when they are reduced; ours are sums, so it has no
-        # effect.
-        return value, torch.ones((), dtype=torch.int, device=value.device), kept
+        def consume(hidden_TRD: torch.Tensor, **_: bool) -> Any:
+            assert self.head is not None
+            mtp = None if self.mtp is None else self.mtp.after(taken)
+            made = partial(Output, hidden_TRD, microbatch, self.head, self.groups.cp, mtp)
+            return finish(microbatch, made)
 
-    def _finish_read(
-        self,
-        read: Consume[Any],
-        microbatch: Microbatch,
-        taken: list[torch.Tensor],
-        hidden_TRD: torch.Tensor,
-        non_loss_data: bool,
-    ) -> Any:
-        assert non_loss_data
-        return None if microbatch.dummy else read(self._output(microbatch, taken, hidden_TRD))
-
-    def _output(
-        self, microbatch: Microbatch, taken: list[torch.Tensor], hidden_TRD: torch.Tensor
-    ) -> Output:
-        """`taken` is what `before_final_norm` gave with these hidden states."""
-        assert self.head is not None
-        mtp = None if self.mtp is None else self.mtp.after(taken)
-        return Output(hidden_TRD, microbatch, self.head, self.groups.cp, mtp)
-
-
-@dataclass(frozen=True)
-class _PassTimer:
-    """The timer that Megatron-Core starts and stops around each pass of one kind."""
-
-    recorder: Recorder
-    name: str
-
-    def start(self, barrier: bool = False) -> None:
-        self.recorder.begin(self.name)
-
-    def stop(self, barrier: bool = False) -> None:
-        self.recorder.end(self.name)
-
-
-class _NoTimer:
-    """A timer of Megatron-Core that is not wanted."""
-
-    def start(self, barrier: bool = False) -> None: ...
-
-    def stop(self, barrier: bool = False) -> None: ...
+        return output, consume
 
 
 @contextmanager
@@ -254,12 +220,17 @@ def _recording(recorder: Recorder, model: Any, name: str) -> Iterator[None]:
     if not recorder.on:
         yield
         return
-    timers = {
-        "forward-compute": _PassTimer(recorder, FORWARD),
-        "backward-compute": _PassTimer(recorder, BACKWARD),
-    }
-    nothing = _NoTimer()
-    model.config.timers = lambda timer, log_level=None: timers.get(timer, nothing)
+    kinds = {"forward-compute": FORWARD, "backward-compute": BACKWARD}
+
+    def timer(kind: str, log_level: int | None = None) -> SimpleNamespace:
+        """What Megatron-Core starts and stops around each pass of this kind."""
+        if (recorded := kinds.get(kind)) is None:
+            return SimpleNamespace(start=lambda **_: None, stop=lambda **_: None)
+        return SimpleNamespace(
+            start=lambda **_: recorder.begin(recorded), stop=lambda **_: recorder.end(recorded)
+        )
+
+    model.config.timers = timer
     try:
         with recorder.span(name):
             yield
