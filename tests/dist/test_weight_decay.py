@@ -151,7 +151,7 @@ def optimizer_state(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 
 
 def save_in_groups_of_megatron_core(config: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
-    own = replaced(optimizer, "_overrides", lambda _: lambda *given: None)
+    own = replaced(optimizer, "_find_overrides", lambda _: lambda *given: None)
     with own, open_policy(config, init_reference_model=False) as policy:
         for batch in own_steps(policy, DATA)[:2]:
             policy.train(batch, LOSSES["token"](), mbs=1)

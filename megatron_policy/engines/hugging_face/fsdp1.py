@@ -79,7 +79,7 @@ class Fsdp1:
         own = cls(root, decoder, group, sharded, {})
         for unit in own.units():
             unit._gradient_predivide_factor = unit._gradient_postdivide_factor = 1.0
-            own.splits.update(_splits(unit._handle.flat_param, group.size() if sharded else 1))
+            own.splits.update(_find_splits(unit._handle.flat_param, group.size() if sharded else 1))
         return own
 
     def units(self) -> Iterator[Any]:
@@ -165,7 +165,7 @@ def _owns_its_weights(layer: torch.nn.Module, decoder: Decoder) -> bool:
     return not any(id(p) in mine for module in others for p in module._parameters.values())
 
 
-def _splits(flat: Any, ranks: int) -> Iterator[tuple[int, Split]]:
+def _find_splits(flat: Any, ranks: int) -> Iterator[tuple[int, Split]]:
     """How so many ranks hold each parameter of a flat one."""
     each, own = flat.numel() if ranks > 1 else 0, iter(zip(flat._params, flat._shapes, strict=True))
     ends = accumulate(flat._numels_with_padding)

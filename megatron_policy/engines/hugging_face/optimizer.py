@@ -259,7 +259,7 @@ class FsdpTrainable:
     def step(self) -> float:
         if self._groups.batch.tp.size() > 1:
             sum_partial(self._trained, self._groups.batch.tp)
-        norm = self._norm()
+        norm = self._measure_norm()
         if not math.isfinite(norm):
             raise NotFiniteError(norm)
         if (most := self._config.max_grad_norm) and norm > most:
@@ -271,7 +271,7 @@ class FsdpTrainable:
             return_unused()
         return norm
 
-    def _norm(self) -> float:
+    def _measure_norm(self) -> float:
         """Of the whole model's gradient: ranks hold disjoint parts, but for copies that
         tensor-parallel ranks have, of which the first counts.
         """

@@ -103,7 +103,7 @@ class Fsdp2:
         if compute != torch.float32:
             policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         offloading = CPUOffloadPolicy(pin_memory=is_accelerated()) if offload else OffloadPolicy()
-        aliases = _aliases(decoder)
+        aliases = _find_aliases(decoder)
         ranks = mesh.size(mesh.ndim - 1)
         stacks = {id(decoder.model.get_parameter(name)) for name in stacked}
         for module in (*decoder.layers, decoder):
@@ -172,7 +172,7 @@ def split_dimension(shape: tuple[int, ...], stacked: bool, ranks: int) -> int:
     )
 
 
-def _aliases(
+def _find_aliases(
     decoder: torch.nn.Module,
 ) -> list[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
     """Each further place of a parameter that is in several, with its first place: memory is made

@@ -238,7 +238,7 @@ def sharded_table(
     """The table of `decoder`, as ranks hold it between them, in the order of the family's table;
     `sources` are by the names of the model itself, as are `shares`, which FSDP has sharded.
     """
-    saved = _saved_entries(family)
+    saved = _find_saved_entries(family)
     roles = {name: entry.row.role for entry in family.exported() for name in entry.hf}
     first = decoder.layers[0]
     prefix: str = next(name for name, each in decoder.model.named_modules() if each is first)
@@ -258,7 +258,7 @@ def sharded_table(
         if name in shares.shapes:
             split = split._replace(shape=shares.shapes[name])
         cut = shares.cut(name)
-        entries = tuple(_entries(name, tensor, source, saved, roles, layer, where, split, cut))
+        entries = tuple(_make_entries(name, tensor, source, saved, roles, layer, where, split, cut))
         ranges = [entry.row.ranges for entry in entries]
         ends = (each[sharding.rank] for each in ranges if each is not None)
         lengths = tuple(last - first for first, last in ends) or None
@@ -272,11 +272,13 @@ def sharded_table(
         held += zip(each.entries, each.views(each.tensor), strict=True)
     table = replace(family, entries=tuple(entry for entry, _ in held))
     if not order:
-        table = replace(table, ignored=_tied_copies(sharding, sources))
+        table = replace(table, ignored=_find_tied_copies(sharding, sources))
     return ShardedTable(table, tuple(holdings), held)
 
 
-def _tied_copies(sharding: Sharding, sources: Mapping[str, SourceTensors]) -> dict[str, Ignore]:
+def _find_tied_copies(
+    sharding: Sharding, sources: Mapping[str, SourceTensors]
+) -> dict[str, Ignore]:
     """HF tensors that repeat another, because the model has one parameter in both places."""
     first: dict[int, str] = {}
     found = {}
@@ -290,7 +292,7 @@ def _tied_copies(sharding: Sharding, sources: Mapping[str, SourceTensors]) -> di
     return found
 
 
-def _entries(
+def _make_entries(
     name: str,
     tensor: torch.Tensor,
     source: SourceTensors,
@@ -307,7 +309,7 @@ def _entries(
     for index, names in enumerate(source.names):
         rows = shape[:1] if not shape else (shape[0] // len(names),)
         parts: tuple[Shape, ...] = ((*rows, *shape[1:]),) * len(names)
-        within, of = _within(names, saved)
+        within, of = _find_within(names, saved)
         role = roles.get(names[0])
         if role is None:
             matrix = len(shape) > 1 and not name.endswith("bias")
@@ -319,20 +321,20 @@ def _entries(
             parts=parts, dim=dim, of=of, cut=cut,
         )  # fmt: skip
         if ranges is not None:
-            row = RangeRow(**vars(row), flat=_nth(ranges, index, math.prod(shape)))
+            row = RangeRow(**vars(row), flat=_clip_ranges(ranges, index, math.prod(shape)))
         expert = index if source.stacked else None
         own = f"{name}.{index}" if source.stacked else name
         yield Entry(own, names, row, layer, where, expert, within=within)
 
 
-def _nth(ranges: Ranges, index: int, elements: int) -> Ranges:
+def _clip_ranges(ranges: Ranges, index: int, elements: int) -> Ranges:
     """What these ranges are of element number `index` of a stack, or of its only one."""
     start, end = index * elements, (index + 1) * elements
     clipped = ((min(max(a, start), end), min(max(b, start), end)) for a, b in ranges)
     return tuple((a - start, b - start) for a, b in clipped)
 
 
-def _saved_entries(family: Table) -> dict[str, tuple[Entry, int]]:
+def _find_saved_entries(family: Table) -> dict[str, tuple[Entry, int]]:
     """For each HF tensor that is a part of one parameter in training checkpoints, that parameter
     and the number of the part.
     """
@@ -344,7 +346,7 @@ def _saved_entries(family: Table) -> dict[str, tuple[Entry, int]]:
     }
 
 
-def _within(
+def _find_within(
     names: tuple[str, ...], saved: Mapping[str, tuple[Entry, int]]
 ) -> tuple[Entry | None, Within | None]:
     """The parameter of checkpoints that has all of these HF tensors; None if there is no such."""

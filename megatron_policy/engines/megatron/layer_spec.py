@@ -112,7 +112,7 @@ def final_norm(implementation: str, architecture: Architecture) -> ModuleSpec | 
     return norm_of(architecture)
 
 
-def _attention_spec(
+def _make_attention_spec(
     part: Attention, given: ModuleSpec, architecture: Architecture, with_te: bool
 ) -> ModuleSpec:
     given.module = LayerAttention
@@ -141,7 +141,7 @@ def _attention_spec(
 
 
 _PARTS: dict[type[LayerPart], Callable[..., Any]] = {
-    Attention: _attention_spec,
+    Attention: _make_attention_spec,
     Mla: lambda part, _, __, with_te: mla_spec(part, with_te),
     Mlp: lambda _, given, *__: given,
     Moe: lambda part, _, __, with_te: experts_spec(part, with_te),

@@ -64,11 +64,11 @@ def make_optimizer(
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
         overlap_param_gather=settings.distributed_data_parallel_config.overlap_param_gather,
     )
-    overrides = _overrides(held, param_groups, settings)
+    overrides = _find_overrides(held, param_groups, settings)
     return get_megatron_optimizer(config, list(wrapped), overrides, use_gloo_process_groups=False)
 
 
-def _overrides(
+def _find_overrides(
     held: Held, groups: ParamGroups, settings: MegatronConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
     """What differs from the optimizer's settings. Replaces Megatron-Core's own rule for weight
@@ -79,7 +79,7 @@ def _overrides(
     for entry, tensor in held:
         own = {} if entry.row.role is Role.MATRIX else {"wd_mult": 0.0}
         if (group := groups.group_of(entry)) is not None:
-            own |= _own_rates(group, settings)
+            own |= _find_rates(group, settings)
         if own:
             alike[tuple(sorted(own.items()))].add(id(tensor))
     return {
@@ -92,7 +92,7 @@ def _is_one_of(ids: Collection[int], parameter: torch.Tensor) -> bool:
     return id(parameter) in ids
 
 
-def _own_rates(group: ParamGroupConfig, settings: MegatronConfig) -> dict[str, float]:
+def _find_rates(group: ParamGroupConfig, settings: MegatronConfig) -> dict[str, float]:
     optimizer, found = settings.optimizer, {}
     if group.lr is not None:
         found["max_lr"] = group.lr

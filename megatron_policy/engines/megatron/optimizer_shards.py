@@ -86,10 +86,10 @@ class OptimizerShard:
 
 def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
     """All that `optimizer`, from Megatron-Core's `get_megatron_optimizer`, trains here."""
-    for leaf in _leaves(optimizer):
+    for leaf in _find_leaves(optimizer):
         inner = leaf.optimizer
         groups = {id(main): group for group in inner.param_groups for main in group["params"]}
-        for parameter, main, first, last in _ranges(leaf):
+        for parameter, main, first, last in _find_ranges(leaf):
             yield OptimizerShard(parameter, main, first, last, inner, groups.pop(id(main)))
         assert not groups, "the optimizer trains what belongs to no parameter of the model"
 
@@ -107,7 +107,7 @@ def resident_tensors(
     if trainable is None:
         return
     buffers = [each for c in trainable.chunks for each in (*c.buffers, *c.expert_parallel_buffers)]
-    inner = [leaf.optimizer for leaf in _leaves(trainable.optimizer)]
+    inner = [leaf.optimizer for leaf in _find_leaves(trainable.optimizer)]
     mains = [main for each in inner for group in each.param_groups for main in group["params"]]
     for buffer in buffers:
         yield Kind.GRADIENTS, buffer.grad_data
@@ -124,16 +124,16 @@ def resident_tensors(
                 yield Kind.OPTIMIZER, value
 
 
-def _leaves(optimizer: Any) -> Iterator[Any]:
+def _find_leaves(optimizer: Any) -> Iterator[Any]:
     """The optimizers in a chain; those that train nothing on this rank are skipped."""
     if hasattr(optimizer, "chained_optimizers"):
         for chained in optimizer.chained_optimizers:
-            yield from _leaves(chained)
+            yield from _find_leaves(chained)
     elif optimizer.optimizer is not None:
         yield optimizer
 
 
-def _ranges(leaf: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+def _find_ranges(leaf: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
     """Each parameter that `leaf` trains, the tensor that represents it inside, and its range."""
     if hasattr(leaf, "shard_fp32_from_float16_groups"):  # distributed over data-parallel ranks
         # The optimizer's own index is not used: it is wrong in groups of two dtypes.

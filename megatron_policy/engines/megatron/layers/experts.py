@@ -71,7 +71,7 @@ def expert_fields(
         "moe_shared_expert_gate": moe.shared_gate,
         "moe_token_dispatcher_type": dispatcher,
         "moe_flex_dispatcher_backend": settings.moe_flex_dispatcher_backend or DEEP_EP,
-        "moe_permute_fusion": settings.moe_permute_fusion and with_te and _fused_permutation(),
+        "moe_permute_fusion": settings.moe_permute_fusion and with_te and _has_fused_permutation(),
         "moe_shared_expert_overlap": settings.moe_shared_expert_overlap
         and bool(moe.shared_ffn_hidden_size)
         and dispatcher == ALL_TO_ALL
@@ -128,7 +128,7 @@ def dispatcher_of(settings: MegatronConfig, topology: Topology, variable_lengths
     return ALL_TO_ALL if uneven and not _CAN_PAD else asked
 
 
-def _fused_permutation() -> bool:
+def _has_fused_permutation() -> bool:
     """Whether Transformer Engine's fused kernels, all that Megatron-Core asks for, are there."""
     kernels = ("permute", "unpermute", "sort_chunks_by_index")
     names = (*kernels, *(f"{name}_with_probs" for name in kernels if name != "unpermute"))
