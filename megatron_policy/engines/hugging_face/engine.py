@@ -22,7 +22,7 @@ from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.engines.hugging_face.text_length import TextLength
-from megatron_policy.engines.training_state import collect_storages
+from megatron_policy.engines.shared import collect_storages
 from megatron_policy.interfaces.engine import CachedModel, Embedder, Loss
 from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.pending_reads import PendingReads

@@ -29,7 +29,7 @@ from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import Holding, local_part
 from megatron_policy.engines.hugging_face.tensor_regions import sum_partial
-from megatron_policy.engines.training_state import read_samples
+from megatron_policy.engines.shared import read_samples
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import NotFiniteError, StateTensor
 from megatron_policy.weights.load import Held

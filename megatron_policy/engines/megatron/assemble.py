@@ -42,16 +42,12 @@ from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.engines.megatron.process_groups import drop_groups, make_groups
 from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.megatron.trainable import freeze, make_trainable
-from megatron_policy.errors import CheckpointError
+from megatron_policy.engines.shared import describe_head, leave_unfilled
 from megatron_policy.interfaces.engine import TokenEmbedder
-from megatron_policy.lm_head.filters import Filters
-from megatron_policy.lm_head.fused import HeadShape
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.parallel.topology import Placement, Topology
-from megatron_policy.weights.load import DTYPES, Held, held_entries, load_parameters, mark_unfilled
-
-_SHOWN = 5
+from megatron_policy.weights.load import DTYPES, Held, held_entries, load_parameters
 
 
 def prepare() -> None:
@@ -197,12 +193,7 @@ def _fill(
             digest = base_digest(reader, table.architecture, table.overrides) if adapted else ""
             dtype = reader.dtypes[table.entries[0].hf[0]]
             return dict(reader.dtypes) | dict.fromkeys(table.fresh, dtype), digest
-    if unknown := sorted(table.hf_shapes().keys() - source_dtypes.keys()):
-        raise CheckpointError(
-            f"the checkpoint is not of the model {config.model_name}: it does not have "
-            f"{', '.join(unknown[:_SHOWN])}. Set policy.model_name to the model it was saved from"
-        )
-    mark_unfilled(held)
+    leave_unfilled(held, config, table, source_dtypes)
     return source_dtypes, ""
 
 
@@ -211,13 +202,6 @@ def _head(
 ) -> Head:
     """This rank's slice of the head, which the last chunk holds."""
     shard = vocab_shard(architecture.vocab_size, place.coords.tp, place.topology.tp)
-    shape = HeadShape(
-        vocab_start=shard.first,
-        real=shard.real,
-        scale=architecture.logit_scale,
-        softcap=architecture.logit_softcap,
-        temperature=(config.generation and config.generation.temperature) or 1.0,
-        filters=Filters.of_logprobs(config.generation),
-    )
+    shape = describe_head(config, architecture, shard.first, shard.real)
     overlapped = config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather
     return Head(shape, groups.tp, config.logprob_chunk_size, model, overlapped)

@@ -25,7 +25,7 @@ from megatron_policy.engines.megatron.optimizer_shards import resident_tensors
 from megatron_policy.engines.megatron.pipeline import Pipeline
 from megatron_policy.engines.megatron.process_groups import drop_groups
 from megatron_policy.engines.megatron.trainable import MegatronTrainable
-from megatron_policy.engines.training_state import collect_storages
+from megatron_policy.engines.shared import collect_storages
 from megatron_policy.interfaces.engine import CachedModel, Loss
 from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.pending_reads import PendingReads

@@ -37,7 +37,7 @@ from megatron_policy.engines.megatron.optimizer import (
 )
 from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
 from megatron_policy.engines.megatron.routers import Routers
-from megatron_policy.engines.training_state import read_samples
+from megatron_policy.engines.shared import read_samples
 from megatron_policy.interfaces.engine import NotFiniteError
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.parallel.topology import Placement
