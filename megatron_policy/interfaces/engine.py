@@ -209,7 +209,8 @@ class Embedder(Protocol):
     def embed(self, tokens_RT: torch.Tensor, microbatch: Microbatch | None = None) -> torch.Tensor:
         """The hidden states of `tokens_RT`, this context-parallel rank's tokens of `microbatch`, in
         the form in which the first layer takes them on this rank; only where the embedding is.
-        Without a microbatch tokens are nothing but text.
+        Without a microbatch tokens are nothing but text. Weights of its own it reads by calling
+        their module, when an overlapped gather delivers them.
         """
 
     def positions(self, microbatch: Microbatch) -> torch.Tensor | None:
