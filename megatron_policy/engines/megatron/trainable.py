@@ -204,10 +204,29 @@ class MegatronTrainable:
         self.scheduler.step(increment=samples)
 
     def schedule_state(self) -> dict[str, Any]:
-        return schedule_state(self)
+        """`num_steps`, the samples that the schedule has counted, its settings by Megatron-Core's
+        names, and where a loss scale is: numbers and strings.
+        """
+        scheduler, scale = self.scheduler, self.scaling
+        found = {"num_steps": scheduler.num_steps} | {n: getattr(scheduler, n) for n in _SETTINGS}
+        return found if scale is None else found | scale.state()
 
     def restore_schedule(self, state: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
-        return restore_schedule(self, state)
+        """Continue from the sample at which `state` was taken, by the configuration's own schedule,
+        which sets all groups' rates.
+
+        Returns the settings that differ, each as (in `state`, configured); None means that `state`
+        lacks it. CheckpointError without a count.
+        """
+        steps = read_samples(state)
+        configured, scale = self.schedule_state(), self.scaling
+        anew = scale is not None and not scale.restore(state)
+        # Set directly: Megatron-Core's own load adds to the count and takes rates from the file.
+        self.scheduler.num_steps = steps
+        self.scheduler.step(increment=0)
+        saved = {name: state.get(name) for name in _SETTINGS}
+        changed = {n: (saved[n], configured[n]) for n in _SETTINGS if saved[n] != configured[n]}
+        return changed | ({SCALE: (None, scale.value)} if scale is not None and anew else {})
 
 
 def freeze(held: Held, groups: ParamGroups) -> None:
@@ -274,32 +293,3 @@ def _in_mtp_layer(entry: Entry) -> bool:
 
 def _reduce_nothing(*args: Any, **kwargs: Any) -> None:
     """With no function at all, a schedule would omit more than the reduction."""
-
-
-def schedule_state(model: MegatronTrainable) -> dict[str, Any]:
-    """`num_steps`, the samples that the schedule has counted, its settings by Megatron-Core's
-    names, and where a loss scale is: numbers and strings.
-    """
-    scheduler, scale = model.scheduler, model.scaling
-    found = {"num_steps": scheduler.num_steps} | {n: getattr(scheduler, n) for n in _SETTINGS}
-    return found if scale is None else found | scale.state()
-
-
-def restore_schedule(
-    model: MegatronTrainable, state: Mapping[str, Any]
-) -> dict[str, tuple[object, object]]:
-    """Continue from the sample at which `state` was taken, by the configuration's own schedule,
-    which sets all groups' rates.
-
-    Returns the settings that differ, each as (in `state`, configured); None means that `state`
-    lacks it. CheckpointError without a count.
-    """
-    steps = read_samples(state)
-    configured, scale = schedule_state(model), model.scaling
-    anew = scale is not None and not scale.restore(state)
-    # Set directly: Megatron-Core's own load adds to the count and takes rates from the file.
-    model.scheduler.num_steps = steps
-    model.scheduler.step(increment=0)
-    saved = {name: state.get(name) for name in _SETTINGS}
-    changed = {n: (saved[n], configured[n]) for n in _SETTINGS if saved[n] != configured[n]}
-    return changed | ({SCALE: (None, scale.value)} if scale is not None and anew else {})
