@@ -78,6 +78,10 @@ class Architecture:
     """False of a model without a family: these are its sizes, not all that it computes."""
     head: ScalarHead | None = None
     """Gives one number for each token, in place of the logits of a vocabulary."""
+    attachments: tuple[str, ...] = ()
+    """Keys of a batch that its first stage reads beside the tokens: a tensor, or None, for each
+    row.
+    """
 
     def __post_init__(self) -> None:
         check_number(self.num_layers)

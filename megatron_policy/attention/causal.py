@@ -30,12 +30,8 @@ from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
 
 @dataclass(kw_only=True)
 class Sequences:
-    """Where the sequences of a microbatch are, unless each row is one that starts at its first
-    position and is computed whole by one rank.
-    """
+    """Where the sequences of a microbatch are."""
 
-    positions: torch.Tensor
-    """Positions of this rank's tokens within their sequences, int64 `[T]`, on the device."""
     pieces: tuple[CausalRectangle, ...]
     """The pieces of this rank's attention."""
     varlen: VarlenSequences | None
@@ -49,15 +45,12 @@ class Sequences:
     context_group: dist.ProcessGroup
 
 
-def sequences_in(layout: TokenLayout, cp_group: dist.ProcessGroup) -> Sequences | None:
-    """The sequences that this rank of `cp_group` computes of `layout`; None if each row is one."""
+def sequences_in(layout: TokenLayout, cp_group: dist.ProcessGroup) -> Sequences:
+    """The sequences that this rank of `cp_group` computes of `layout`."""
     assert layout.ranks == cp_group.size(), (layout.ranks, cp_group.size())
-    if layout.plain:
-        return None
     rank = cp_group.rank()
     pieces, rows = layout.pieces(rank), layout.sources_CTR.size(2)
     return Sequences(
-        positions=layout.positions_CT[rank],
         pieces=pieces,
         varlen=varlen_sequences(pieces, rows),
         longest=max(segment.length for segment in layout.segments),

@@ -63,6 +63,14 @@ class Microbatch:
         experts: torch.Tensor | None = self.data.get(ROUTED_EXPERTS)
         return experts
 
+    def attached(self, key: str) -> list[torch.Tensor | None]:
+        """What its rows carry under `key`, one of the architecture's `attachments`, on the device;
+        None for each row that has nothing there. It is copied to the device at every call: only
+        the stage that reads it has it there.
+        """
+        given = self.host.data.get(key, [None] * self.layout.rows)
+        return [None if each is None else to_device(each) for each in given]
+
     @property
     def temperatures(self) -> list[tuple[float, torch.Tensor]]:
         """The temperatures that rows have, each with those rows, bool `[B]` on the host; empty if

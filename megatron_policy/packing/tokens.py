@@ -105,6 +105,14 @@ class TokenLayout:
         last = values_BS.new_full((1, *values_BS.shape[2:]), filler)
         return torch.cat([values_BS.flatten(0, 1), last])[self.sources_CTR[rank]]
 
+    def take_positions(self, rank: int, positions_BS: torch.Tensor | None) -> torch.Tensor:
+        """`positions_BS` in rank `rank`'s layout, `[T, R]`; those of tokens that are numbered from
+        0 in each sequence if it is None.
+        """
+        if positions_BS is not None:
+            return self.take(positions_BS, rank)
+        return self.positions_CT[rank].unsqueeze(1).expand_as(self.sources_CTR[rank])
+
     def put(self, values_CTR: torch.Tensor) -> torch.Tensor:
         """All ranks' values `[C, T, R, ...]` at the caller's places `[B, S, ...]`, 0 where there is
         none; the inverse of `take`, differentiable.

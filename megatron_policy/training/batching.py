@@ -72,6 +72,7 @@ class Batcher:
     longest: Longest
     replay: RouterReplay
     estimator: Estimator
+    attachments: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: PolicyConfig, topology: Topology, table: Table) -> Batcher:
@@ -97,6 +98,7 @@ class Batcher:
             longest=Longest.of(config, architecture),
             replay=RouterReplay.of(config, architecture),
             estimator=estimator,
+            attachments=architecture.attachments,
         )
 
     def for_loss(self, loss_fn: LossFunction) -> Batcher:
@@ -116,7 +118,8 @@ class Batcher:
         """`data` as a step computes with them; BatchError naming what cannot be trained on, by any
         loss or by `loss_fn`, or not be cut by `batching`, by default the policy's for training.
         """
-        checked = check_training_data(data, vocab_size, batching or self.training)
+        cut_by = batching or self.training
+        checked = check_training_data(data, vocab_size, cut_by, self.attachments)
         self.longest.check(checked)
         checked = self.replay.prepare(checked, replay)
         if loss_fn is not None:

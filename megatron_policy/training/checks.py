@@ -5,7 +5,7 @@ Shapes: B rows, S positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -29,14 +29,16 @@ from megatron_policy.training.value_checks import (
     check_temperature,
     holds_integers,
     shape_of,
+    take_attachments,
 )
 
 PADDED = Batching("padded")
 
 
-def check_batch(data: Any, vocab_size: int) -> BatchedDataDict:
-    """`data` copied into a new batch, with the plan it came with, its tokens and lengths int64;
-    BatchError naming the key that does not fit. Lengths are also taken from `attention_mask`.
+def check_batch(data: Any, vocab_size: int, attachments: Collection[str] = ()) -> BatchedDataDict:
+    """`data` copied into a new batch, with the plan it came with, its tokens and lengths int64, and
+    the model's `attachments` as lists; BatchError naming the key that does not fit. Lengths are
+    also taken from `attention_mask`.
     """
     if not isinstance(data, Mapping):
         raise BatchError(f"data is a {type(data).__name__}; pass a BatchedDataDict")
@@ -44,7 +46,7 @@ def check_batch(data: Any, vocab_size: int) -> BatchedDataDict:
     odd = [key for key in batch if not isinstance(key, str)]
     if odd:
         raise BatchError(f"the data have the key {odd[0]!r}; keys must be strings")
-    refuse_unread_inputs(batch)
+    refuse_unread_inputs(batch, attachments)
     batch["input_ids"] = _token_ids(batch)
     rows = batch["input_ids"].size(0)
     if batch.get("input_lengths") is not None:
@@ -58,6 +60,7 @@ def check_batch(data: Any, vocab_size: int) -> BatchedDataDict:
                 f"{key!r} has shape {shape}, but input_ids have {rows} rows, so that row "
                 f"{min(shape[0], rows)} is in one of them only: dimension 0 must be the batch"
             )
+    take_attachments(batch, attachments)
     take_model_inputs(batch)
     batch["input_ids"] = check_tokens(batch, vocab_size)
     check_temperature(batch)
@@ -188,11 +191,13 @@ def check_size(name: str, size: Any) -> None:
         raise BatchError(f"{name} is {size!r}: pass a whole number, 1 or more")
 
 
-def check_training_data(data: Any, vocab_size: int, batching: Batching = PADDED) -> BatchedDataDict:
+def check_training_data(
+    data: Any, vocab_size: int, batching: Batching = PADDED, attachments: Collection[str] = ()
+) -> BatchedDataDict:
     """Return `data` as `check_batch` does. BatchError naming key and row unless they hold what
     every loss needs, in matching shapes, and lengths and masks usable for making microbatches.
     """
-    checked = check_batch(data, vocab_size)
+    checked = check_batch(data, vocab_size, attachments)
     rows, length = checked["input_ids"].shape
     if "sample_mask" not in checked:
         raise BatchError(

@@ -97,7 +97,8 @@ class Scorer:
     def scores(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
         """fp32 `[B]`: `values` at the last token of each row."""
         values_BS = self.values(data, rows)
-        lengths = check_lengths(check_batch(data, self.engine.vocab_size), self.batcher.scoring)
+        checked = check_batch(data, self.engine.vocab_size, self.batcher.attachments)
+        lengths = check_lengths(checked, self.batcher.scoring)
         return values_BS.gather(1, torch.tensor(lengths).unsqueeze(1) - 1).squeeze(1)
 
     def topk_logits(
@@ -172,7 +173,7 @@ class Scorer:
         """
 
         def cut() -> tuple[BatchedDataDict, ScoringBatches]:
-            checked = check_batch(data, self.engine.vocab_size)
+            checked = check_batch(data, self.engine.vocab_size, self.batcher.attachments)
             check_lengths(checked, self.batcher.scoring)
             self.batcher.longest.check(checked)
             own = Replay.NEVER if self.uses_reference() else replay

@@ -73,6 +73,7 @@ class BatchDispatcher:
     longest: Longest
     replay: RouterReplay
     head: ScalarHead | None = None
+    attachments: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -89,6 +90,7 @@ class BatchDispatcher:
             Longest.of(config, architecture),
             RouterReplay.of(config, architecture),
             architecture.head,
+            architecture.attachments,
         )
 
     def to_train(
@@ -135,7 +137,7 @@ class BatchDispatcher:
         """The data as they can be trained on, and how microbatches are made for this loss."""
         _refuse_plan(data)
         training = for_loss(self.training, loss_fn)
-        data = check_training_data(data, self.vocab_size, training)
+        data = check_training_data(data, self.vocab_size, training, self.attachments)
         self.longest.check(data)
         data = self.replay.prepare(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
@@ -144,7 +146,7 @@ class BatchDispatcher:
     def to_score(self, data: BatchedDataDict, replay: Replay = Replay.IF_GIVEN) -> ShardedBatch:
         """Each rank's rows of the whole batch; BatchError naming invalid data."""
         _refuse_plan(data)
-        data = check_batch(data, self.vocab_size)
+        data = check_batch(data, self.vocab_size, self.attachments)
         lengths = check_lengths(data, self.scoring)
         self.longest.check(data)
         data = self.replay.prepare(data, replay)

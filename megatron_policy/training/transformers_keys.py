@@ -5,6 +5,7 @@ Shapes: B rows, S positions.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -33,10 +34,12 @@ _REFUSED = {
 }
 
 
-def refuse_unread_inputs(batch: BatchedDataDict) -> None:
-    """BatchError for an input of transformers' models that no model reads here."""
+def refuse_unread_inputs(batch: BatchedDataDict, attachments: Collection[str] = ()) -> None:
+    """BatchError for an input of transformers' models that no model reads here, unless it is one of
+    this model's `attachments`.
+    """
     for key, why in _REFUSED.items():
-        if key in batch:
+        if key in batch and key not in attachments:
             raise BatchError(f"the data have {key!r}, which is not read: {why}. Leave it out")
 
 

@@ -6,7 +6,7 @@ Shapes: B rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any
 
@@ -68,6 +68,26 @@ def shape_of(key: str, value: Any) -> tuple[int, ...]:
         f"{key!r} is a {type(value).__name__} without rows; every value must be a tensor or a list "
         "with one entry per row"
     )
+
+
+def take_attachments(batch: BatchedDataDict, keys: Collection[str]) -> None:
+    """Make what is under each of `keys` a list with a tensor, or None, for each row, without the
+    rest of a larger tensor of which it is a part. BatchError for other entries.
+    """
+    for key in keys:
+        if key not in batch:
+            continue
+        rows: list[Any] = list(batch[key])
+        for row, each in enumerate(rows):
+            if isinstance(each, torch.Tensor):
+                part = each.untyped_storage().nbytes() > each.nbytes
+                rows[row] = each.detach().clone() if part else each.detach()
+            elif each is not None:
+                raise BatchError(
+                    f"{key!r} has a {type(each).__name__} in row {row}: the model reads a tensor "
+                    "there, or None in a row that has nothing"
+                )
+        batch[key] = rows
 
 
 def check_mask(key: str, mask: Any, shape: tuple[int, ...]) -> None:

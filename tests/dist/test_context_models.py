@@ -21,7 +21,7 @@ from megatron_policy.config.layout import layer_split
 from megatron_policy.converters.formats.hf_files import HfReader, read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.device.process_groups import join_process_group
-from megatron_policy.engines.megatron.build import build_chunks
+from megatron_policy.engines.megatron.build import build_chunks, make_embedding
 from megatron_policy.engines.megatron.layers.rope import set_text_length
 from megatron_policy.engines.megatron.layers.sequences import sequence_params
 from megatron_policy.engines.megatron.model_config import LOCAL, transformer_config
@@ -83,8 +83,8 @@ def layout_of(kind: str, tp: int, cp: int) -> TokenLayout:
     return packed_layout(LENGTHS, WIDTH, zigzag, multiple, cp)
 
 
-def model_of(config: PolicyConfig, topology: Topology) -> tuple[Any, Groups]:
-    """The only chunk of a pipeline of one stage, as `assemble` would build it."""
+def model_of(config: PolicyConfig, topology: Topology) -> tuple[Any, Any, Groups]:
+    """The only chunk of a pipeline of one stage, as `assemble` would build it, and what embeds."""
     table = bind(read_config(config.model_name))
     groups = make_groups(topology, 60.0)
     split = layer_split(config, table.architecture, topology)
@@ -96,14 +96,14 @@ def model_of(config: PolicyConfig, topology: Topology) -> tuple[Any, Groups]:
     (model,) = build_chunks(table.architecture, described, place, LOCAL, 0)
     with HfReader(config.model_name) as reader:
         load_parameters(held_entries([model], table, place), reader, table, place)
-    return model, groups
+    return model, make_embedding([model], table.architecture), groups
 
 
 def states(config: dict[str, Any], kind: str, tp: int, cp: int) -> tuple[torch.Tensor, ...]:
     """As `hf_states`, by all ranks of the world together."""
     prepare_platform()
     join_process_group(60.0)
-    model, groups = model_of(PolicyConfig.parse(config), Topology(tp=tp, cp=cp))
+    model, embed, groups = model_of(PolicyConfig.parse(config), Topology(tp=tp, cp=cp))
     try:
         tokens_BS, weights_BS = batch()
         layout, rank = layout_of(kind, tp, cp), groups.cp.rank()
@@ -112,8 +112,9 @@ def states(config: dict[str, Any], kind: str, tp: int, cp: int) -> tuple[torch.T
         tokens_RT = layout.take(tokens_BS, rank).T.contiguous()
         hidden_TRD = model(
             tokens_RT,
-            layout.positions_CT[rank].expand_as(tokens_RT),
             None,
+            None,
+            embed(tokens_RT),
             packed_seq_params=sequence_params(layout, groups.cp),
         )
         share = layout.take(weights_BS, rank).tensor_split(hidden_share(model, groups))
@@ -187,7 +188,7 @@ def read_with_cache(config: dict[str, Any], prompt: int) -> torch.Tensor:
     """Hidden states `[B, S, D]`, read as generation does: the prompt, then token by token."""
     prepare_platform()
     join_process_group(60.0)
-    model, _ = model_of(PolicyConfig.parse(config), Topology(cp=dist.get_world_size()))
+    model, embed, _ = model_of(PolicyConfig.parse(config), Topology(cp=dist.get_world_size()))
     try:
         tokens_BS, _ = batch()
         model.eval().post_process = False
@@ -195,9 +196,9 @@ def read_with_cache(config: dict[str, Any], prompt: int) -> torch.Tensor:
         parts, start = [], 0
         for end in range(prompt, tokens_BS.size(1) + 1):
             part_BS = tokens_BS[:, start:end]
-            positions_BS = torch.arange(start, end).expand_as(part_BS)
             with torch.no_grad():
-                parts.append(model(part_BS, positions_BS, None, inference_context=cached, **WHOLE))
+                given = (part_BS, None, None, embed(part_BS))
+                parts.append(model(*given, inference_context=cached, **WHOLE))
             cached.sequence_len_offset = start = end
             cached.enable_decode_mode()
         return torch.cat(parts).transpose(0, 1)

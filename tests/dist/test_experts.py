@@ -152,7 +152,7 @@ def test_channels_that_kernels_cannot_take_are_computed_one_expert_at_a_time(
 
 def test_every_token_has_a_row_of_its_expert_in_whole_units() -> None:
     for counts in ([3, 0, 8, 1], [0, 0, 0, 5], [16, 8, 0, 24]):
-        places, padded = grouped_experts._padded_places(torch.tensor(counts))
+        places, padded = grouped_experts._pad_places(torch.tensor(counts))
         expected, start = [], 0
         for count, whole in zip(counts, padded.tolist(), strict=True):
             assert whole % 8 == 0 and 0 <= whole - count < 8

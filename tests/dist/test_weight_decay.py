@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.engines.megatron import optimizer
-from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle
@@ -143,7 +142,7 @@ def optimizer_state(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     names = {parameter.data_ptr(): name for name, parameter in policy.named_parameters()}
     found = {
         f"{names[each.parameter.data_ptr()]} {each.kind}": each.tensor.clone()
-        for each in MegatronOptimizerState(trainable).tensors()
+        for each in trainable.state.tensors()
     }
     groups = [
         (group["wd_mult"], len(group["params"])) for group in trainable.optimizer.param_groups
@@ -152,7 +151,7 @@ def optimizer_state(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 
 
 def save_in_groups_of_megatron_core(config: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
-    own = replaced(optimizer, "_overrides", lambda _: lambda *given: None)
+    own = replaced(optimizer, "_find_overrides", lambda _: lambda *given: None)
     with own, open_policy(config, init_reference_model=False) as policy:
         for batch in own_steps(policy, DATA)[:2]:
             policy.train(batch, LOSSES["token"](), mbs=1)

@@ -44,6 +44,39 @@ def test_prompts_of_every_length_that_leaves_room_pass() -> None:
     assert torch.equal(tokens, PROMPTS) and lengths.tolist() == [1, 4, 6]
 
 
+VECTORS = torch.arange(12.0).view(4, 3)
+
+
+def test_attachments_are_a_tensor_or_none_for_each_row_whatever_their_size() -> None:
+    """Those of other keys are as wide as the tokens; inputs that no model reads are refused."""
+    keys = ("features", "pixel_values")
+    data = training(features=VECTORS[:3, :2], pixel_values=[VECTORS[:2], None, VECTORS[0]])
+    checked = check_training_data(data, 9, PADDED, keys)
+    assert [each.tolist() for each in checked["features"]] == [[0, 1], [3, 4], [6, 7]]
+    first, nothing, last = checked["pixel_values"]
+    assert torch.equal(first, VECTORS[:2]) and nothing is None and torch.equal(last, VECTORS[0])
+    for each in (*checked["features"], first, last):
+        assert each.untyped_storage().nbytes() == each.nbytes  # it travels alone
+    assert check_training_data(checked, 9, PADDED, keys)["features"][0] is not None
+    with pytest.raises(BatchError, match=r"'pixel_values', which is not read: models are text"):
+        check_training_data(data, 9, PADDED, keys[:1])
+    with pytest.raises(BatchError, match=r"'features' has shape \(3, 2\), but input_ids are"):
+        check_training_data(training(features=VECTORS[:3, :2]), 9)
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ([VECTORS, None, "cat.png"], "'features' has a str in row 2: the model reads a tensor"),
+        ([None, None], r"'features' has shape \(2,\), but input_ids have 3 rows"),
+        ({"a": 1}, "'features' is a dict without rows"),
+    ],
+)
+def test_attachments_of_another_kind_are_named(features: object, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        check_training_data(training(features=features), 9, PADDED, ("features",))
+
+
 PADDED = Batching("padded")
 DYNAMIC = Batching("dynamic", 8, 4, key="dynamic_batching.train_mb_tokens")
 PACKED = Batching("packed", 5, 4, key="sequence_packing.train_mb_tokens")

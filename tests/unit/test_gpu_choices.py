@@ -370,7 +370,9 @@ def test_what_is_compiled_is_fused_where_a_compiler_is_and_else_said(
     monkeypatch.setattr(model_config, "can_compile", lambda: compiled)
     megatron = {"bias_activation_fusion": True}
     config = PolicyConfig.parse(policy_config(checkpoint("qwen2"), megatron))
-    found = model_config._kernels(bind_model(config).architecture, config.megatron_cfg, "local")
+    found = model_config._describe_kernels(
+        bind_model(config).architecture, config.megatron_cfg, "local"
+    )
     fused = accelerated and compiled
     assert found["bias_dropout_fusion"] is found["bias_activation_fusion"] is fused
     said = "bias, dropout and activation are not fused" in caplog.text
@@ -390,7 +392,7 @@ def test_stages_exchange_without_waiting_and_free_what_they_have_sent(
     megatron = layout(pp, pp=pp, vpp=vpp).megatron
     config = PolicyConfig.parse(policy_config(checkpoint("qwen2"), megatron))
     topology = topology_of(config, pp)
-    found = model_config._parallelism(config.megatron_cfg, topology, torch.bfloat16)
+    found = model_config._describe_parallelism(config.megatron_cfg, topology, torch.bfloat16)
     assert found["batch_p2p_sync"] is False
     assert found["deallocate_pipeline_outputs"] == (accelerated and pp > 1)
     assert found["overlap_p2p_comm"] == (vpp > 1) != found["batch_p2p_comm"]

@@ -157,7 +157,8 @@ OTHERWISE: dict[str, str] = {
         engines.hugging_face.decoder:Decoder.base
     """,
     "the cuts that `check_build` makes too: tests/unit/test_tensor_parallel.py": """
-        engines.hugging_face.tensor_plan:_of_torch engines.hugging_face.tensor_split:_Splitting.*
+        engines.hugging_face.tensor_plan:_translate_style
+        engines.hugging_face.tensor_split:_Splitting.*
     """,
 }
 """What a refusal is about, and where it is: `module:function`, patterns of both."""

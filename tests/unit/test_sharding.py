@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,6 +71,23 @@ def test_every_global_batch_is_dealt_evenly_in_order_and_without_the_rest_of_it(
     whole = len(pickle.dumps(data))
     for shards in (shard_evenly(data, 8), shard_for_training(data, 8, 64)):
         assert all(len(pickle.dumps(shard)) < whole / 6 for shard in shards)
+
+
+@pytest.mark.parametrize("training", [PADDED, PACKED, DYNAMIC])
+def test_attachments_go_with_their_rows_and_without_those_of_others(training: Batching) -> None:
+    dealer = replace(dealer_of(training), attachments=("features", "pictures"))
+    data = numbered(8, 3) | {"input_lengths": torch.full((8,), 3), "sample_mask": torch.ones(8)}
+    data["features"] = data["input_ids"][:, :1].float().repeat(1, 1000)
+    data["pictures"] = [None if row % 3 else data["features"][row : row + 1] for row in range(8)]
+    for shards in (dealer.to_train(data, TokenNLL(), 4, 1), dealer.to_score(data).shards):
+        for shard in shards:
+            for tokens, features, picture in zip(
+                shard["input_ids"], shard["features"], shard["pictures"], strict=True
+            ):
+                row = int(tokens[0])
+                assert features.shape == (1000,) and bool((features == row).all())
+                assert picture is None if row % 3 else torch.equal(picture[0], features)
+            assert len(pickle.dumps(shard)) < 2 * 4000 * (shard.size + 1)
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5))

@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
-from megatron_policy.engines.megatron.trainable import restore_schedule, schedule_state
+from megatron_policy.engines.megatron.trainable import MegatronTrainable
 from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.weights.load import mark_unfilled, refuse_unfilled
 from tests.pure.test_config import OPTIMIZER, minimal
@@ -39,8 +39,8 @@ class FusedAdam(torch.optim.Optimizer):
 def state_over(*inner: torch.optim.Optimizer | None) -> MegatronOptimizerState:
     """Over a chain of plain optimizers; None trains nothing."""
     leaves = [SimpleNamespace(optimizer=each) for each in inner]
-    trainable: Any = SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=leaves))
-    return MegatronOptimizerState(trainable)
+    optimizer: Any = SimpleNamespace(chained_optimizers=leaves)
+    return MegatronOptimizerState(optimizer, distributed=False)
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
@@ -124,17 +124,18 @@ def scheduled(**other: Any) -> Any:
         override_opt_param_scheduler=True,
     )
     scheduler = OptimizerParamScheduler(optimizer, **settings | other)
-    return SimpleNamespace(optimizer=optimizer, scaling=None, scheduler=scheduler)
+    unused: Any = None
+    return MegatronTrainable((), optimizer, scheduler, *[unused] * 6)
 
 
 def test_a_restored_schedule_goes_on_as_if_it_had_never_stopped() -> None:
     whole = scheduled()
     for at in range(0, 80, 8):
-        saved = json.loads(json.dumps(schedule_state(whole)))
+        saved = json.loads(json.dumps(whole.schedule_state()))
         assert saved["num_steps"] == at
         resumed = scheduled()
         resumed.scheduler.step(40)  # a policy may have trained already
-        assert restore_schedule(resumed, saved) == {}
+        assert resumed.restore_schedule(saved) == {}
         assert resumed.optimizer.param_groups == whole.optimizer.param_groups
         for each in (whole, resumed):
             each.scheduler.step(8)
@@ -144,7 +145,7 @@ def test_a_restored_schedule_goes_on_as_if_it_had_never_stopped() -> None:
 def test_the_configured_schedule_wins_and_what_differs_is_told() -> None:
     whole, other = scheduled(), scheduled(max_lr=5e-3, lr_decay_style="linear")
     whole.scheduler.step(24)
-    differing = restore_schedule(other, schedule_state(whole))
+    differing = other.restore_schedule(whole.schedule_state())
     assert differing == {"max_lr": (1e-2, 5e-3), "lr_decay_style": ("cosine", "linear")}
     expected = scheduled(max_lr=5e-3, lr_decay_style="linear")
     expected.scheduler.step(24)
@@ -155,10 +156,10 @@ def test_the_configured_schedule_wins_and_what_differs_is_told() -> None:
 def test_a_schedule_that_does_not_say_where_it_is_changes_nothing(count: Any) -> None:
     trainable = scheduled()
     trainable.scheduler.step(16)
-    before = schedule_state(trainable)
+    before = trainable.schedule_state()
     with pytest.raises(CheckpointError, match="num_steps"):
-        restore_schedule(trainable, before | {"num_steps": count})
-    assert schedule_state(trainable) == before
+        trainable.restore_schedule(before | {"num_steps": count})
+    assert trainable.schedule_state() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,7 +23,7 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.device import is_accelerated
 from megatron_policy.device.timing import Recorder
-from megatron_policy.engines.hugging_face.decoder import Decoder, split_dimension
+from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.engine import FsdpEngine
 from megatron_policy.engines.hugging_face.fsdp1 import Fsdp1
 from megatron_policy.engines.hugging_face.head import FusedHead, OwnHead
@@ -36,21 +36,20 @@ from megatron_policy.engines.hugging_face.module import (
 )
 from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable, make_optimizer
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups, make_groups
-from megatron_policy.engines.hugging_face.sharding import Fsdp2, Sharding
+from megatron_policy.engines.hugging_face.sharding import Fsdp2, Sharding, split_dimension
 from megatron_policy.engines.hugging_face.table import Cut, Shares, sharded_table
 from megatron_policy.engines.hugging_face.tensor_plan import plan_of
 from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion
 from megatron_policy.engines.hugging_face.tensor_split import split
 from megatron_policy.engines.hugging_face.text_length import TextLength, untold
-from megatron_policy.errors import CheckpointError, ConfigError
-from megatron_policy.lm_head.filters import Filters
-from megatron_policy.lm_head.fused import HeadShape
+from megatron_policy.engines.shared import describe_head, leave_unfilled
+from megatron_policy.errors import ConfigError
+from megatron_policy.interfaces.engine import TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.parallel.topology import Coords, Placement, Topology
-from megatron_policy.weights.load import DTYPES, Held, load_parameters, mark_unfilled
+from megatron_policy.weights.load import DTYPES, Held, load_parameters
 
 _log = logging.getLogger(__name__)
-_SHOWN = 5
 _ALIGNMENT_BYTES = 16
 """Of the rows of both factors of torch's grouped products."""
 _WHOLE_SEQUENCES = frozenset({"full_attention", "sliding_attention"})
@@ -152,6 +151,7 @@ def _build(
     text = TextLength.of(module, config.rope_length, config.max_total_sequence_length)
     region = TensorRegion(groups.batch.tp, parallel_sizes(config).sequence_parallel)
     shares = _tensor_parallel(config, table, region, decoder, sources)
+    embed = module.get_input_embeddings().forward
     choose_experts(decoder.model, DTYPES[config.precision])
     sharding = _shared_out(config, decoder, groups, sources)
     own = sharded_table(decoder, table, sources, sharding, shares)
@@ -171,6 +171,7 @@ def _build(
         torch.float32,
         decoder,
         sharding,
+        TokenEmbedder(embed),
         _head(config, table, groups, decoder, region),
         trainable,
         PendingReads(),
@@ -262,12 +263,7 @@ def _fill(
         with HfReader(config.model_name) as reader:
             load_parameters(held, reader, table, place, config.seed)
             return dict(reader.dtypes)
-    if unknown := sorted(table.hf_shapes().keys() - source_dtypes.keys()):
-        raise CheckpointError(
-            f"the checkpoint is not of the model {config.model_name}: it does not have "
-            f"{', '.join(unknown[:_SHOWN])}. Set policy.model_name to the model it was saved from"
-        )
-    mark_unfilled(held)
+    leave_unfilled(held, config, table, source_dtypes)
     return source_dtypes
 
 
@@ -280,22 +276,15 @@ def _head(
 ) -> FusedHead | OwnHead:
     """Fused for families, whose tables say how logits come from hidden states."""
     architecture, chunk = table.architecture, config.logprob_chunk_size
-    temperature = (config.generation and config.generation.temperature) or 1.0
-    filters = Filters.of_logprobs(config.generation)
     if not table.entries:
         vocab = architecture.vocab_size
-        return OwnHead(decoder.model, decoder.base, vocab, temperature, filters, region, chunk)
+        shape = describe_head(config, architecture, 0, vocab)
+        given = (vocab, shape.temperature, shape.filters, region, chunk)
+        return OwnHead(decoder.model, decoder.base, *given)
     linear = decoder.model.get_output_embeddings()
     assert getattr(linear, "bias", None) is None, "no family's head has a bias"
     first, real, _ = Cut(region.size, 0).share((architecture.vocab_size,), 0, region.rank)
-    shape = HeadShape(
-        vocab_start=first,
-        real=real,
-        scale=architecture.logit_scale,
-        softcap=architecture.logit_softcap,
-        temperature=temperature,
-        filters=filters,
-    )
+    shape = describe_head(config, architecture, first, real)
     return FusedHead(shape, region.group, chunk, linear, architecture.vocab_size, region)
 
 

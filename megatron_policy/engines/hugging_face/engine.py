@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_policy.attention.causal import sequences_in
 from megatron_policy.converters.table import Table
-from megatron_policy.device import current_device
 from megatron_policy.device.process_groups import forget_groups
 from megatron_policy.device.timing import BACKWARD, FORWARD, SCORING, TRAINING, Recorder
 from megatron_policy.engines.hugging_face.attention import attending
@@ -22,7 +22,8 @@ from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.engines.hugging_face.text_length import TextLength
-from megatron_policy.interfaces.engine import CachedModel, Loss
+from megatron_policy.engines.shared import collect_storages
+from megatron_policy.interfaces.engine import CachedModel, Embedder, Loss
 from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.memory.states import Kind, Storages
@@ -33,25 +34,23 @@ from megatron_policy.weights.load import Held
 
 T = TypeVar("T")
 
-SMALLEST_BYTES = 1024
-"""Smaller storages are never moved: that would free nothing."""
-
 
 @dataclass
 class CachedDecoder:
     """See `CachedModel`."""
 
     decoder: Decoder
+    embedder: Embedder
     head: FusedHead | OwnHead
     cache: Any
     read: int = 0
 
     @classmethod
-    def new(cls, decoder: Decoder, head: FusedHead | OwnHead) -> CachedDecoder:
+    def new(cls, decoder: Decoder, embedder: Embedder, head: FusedHead | OwnHead) -> CachedDecoder:
         """With an empty cache, which grows."""
         from transformers import DynamicCache
 
-        return cls(decoder, head, DynamicCache(config=decoder.model.config))
+        return cls(decoder, embedder, head, DynamicCache(config=decoder.model.config))
 
     def logits_after(self, tokens_BT: torch.Tensor, position: int) -> torch.Tensor:
         """See `CachedModel`; all ranks that share weights call it together."""
@@ -59,7 +58,11 @@ class CachedDecoder:
         positions_S = torch.arange(self.read, position, device=tokens_BT.device)
         self.read = position
         logits_BV: torch.Tensor = self.decoder(
-            unread_BS, positions_S.expand_as(unread_BS), self.head.next_logits, self.cache
+            unread_BS,
+            positions_S.expand_as(unread_BS),
+            self.embedder.embed,
+            self.head.next_logits,
+            self.cache,
         )
         return logits_BV
 
@@ -78,6 +81,7 @@ class FsdpEngine:
     precision: torch.dtype
     decoder: Decoder
     sharding: Sharding
+    embedder: Embedder
     head: FusedHead | OwnHead
     trainable: FsdpTrainable | None
     pending_reads: PendingReads
@@ -88,7 +92,6 @@ class FsdpEngine:
 
     @property
     def groups(self) -> Groups:
-        """See `TrainingEngine`."""
         return self.fsdp.batch
 
     @property
@@ -98,13 +101,11 @@ class FsdpEngine:
 
     @property
     def vocab_size(self) -> int:
-        """See `TrainingEngine`."""
         return self.table.architecture.vocab_size
 
     def forward_backward(
         self, microbatches: Sequence[Microbatch], loss: Loss[T], forward_only: bool = False
     ) -> list[T]:
-        """See `TrainingEngine`."""
         self.sharding.root.train(not forward_only)
         kept: list[T] = []
         with self.recorder.span(SCORING if forward_only else TRAINING):
@@ -118,7 +119,8 @@ class FsdpEngine:
                     return value
 
                 # Layers that are recomputed attend again, during the backward pass.
-                sequences = sequences_in(microbatch.layout, self.groups.cp)
+                layout = microbatch.layout
+                sequences = None if layout.plain else sequences_in(layout, self.groups.cp)
                 with attending(sequences), self.sharding.adding_gradients(not forward_only):
                     with self.recorder.span(FORWARD, number):
                         value = self._run(microbatch, finish, gradients=not forward_only)
@@ -128,21 +130,10 @@ class FsdpEngine:
         return kept
 
     def forward(self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]) -> list[T]:
-        """See `TrainingEngine`."""
-        self.sharding.root.eval()
-        kept: list[T] = []
-        with self.recorder.span(SCORING):
-            for number, microbatch in enumerate(microbatches):
+        def keep(output: Output) -> tuple[torch.Tensor, T]:
+            return output.hidden_TRD.new_zeros(()), read(output)
 
-                def finish(output: Output, dummy: bool = microbatch.dummy) -> torch.Tensor:
-                    if not dummy:
-                        kept.append(read(output))
-                    return output.hidden_TRD.new_zeros(())
-
-                sequences = sequences_in(microbatch.layout, self.groups.cp)
-                with attending(sequences), self.recorder.span(FORWARD, number):
-                    self._run(microbatch, finish, gradients=False)
-        return kept
+        return self.forward_backward(microbatches, keep, forward_only=True)
 
     def _run(
         self,
@@ -152,17 +143,19 @@ class FsdpEngine:
     ) -> torch.Tensor:
         layout, rank = microbatch.layout, self.groups.cp.rank()
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
-        positions_RT = layout.positions_CT[rank].expand_as(tokens_RT)
+        positions_BS = self.embedder.positions(microbatch)
+        positions_RT = layout.take_positions(rank, positions_BS).T.contiguous()
 
         def made(hidden_TRD: torch.Tensor) -> torch.Tensor:
             return finish(Output(hidden_TRD, microbatch, self.head, self.groups.cp))
 
+        embed = partial(self.embedder.embed, microbatch=microbatch)
         try:
             with (
                 nullcontext() if gradients else torch.no_grad(),
                 self.text.of_batch(microbatch.text_length),
             ):
-                value: torch.Tensor = self.sharding.root(tokens_RT, positions_RT, made)
+                value: torch.Tensor = self.sharding.root(tokens_RT, positions_RT, embed, made)
         except BaseException:
             self.sharding.reshard()
             raise
@@ -177,12 +170,10 @@ class FsdpEngine:
         raise AssertionError("transformers' routers are not watched")
 
     def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """See `TrainingEngine`."""
         assert tensor is not None
         return tensor
 
     def share_object(self, value: T | None) -> T:
-        """See `TrainingEngine`."""
         return value  # type: ignore[return-value]
 
     @contextmanager
@@ -191,7 +182,8 @@ class FsdpEngine:
         self.sharding.root.eval()
         try:
             with attending(None), self.head.whole_sequences():
-                yield lambda rows, positions: CachedDecoder.new(self.sharding.root, self.head)
+                root, embedder = self.sharding.root, self.embedder
+                yield lambda rows, positions: CachedDecoder.new(root, embedder, self.head)
         finally:
             self.sharding.reshard()
 
@@ -200,48 +192,31 @@ class FsdpEngine:
         return enumerate(self.decoder.layers)
 
     def volatile_buffers(self) -> Iterator[torch.Tensor]:
-        """See `TrainingEngine`: none."""
         return iter(())
 
     def random_states(self) -> dict[str, torch.Tensor]:
-        """See `TrainingEngine`: none but the process's."""
         return {}
 
     def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """See `TrainingEngine`."""
         assert not states
 
     def storages(self) -> Storages:
-        """See `TrainingEngine`."""
-        seen: set[int] = set()
-        found: Storages = {kind: [] for kind in Kind}
-        for kind, tensor in self._tensors():
-            storage = tensor.untyped_storage()
-            counts = tensor.device == current_device() and storage.nbytes() >= SMALLEST_BYTES
-            if counts and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                found[kind].append(storage)
-        return found
-
-    def _tensors(self) -> Iterator[tuple[Kind, torch.Tensor]]:
-        for tensor in (*self.decoder.parameters(), *self.decoder.buffers()):
-            yield Kind.PARAMETERS, local_part(tensor)
-        for parameter in self.decoder.parameters():
-            if parameter.grad is not None:
-                yield Kind.GRADIENTS, local_part(parameter.grad)
-        if self.trainable is not None:
-            for state in self.trainable.optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        yield Kind.OPTIMIZER, local_part(value)
+        parameters = list(self.decoder.parameters())
+        optimizer = {} if self.trainable is None else self.trainable.optimizer.state
+        tensors = (
+            *((Kind.PARAMETERS, each) for each in (*parameters, *self.decoder.buffers())),
+            *((Kind.GRADIENTS, each.grad) for each in parameters),
+            *((Kind.OPTIMIZER, each) for state in optimizer.values() for each in state.values()),
+        )
+        return collect_storages(
+            (kind, local_part(each)) for kind, each in tensors if isinstance(each, torch.Tensor)
+        )
 
     def forget_gradients(self) -> None:
-        """See `TrainingEngine`."""
         if self.trainable is not None:
             self.trainable.zero_gradients()
 
     def manages(self, model: object) -> bool:
-        """See `TrainingEngine`."""
         own = (self.sharding.root, self.decoder, self.decoder.model)
         return any(model is each for each in own)
 

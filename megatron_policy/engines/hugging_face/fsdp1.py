@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class Fsdp1:
         own = cls(root, decoder, group, sharded, {})
         for unit in own.units():
             unit._gradient_predivide_factor = unit._gradient_postdivide_factor = 1.0
-            own.splits.update(_splits(unit._handle.flat_param, group.size() if sharded else 1))
+            own.splits.update(_find_splits(unit._handle.flat_param, group.size() if sharded else 1))
         return own
 
     def units(self) -> Iterator[Any]:
@@ -89,11 +89,9 @@ class Fsdp1:
 
     @property
     def rank(self) -> int:
-        """See `Sharding`."""
         return self.group.rank() if self.sharded else 0
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Sharding`."""
         model = self.decoder.model
         for name, parameter in model.named_parameters(remove_duplicate=False):
             yield name.replace(_WRAPPED, ""), parameter
@@ -101,7 +99,6 @@ class Fsdp1:
             yield name.replace(_WRAPPED, ""), buffer
 
     def split_of(self, tensor: torch.Tensor, stacked: bool) -> Split:
-        """See `Sharding`."""
         return self.splits.get(id(tensor)) or Split(tuple(tensor.shape))
 
     @contextmanager
@@ -126,7 +123,6 @@ class Fsdp1:
                     parameter.grad.add_(gradient)
 
     def reshard(self) -> None:
-        """See `Sharding`."""
         for unit in self.units():
             handle = unit._handle
             # A forward pass that has raised leaves these.
@@ -140,7 +136,6 @@ class Fsdp1:
         self.root._exec_order_data.handles_post_forward_order.clear()
 
     def forget_gradients(self) -> None:
-        """See `Sharding`."""
         for unit in self.units():
             unit._handle._reset_flat_param_grad_info_if_needed()
 
@@ -170,7 +165,7 @@ def _owns_its_weights(layer: torch.nn.Module, decoder: Decoder) -> bool:
     return not any(id(p) in mine for module in others for p in module._parameters.values())
 
 
-def _splits(flat: Any, ranks: int) -> Iterator[tuple[int, Split]]:
+def _find_splits(flat: Any, ranks: int) -> Iterator[tuple[int, Split]]:
     """How so many ranks hold each parameter of a flat one."""
     each, own = flat.numel() if ranks > 1 else 0, iter(zip(flat._params, flat._shapes, strict=True))
     ends = accumulate(flat._numels_with_padding)
@@ -182,11 +177,7 @@ def _splits(flat: Any, ranks: int) -> Iterator[tuple[int, Split]]:
         parameter, shape = next(own)
         start, ranges = end - elements, None
         if ranks > 1:
-            ranges = tuple(_overlap(n * each - start, each, elements) for n in range(ranks))
+            # Of the elements of the flat one that each rank has, those of this parameter.
+            edges = [min(max(n * each - start, 0), elements) for n in range(ranks + 1)]
+            ranges = tuple(pairwise(edges))
         yield id(parameter), Split(tuple(shape), None, ranges)
-
-
-def _overlap(first: int, length: int, elements: int) -> tuple[int, int]:
-    """The part of `elements` that is in a run of that length from element `first` on."""
-    low = min(max(first, 0), elements)
-    return low, min(max(first + length, low), elements)

@@ -42,11 +42,9 @@ class FusedHead(MatrixHead):
         return weight
 
     def whole(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
-        """See `LanguageModelHead`."""
         return hidden_SRD if self.region.size == 1 else self.region.enter(hidden_SRD, tokens=0)
 
     def logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
-        """See `LanguageModelHead`."""
         hidden_SRD = self.whole(hidden_SRD)
         products_SRV = F.linear(hidden_SRD.to(self.weight.dtype), self.weight)
         return finish_whole_logits(products_SRV.float(), self.shape)
@@ -96,25 +94,20 @@ class OwnHead:
     scalar: None = None
 
     def at(self, temperature: float) -> OwnHead:
-        """See `LanguageModelHead`."""
         return replace(self, temperature=temperature)
 
     @property
     def plain(self) -> OwnHead:
-        """See `LanguageModelHead`."""
         return replace(self, temperature=1.0, filters=None)
 
     @property
     def unfiltered(self) -> OwnHead:
-        """See `LanguageModelHead`."""
         return self if self.filters is None else replace(self, filters=None)
 
     def whole(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
-        """See `LanguageModelHead`."""
         return hidden_SRD
 
     def logits(self, hidden_SRD: torch.Tensor) -> torch.Tensor:
-        """See `LanguageModelHead`."""
         logits_SRV, ranks = self._logits(hidden_SRD), self.region.size
         if ranks == 1:
             return logits_SRV
@@ -145,7 +138,6 @@ class OwnHead:
     def scores(
         self, hidden_ND: torch.Tensor, targets: torch.Tensor, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `LanguageModelHead`."""
         wanted_NK = targets if targets.dim() == 2 else targets.unsqueeze(1)
         parts = [
             checkpoint(self._scores, hidden, wanted, use_reentrant=False)
@@ -170,7 +162,6 @@ class OwnHead:
         return logprobs_NV.gather(-1, wanted_NK), -(logprobs_NV.exp() * kept_NV).sum(-1)
 
     def topk(self, hidden_ND: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LanguageModelHead`."""
         parts = [
             self._logits(hidden.unsqueeze(1)).squeeze(1).topk(k)
             for hidden in hidden_ND.split(self.chunk)

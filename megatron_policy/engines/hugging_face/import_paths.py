@@ -46,11 +46,11 @@ def make(path: str, kind: type, key: str, *args: Any, **kwargs: Any) -> Any:
     except (TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
         why = str(error) or "it is abstract"
         raise ConfigError(
-            f"policy.{key}.kwargs: {path} does not take {kwargs}: {why}{_text_for_numbers(kwargs)}"
+            f"policy.{key}.kwargs: {path} does not take {kwargs}: {why}{_suggest_number(kwargs)}"
         ) from error
 
 
-def _text_for_numbers(kwargs: Mapping[str, Any]) -> str:
+def _suggest_number(kwargs: Mapping[str, Any]) -> str:
     """What to write where a number is text."""
     for name, value in kwargs.items():
         if isinstance(value, str):

@@ -31,7 +31,10 @@ def build_module(config: PolicyConfig) -> Any:
 
     settings = transformers_config(config.model_name, config.hf_config_overrides)
     asked = transformers_settings(config).attn_implementation
-    name = register_attention(asked) if asked != "auto" or _takes_others(settings) else None
+    cls = AutoModelForCausalLM._model_mapping.get(type(settings), None)
+    # Whether the class lets attention be computed by others than itself.
+    open_to_others = asked != "auto" or getattr(cls, "_supports_attention_backend", False)
+    name = register_attention(asked) if open_to_others else None
     section = parallel_sizes(config).section
     try:
         with _parameters_on_meta():
@@ -45,14 +48,6 @@ def build_module(config: PolicyConfig) -> Any:
         ) from error
     module.tie_weights()
     return module
-
-
-def _takes_others(settings: Any) -> bool:
-    """Whether the model's class lets attention be computed by others than itself."""
-    from transformers import AutoModelForCausalLM
-
-    cls = AutoModelForCausalLM._model_mapping.get(type(settings), None)
-    return bool(getattr(cls, "_supports_attention_backend", False))
 
 
 @contextmanager
@@ -90,7 +85,7 @@ def sources_of(module: Any, hf_names: Iterable[str]) -> dict[str, SourceTensors]
 
     ConversionError where transformers changes tensors in a way that is not supported.
     """
-    rename = _renaming(module)
+    rename = _make_renaming(module)
     found: dict[str, dict[tuple[int, int], str]] = {}
     stacked: set[str] = set()
     for name in hf_names:
@@ -100,20 +95,20 @@ def sources_of(module: Any, hf_names: Iterable[str]) -> dict[str, SourceTensors]
         found.setdefault(target, {})[index or 0, part] = name
     own = module.state_dict().keys()
     return {
-        target: SourceTensors(_by_index(places), target in stacked)
+        target: SourceTensors(_group_by_index(places), target in stacked)
         for target, places in found.items()
         if target in own
     }
 
 
-def _by_index(places: dict[tuple[int, int], str]) -> tuple[tuple[str, ...], ...]:
+def _group_by_index(places: dict[tuple[int, int], str]) -> tuple[tuple[str, ...], ...]:
     numbers = sorted({index for index, _ in places})
     return tuple(
         tuple(name for (at, _), name in sorted(places.items()) if at == index) for index in numbers
     )
 
 
-def _renaming(module: Any) -> Any:
+def _make_renaming(module: Any) -> Any:
     """A function from the name of an HF tensor to that of its parameter, its index in the stack or
     None, and its number among what is joined there.
     """

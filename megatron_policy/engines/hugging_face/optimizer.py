@@ -29,7 +29,8 @@ from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import Holding, local_part
 from megatron_policy.engines.hugging_face.tensor_regions import sum_partial
-from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.engines.shared import read_samples
+from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import NotFiniteError, StateTensor
 from megatron_policy.weights.load import Held
 
@@ -117,12 +118,10 @@ class FsdpOptimizerState:
 
     @property
     def nbytes(self) -> int:
-        """See `OptimizerState`."""
         kinds = len(self.kinds)
         return sum(kinds * local_part(each.tensor).nbytes for each in self._trained())
 
     def tensors(self) -> list[StateTensor]:
-        """See `OptimizerState`."""
         views = iter(self.held)
         found = []
         for each in self.holdings:
@@ -171,16 +170,13 @@ class FsdpOptimizerState:
 
     @property
     def step(self) -> int | None:
-        """See `OptimizerState`."""
         counts = {int(state["step"]) for state in self.optimizer.state.values() if "step" in state}
         return max(counts, default=0)
 
     def set_step(self, step: int) -> None:
-        """See `OptimizerState`."""
         self._set_counts([each.tensor for each in self._trained()], step)
 
     def restart(self) -> None:
-        """See `OptimizerState`."""
         self.optimizer.state.clear()
 
     def _set_counts(self, parameters: Sequence[torch.Tensor], step: int) -> None:
@@ -234,21 +230,17 @@ class FsdpTrainable:
 
     @property
     def state(self) -> FsdpOptimizerState:
-        """See `Trainable`."""
         return FsdpOptimizerState(self.optimizer, self._holdings, self._held)
 
     @property
     def lr(self) -> float:
-        """See `Trainable`."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
     def weight_decay(self) -> float:
-        """See `Trainable`."""
         return float(self.optimizer.param_groups[0].get("weight_decay", 0.0))
 
     def zero_gradients(self) -> None:
-        """See `Trainable`."""
         for parameter in self._parameters:
             parameter.grad = None
         self._sharding.forget_gradients()
@@ -265,10 +257,9 @@ class FsdpTrainable:
             gradient.mul_(factor)
 
     def step(self) -> float:
-        """See `Trainable`."""
         if self._groups.batch.tp.size() > 1:
             sum_partial(self._trained, self._groups.batch.tp)
-        norm = self._norm()
+        norm = self._measure_norm()
         if not math.isfinite(norm):
             raise NotFiniteError(norm)
         if (most := self._config.max_grad_norm) and norm > most:
@@ -280,7 +271,7 @@ class FsdpTrainable:
             return_unused()
         return norm
 
-    def _norm(self) -> float:
+    def _measure_norm(self) -> float:
         """Of the whole model's gradient: ranks hold disjoint parts, but for copies that
         tensor-parallel ranks have, of which the first counts.
         """
@@ -335,12 +326,7 @@ class FsdpTrainable:
         """See `Trainable`. Another engine's schedule counts samples alone: a global batch is then
         a call.
         """
-        samples = state.get("num_steps")
-        if not isinstance(samples, int) or samples < 0:
-            raise CheckpointError(
-                f"the checkpoint does not say how far its schedule has advanced: num_steps is "
-                f"{samples!r}. Load another checkpoint, or load this one with fresh_optimizer"
-            )
+        samples = read_samples(state)
         calls = state.get("scheduler_steps", samples // self._config.train_global_batch_size)
         put_back(self.optimizer, self._start)
         self._schedule = make_schedule(self._config, self.optimizer)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -238,10 +238,12 @@ def sharded_table(
     """The table of `decoder`, as ranks hold it between them, in the order of the family's table;
     `sources` are by the names of the model itself, as are `shares`, which FSDP has sharded.
     """
-    saved = _saved_entries(family)
+    saved = _find_saved_entries(family)
     roles = {name: entry.row.role for entry in family.exported() for name in entry.hf}
-    layers = _layer_prefix(decoder)
-    embedding = local_id(decoder.model.get_input_embeddings().weight)
+    first = decoder.layers[0]
+    prefix: str = next(name for name, each in decoder.model.named_modules() if each is first)
+    layers = re.escape(prefix.removesuffix("0")) + r"(\d+)\."
+    embedding = id(decoder.model.get_input_embeddings().weight)
     seen: set[int] = set()
     holdings = []
     for name, tensor in sharding.tensors():
@@ -249,15 +251,18 @@ def sharded_table(
             continue
         seen.add(id(tensor))
         at = re.match(layers, name)
-        where = LAYER if at else EMBEDDING if local_id(tensor) == embedding else HEAD
+        where = LAYER if at else EMBEDDING if id(tensor) == embedding else HEAD
         layer = int(at.group(1)) if at else None
         source = sources[name]
         split = sharding.split_of(tensor, source.stacked)
         if name in shares.shapes:
             split = split._replace(shape=shares.shapes[name])
         cut = shares.cut(name)
-        entries = tuple(_entries(name, tensor, source, saved, roles, layer, where, split, cut))
-        lengths, partial = _lengths(entries, sharding.rank), name in shares.partial
+        entries = tuple(_make_entries(name, tensor, source, saved, roles, layer, where, split, cut))
+        ranges = [entry.row.ranges for entry in entries]
+        ends = (each[sharding.rank] for each in ranges if each is not None)
+        lengths = tuple(last - first for first, last in ends) or None
+        partial = name in shares.partial
         holdings.append(Holding(tensor, entries, source.stacked, lengths, cut, partial))
     order = {name: number for number, name in enumerate(family.hf_shapes())}
     if order:
@@ -267,11 +272,13 @@ def sharded_table(
         held += zip(each.entries, each.views(each.tensor), strict=True)
     table = replace(family, entries=tuple(entry for entry, _ in held))
     if not order:
-        table = replace(table, ignored=_tied_copies(sharding, sources))
+        table = replace(table, ignored=_find_tied_copies(sharding, sources))
     return ShardedTable(table, tuple(holdings), held)
 
 
-def _tied_copies(sharding: Sharding, sources: Mapping[str, SourceTensors]) -> dict[str, Ignore]:
+def _find_tied_copies(
+    sharding: Sharding, sources: Mapping[str, SourceTensors]
+) -> dict[str, Ignore]:
     """HF tensors that repeat another, because the model has one parameter in both places."""
     first: dict[int, str] = {}
     found = {}
@@ -285,19 +292,7 @@ def _tied_copies(sharding: Sharding, sources: Mapping[str, SourceTensors]) -> di
     return found
 
 
-def local_id(tensor: torch.Tensor) -> int:
-    """What two names of one tensor have in common."""
-    return id(tensor)
-
-
-def _layer_prefix(decoder: Decoder) -> str:
-    """A pattern of the names of the layers' parameters, with the number of the layer."""
-    first = decoder.layers[0]
-    name: str = next(n for n, module in decoder.model.named_modules() if module is first)
-    return re.escape(name.removesuffix("0")) + r"(\d+)\."
-
-
-def _entries(
+def _make_entries(
     name: str,
     tensor: torch.Tensor,
     source: SourceTensors,
@@ -314,7 +309,7 @@ def _entries(
     for index, names in enumerate(source.names):
         rows = shape[:1] if not shape else (shape[0] // len(names),)
         parts: tuple[Shape, ...] = ((*rows, *shape[1:]),) * len(names)
-        within, of = _within(names, saved)
+        within, of = _find_within(names, saved)
         role = roles.get(names[0])
         if role is None:
             matrix = len(shape) > 1 and not name.endswith("bias")
@@ -326,26 +321,20 @@ def _entries(
             parts=parts, dim=dim, of=of, cut=cut,
         )  # fmt: skip
         if ranges is not None:
-            row = RangeRow(**vars(row), flat=_nth(ranges, index, math.prod(shape)))
+            row = RangeRow(**vars(row), flat=_clip_ranges(ranges, index, math.prod(shape)))
         expert = index if source.stacked else None
         own = f"{name}.{index}" if source.stacked else name
         yield Entry(own, names, row, layer, where, expert, within=within)
 
 
-def _nth(ranges: Ranges, index: int, elements: int) -> Ranges:
+def _clip_ranges(ranges: Ranges, index: int, elements: int) -> Ranges:
     """What these ranges are of element number `index` of a stack, or of its only one."""
     start, end = index * elements, (index + 1) * elements
     clipped = ((min(max(a, start), end), min(max(b, start), end)) for a, b in ranges)
     return tuple((a - start, b - start) for a, b in clipped)
 
 
-def _lengths(entries: Sequence[Entry], rank: int) -> tuple[int, ...] | None:
-    """How many elements this rank has of each entry's flat parameter; None without ranges."""
-    found = [entry.row.ranges for entry in entries]
-    return tuple(b - a for a, b in (each[rank] for each in found if each is not None)) or None
-
-
-def _saved_entries(family: Table) -> dict[str, tuple[Entry, int]]:
+def _find_saved_entries(family: Table) -> dict[str, tuple[Entry, int]]:
     """For each HF tensor that is a part of one parameter in training checkpoints, that parameter
     and the number of the part.
     """
@@ -357,7 +346,7 @@ def _saved_entries(family: Table) -> dict[str, tuple[Entry, int]]:
     }
 
 
-def _within(
+def _find_within(
     names: tuple[str, ...], saved: Mapping[str, tuple[Entry, int]]
 ) -> tuple[Entry | None, Within | None]:
     """The parameter of checkpoints that has all of these HF tensors; None if there is no such."""

@@ -67,21 +67,22 @@ def plan_of(settings: DTensorConfig, model: Any) -> Plan:
     custom = settings.custom_parallel_plan
     _refuse_settings(model)
     kind = getattr(model.config, "model_type", "")
-    given = _imported(custom) if custom else _OURS.get(kind) or getattr(model, "tp_plan", None)
+    given = _import_plan(custom) if custom else _OURS.get(kind) or getattr(model, "tp_plan", None)
     found: Plan = {}
+    modules = dict(model.named_modules())
     for pattern, asked in (given or {}).items():
-        names = _matches(pattern, model)
+        expected = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        names = [name for name in modules if name and expected.fullmatch(name)]
         if custom and not names:
             raise ConfigError(
                 f"{KEY}={custom!r}: no module of {type(model).__name__} is called {pattern!r}. "
                 "Give names such as model.layers.*.self_attn.q_proj, or leave it out"
             )
         # Parameters have entries too, which follow from their module's.
-        style = _style(pattern, asked, settings) if names else None
+        style = _find_style(pattern, asked, settings) if names else None
         if style is not None:
             found |= dict.fromkeys(names, style)
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    modules = dict(model.named_modules())
     found = {name: style for name, style in found.items() if id(modules[name]) not in ends}
     if not found and custom:
         raise ConfigError(
@@ -112,7 +113,7 @@ def _refuse_settings(model: Any) -> None:
             )
 
 
-def _imported(path: str) -> Mapping[str, Any]:
+def _import_plan(path: str) -> Mapping[str, Any]:
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -130,12 +131,7 @@ def _imported(path: str) -> Mapping[str, Any]:
     return found
 
 
-def _matches(pattern: str, model: Any) -> list[str]:
-    expected = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    return [name for name, _ in model.named_modules() if name and expected.fullmatch(name)]
-
-
-def _style(pattern: str, asked: Any, settings: DTensorConfig) -> Style | None:
+def _find_style(pattern: str, asked: Any, settings: DTensorConfig) -> Style | None:
     """The style of a plan's entry; None if it says what follows from the others."""
     if isinstance(asked, SequenceParallel):
         if not settings.sequence_parallel:
@@ -145,7 +141,7 @@ def _style(pattern: str, asked: Any, settings: DTensorConfig) -> Style | None:
             )
         return None
     if isinstance(asked, ColwiseParallel | RowwiseParallel):
-        return _of_torch(pattern, asked, settings.sequence_parallel)
+        return _translate_style(pattern, asked, settings.sequence_parallel)
     if isinstance(asked, str) and (asked in _FOLLOWS or asked in _ALSO):
         return _ALSO.get(asked)
     try:
@@ -158,7 +154,7 @@ def _style(pattern: str, asked: Any, settings: DTensorConfig) -> Style | None:
         ) from error
 
 
-def _of_torch(pattern: str, asked: Any, sequence: bool) -> Style:
+def _translate_style(pattern: str, asked: Any, sequence: bool) -> Style:
     """The style that one of torch's objects means; ConfigError for layouts that none has."""
     columns = isinstance(asked, ColwiseParallel)
     outer = [Replicate(), Shard(1)] if sequence else [Replicate()]

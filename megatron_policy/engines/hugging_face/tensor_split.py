@@ -75,7 +75,7 @@ class _Splitting:
         self._joined = {
             id(each) for child, pure in self._blocks if pure for each in child.modules()
         }
-        self._copies = _key_copies(model.config, plan, region.size)
+        self._copies = _count_key_copies(model.config, plan, region.size)
 
     def _is_pure(self, child: Module) -> bool:
         """Whether its linear layers are all cut, so that only its ends exchange activations."""
@@ -202,7 +202,7 @@ class _Splitting:
             inside = {id(p) for child, _ in self._blocks for p in child.parameters()}
             self._partial |= {id(p) for p in self._decoder.model.parameters()} - inside
 
-    def _queries_of_a_key(self) -> int:
+    def _count_queries_of_key(self) -> int:
         settings = self._decoder.model.config
         heads = settings.num_attention_heads
         groups = getattr(settings, "num_key_value_heads", None) or heads
@@ -218,7 +218,7 @@ class _Splitting:
             if not any(self._styles.get(id(each)) is Style.COLUMNS for each in among):
                 continue
             if hasattr(parent, "num_key_value_groups"):
-                parent.num_key_value_groups = self._queries_of_a_key()  # type: ignore[assignment]
+                parent.num_key_value_groups = self._count_queries_of_key()  # type: ignore[assignment]
             for module in (parent, *among):
                 if isinstance(module, torch.nn.Linear):
                     continue
@@ -296,7 +296,7 @@ def _refuse_halves(decoder: Decoder, plan: Plan, by_block: bool) -> None:
                 )
 
 
-def _key_copies(settings: Any, plan: Plan, size: int) -> int:
+def _count_key_copies(settings: Any, plan: Plan, size: int) -> int:
     """How many of `size` ranks have the same key-value head, because they are more than those."""
     named = (name for name, style in plan.items() if style is Style.COLUMNS)
     heads = getattr(settings, "num_attention_heads", None)

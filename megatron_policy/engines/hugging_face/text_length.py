@@ -35,9 +35,9 @@ class TextLength:
         """
         own = cls(choice == "maximum")
         for module in model.modules():
-            kinds = _kinds(module)
+            kinds = _find_kinds(module)
             if kinds:
-                of_module = _longest(kinds, longest) if own.fixed else None
+                of_module = _find_longest(kinds, longest) if own.fixed else None
                 _Told(own, of_module).watch(module)
         return own
 
@@ -55,21 +55,22 @@ def untold(model: Any) -> str | None:
     """The type of a model's frequencies if they depend on the length of the text, which none of its
     modules can be told; None otherwise.
     """
-    told = any(_kinds(module) for module in model.modules())
-    return None if told else next((_type(each) for each in _by_length(model.config)), None)
+    if any(_find_kinds(module) for module in model.modules()):
+        return None
+    return next(map(_name_type, _find_by_length(model.config)), None)
 
 
-def _kinds(module: Any) -> list[Mapping[str, Any]]:
+def _find_kinds(module: Any) -> list[Mapping[str, Any]]:
     """The parameters of a rotary embedding of transformers by which the length matters."""
-    return _by_length(module.config) if hasattr(module, "rope_type") else []
+    return _find_by_length(module.config) if hasattr(module, "rope_type") else []
 
 
-def _type(parameters: Mapping[str, Any]) -> str:
+def _name_type(parameters: Mapping[str, Any]) -> str:
     """In the spelling of any release."""
     return str(parameters.get("rope_type", parameters.get("type")))
 
 
-def _by_length(config: Any) -> list[Mapping[str, Any]]:
+def _find_by_length(config: Any) -> list[Mapping[str, Any]]:
     """The parameters of frequencies that depend on the length of the text, as they do not where
     they are widened by `alpha`.
     """
@@ -78,14 +79,14 @@ def _by_length(config: Any) -> list[Mapping[str, Any]]:
     return [
         {"max_position": config.max_position_embeddings} | dict(each)
         for each in (found, *of_layers)
-        if _type(each) in _BY_LENGTH and not each.get("alpha")
+        if _name_type(each) in _BY_LENGTH and not each.get("alpha")
     ]
 
 
-def _longest(kinds: list[Mapping[str, Any]], configured: int) -> int:
+def _find_longest(kinds: list[Mapping[str, Any]], configured: int) -> int:
     """As `Rope.longest`."""
     lengths = [
-        int(kind["factor"] * kind["max_position"]) if _type(kind) == "dynamic" else configured
+        int(kind["factor"] * kind["max_position"]) if _name_type(kind) == "dynamic" else configured
         for kind in kinds
     ]
     return max(lengths)

@@ -177,7 +177,6 @@ class MegatronAdapters:
     switch: Switch
 
     def merged(self, entry: Entry, weight: torch.Tensor) -> torch.Tensor | None:
-        """See `Adapters`."""
         adapter = self.modules.get(entry.megatron)
         if adapter is None or not self.switch.on:
             return None if adapter is None else weight
@@ -185,7 +184,6 @@ class MegatronAdapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """See `Adapters`."""
         with self.head.exchanged():
             self.switch.on = False
             try:

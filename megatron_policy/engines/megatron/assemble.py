@@ -29,7 +29,7 @@ from megatron_policy.engines.megatron.adapters import (
     held_adapters,
     install_adapters,
 )
-from megatron_policy.engines.megatron.build import build_chunks, held_layers
+from megatron_policy.engines.megatron.build import build_chunks, held_layers, make_embedding
 from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.layer_spec import resolve_implementation
@@ -42,15 +42,12 @@ from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.engines.megatron.process_groups import drop_groups, make_groups
 from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.megatron.trainable import freeze, make_trainable
-from megatron_policy.errors import CheckpointError
-from megatron_policy.lm_head.filters import Filters
-from megatron_policy.lm_head.fused import HeadShape
+from megatron_policy.engines.shared import describe_head, leave_unfilled
+from megatron_policy.interfaces.engine import TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.parallel.topology import Placement, Topology
-from megatron_policy.weights.load import DTYPES, Held, held_entries, load_parameters, mark_unfilled
-
-_SHOWN = 5
+from megatron_policy.weights.load import DTYPES, Held, held_entries, load_parameters
 
 
 def prepare() -> None:
@@ -101,9 +98,8 @@ def _build(
 ) -> MegatronEngine:
     settings, arch, precision = config.megatron_cfg, table.architecture, DTYPES[config.precision]
     implementation = resolve_implementation(settings.transformer_impl, arch, settings.peft.enabled)
-    place = Placement(
-        topology, topology.coords(dist.get_rank()), layer_split(config, arch, topology)
-    )
+    coords = topology.coords(dist.get_rank())
+    place = Placement(topology, coords, layer_split(config, arch, topology))
     model_config = transformer_config(
         arch,
         settings,
@@ -126,7 +122,7 @@ def _build(
         values = (own, dtypes, spec, head_of_base)
         adapters = MegatronAdapters(of_adapters, *values, *installed)
     param_groups = ParamGroups.of(settings)
-    freeze(built, everything, param_groups)
+    freeze(everything, param_groups)
     pending_reads = PendingReads()
     chunks, trainable = built, None
     if init_optimizer:
@@ -137,16 +133,17 @@ def _build(
         chunks = trainable.chunks
     last = place.topology.vpp - 1
     head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
-    mtp = MegatronMtp.of(built[last], head, settings, groups.cp) if head is not None else None
+    embedder = TokenEmbedder(make_embedding(built, arch))
     pipeline = Pipeline(
         tuple(chunks),
         tuple(place.layers(chunk) for chunk in range(topology.vpp)),
         groups,
         topology,
         arch.vocab_size,
+        embedder,
         head,
         _channel(arch, settings, groups),
-        mtp,
+        MegatronMtp.of(built[last], head, embedder, settings, groups.cp),
         Recorder() if trainable is None else trainable.stopwatch.recorder,
     )
     parts = (pipeline, trainable, pending_reads, adapters)
@@ -161,8 +158,8 @@ def _chunks(
     implementation: str,
 ) -> Any:
     """Megatron-Core's chunks, whose rotary embeddings know which length of text counts."""
-    # The fused kernel turns all rows alike.
-    model_config.apply_rope_fusion &= config.rope_length != "row"
+    if config.rope_length == "row" or architecture.attachments:
+        model_config.apply_rope_fusion = False  # the fused kernel turns all rows alike
     built = build_chunks(architecture, model_config, place, implementation, config.seed)
     choose_text_length(built, config.rope_length, config.max_total_sequence_length)
     return built
@@ -196,12 +193,7 @@ def _fill(
             digest = base_digest(reader, table.architecture, table.overrides) if adapted else ""
             dtype = reader.dtypes[table.entries[0].hf[0]]
             return dict(reader.dtypes) | dict.fromkeys(table.fresh, dtype), digest
-    if unknown := sorted(table.hf_shapes().keys() - source_dtypes.keys()):
-        raise CheckpointError(
-            f"the checkpoint is not of the model {config.model_name}: it does not have "
-            f"{', '.join(unknown[:_SHOWN])}. Set policy.model_name to the model it was saved from"
-        )
-    mark_unfilled(held)
+    leave_unfilled(held, config, table, source_dtypes)
     return source_dtypes, ""
 
 
@@ -210,13 +202,6 @@ def _head(
 ) -> Head:
     """This rank's slice of the head, which the last chunk holds."""
     shard = vocab_shard(architecture.vocab_size, place.coords.tp, place.topology.tp)
-    shape = HeadShape(
-        vocab_start=shard.first,
-        real=shard.real,
-        scale=architecture.logit_scale,
-        softcap=architecture.logit_softcap,
-        temperature=(config.generation and config.generation.temperature) or 1.0,
-        filters=Filters.of_logprobs(config.generation),
-    )
+    shape = describe_head(config, architecture, shard.first, shard.real)
     overlapped = config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather
     return Head(shape, groups.tp, config.logprob_chunk_size, model, overlapped)

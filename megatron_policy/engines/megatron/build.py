@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -22,7 +21,7 @@ from megatron_policy.engines.megatron.layer_spec import block_spec
 from megatron_policy.engines.megatron.layers.activations import install_activations
 from megatron_policy.engines.megatron.layers.rope import Rotary
 from megatron_policy.engines.megatron.layers.router import tell_routers
-from megatron_policy.engines.megatron.mtp import add_mtp_layers
+from megatron_policy.engines.megatron.mtp import add_mtp_layers, embeddings
 from megatron_policy.engines.megatron.process_groups import are_shared
 from megatron_policy.parallel.topology import Placement
 
@@ -90,35 +89,41 @@ def _build_chunk(
         model.rotary_pos_emb = Rotary(architecture.ropes, attention.kv_channels)
     if architecture.head is not None and place.holds_head(chunk):
         model.output_layer = ScalarLayer(config, architecture.head.per_token)
-    _install_scales(model, architecture)
+    if model.pre_process:
+        model.embedding.embedding_dropout.p = architecture.embedding_dropout
     install_activations(model, architecture, config)
     add_mtp_layers(model, architecture, config, implementation, place, chunk)
-    _move(model, current_device())
+    for parameter in model.parameters():
+        # Megatron-Core makes routers, and gates of shared experts, in host memory.
+        if parameter.device != current_device():
+            parameter.data = parameter.data.to(current_device())
     return model
 
 
-def _install_scales(model: GPTModel, architecture: Architecture) -> None:
-    """Make a chunk that holds the embeddings scale them as the architecture says."""
-    if model.pre_process:
-        model.embedding.embedding_dropout.p = architecture.embedding_dropout
-        if architecture.embedding_scale != 1.0:
-            model.embedding.register_forward_hook(_Scaled(architecture.embedding_scale))
+def make_embedding(
+    chunks: Sequence[GPTModel], architecture: Architecture
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a rank that has these chunks makes of tokens `[R, T]` with its embedding, which can be
+    the copy for multi-token prediction: hidden states `[S, R, D]`, its share of the positions under
+    sequence parallelism.
+    """
+    modules = [module for chunk in chunks for module in embeddings(chunk)]
+    config, scale = chunks[0].config, architecture.embedding_scale
+    # What is computed again has gradients only if something that enters it needs them, which the
+    # output of a frozen embedding does not.
+    needed = bool(config.recompute_granularity) or config.pipeline_model_parallel_size > 1
 
+    def embed(tokens_RT: torch.Tensor) -> torch.Tensor:
+        (module,) = modules
+        hidden_SRD: torch.Tensor = module(tokens_RT, None)
+        if scale != 1.0:
+            # In the activations' precision, to which transformers also rounds the factor.
+            hidden_SRD = hidden_SRD * hidden_SRD.new_full((), scale)
+        if needed and torch.is_grad_enabled():
+            hidden_SRD.requires_grad_()
+        return hidden_SRD
 
-class _Scaled:
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def __call__(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        # In the activations' precision, to which transformers also rounds the factor.
-        return output * output.new_full((), self.scale)
-
-
-def _move(model: torch.nn.Module, device: torch.device) -> None:
-    """Move what Megatron-Core makes in host memory: routers, and gates of shared experts."""
-    for parameter in model.parameters():
-        if parameter.device != device:
-            parameter.data = parameter.data.to(device)
+    return embed
 
 
 def held_layers(

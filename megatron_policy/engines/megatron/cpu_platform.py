@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,19 +76,13 @@ def tensor_factories() -> None:
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if _names_cuda(kwargs.get("device")):
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = _CPU
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return factory(*args, **kwargs)
 
     return wrapped
-
-
-def _names_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
 
 
 def tensor_moves() -> None:
@@ -162,23 +156,17 @@ def compilation() -> None:
     """Megatron-Core's jit fuser is torch.compile, which would need a C++ compiler in every rank:
     run eagerly.
     """
-    with _nothing_compiled():
-        import megatron.core.jit as jit
-    import torch._dynamo
-
-    jit.disable_jit_fuser()
-    torch._dynamo.config.disable = True  # for what was decorated before this call
-
-
-@contextlib.contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    """Leave functions as they are: what torch.compile imports for the first one takes a second."""
+    # What torch.compile imports for the first function takes a second: functions stay as they are.
     compile_ = torch.compile
     torch.compile = lambda function=None, **options: function or (lambda later: later)
     try:
-        yield
+        import megatron.core.jit as jit
     finally:
         torch.compile = compile_
+    from torch import _dynamo
+
+    jit.disable_jit_fuser()
+    _dynamo.config.disable = True  # for what was decorated before this call
 
 
 def random_state() -> None:
@@ -208,15 +196,14 @@ def recomputed_storages() -> None:
     """
     import megatron.core.tensor_parallel.random as mcore_random
 
+    def copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            storage = destination.untyped_storage()
+            storage.resize_(source.untyped_storage().size())
+            storage.copy_(source.untyped_storage())
+
     if hasattr(mcore_random, "_get_share_storage"):
-        mcore_random._get_share_storage = lambda: _copy_storage
-
-
-def _copy_storage(destination: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.no_grad():
-        storage = destination.untyped_storage()
-        storage.resize_(source.untyped_storage().size())
-        storage.copy_(source.untyped_storage())
+        mcore_random._get_share_storage = lambda: copy
 
 
 def expert_splits() -> None:

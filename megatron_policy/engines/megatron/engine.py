@@ -6,23 +6,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_policy.converters.table import Table
+from megatron_policy.device import current_device
 from megatron_policy.device.process_groups import forget_groups
 from megatron_policy.device.timing import Recorder
-from megatron_policy.engines.megatron import storages
 from megatron_policy.engines.megatron.adapters import MegatronAdapters
 from megatron_policy.engines.megatron.build import held_layers
 from megatron_policy.engines.megatron.generate import CachedPipeline, inference_mode
 from megatron_policy.engines.megatron.layers.balancing import Balancing
 from megatron_policy.engines.megatron.layers.experts import forget_routing
+from megatron_policy.engines.megatron.optimizer_shards import resident_tensors
 from megatron_policy.engines.megatron.pipeline import Pipeline
 from megatron_policy.engines.megatron.process_groups import drop_groups
 from megatron_policy.engines.megatron.trainable import MegatronTrainable
+from megatron_policy.engines.shared import collect_storages
 from megatron_policy.interfaces.engine import CachedModel, Loss
 from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.pending_reads import PendingReads
@@ -59,51 +62,52 @@ class MegatronEngine:
 
     @property
     def vocab_size(self) -> int:
-        """See `TrainingEngine`."""
         return self.pipeline.vocab_size
 
     @property
     def is_last_stage(self) -> bool:
-        """See `TrainingEngine`."""
-        return self.pipeline.is_last_stage
+        return self.groups.pp.rank() == self.groups.pp.size() - 1
 
     @property
     def recorder(self) -> Recorder:
-        """See `TrainingEngine`."""
         return self.pipeline.recorder
 
     def forward_backward(
         self, microbatches: Sequence[Microbatch], loss: Loss[T], forward_only: bool = False
     ) -> list[T]:
-        """See `TrainingEngine`."""
         return self.pipeline.forward_backward(microbatches, loss, forward_only)
 
     def forward(self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]) -> list[T]:
-        """See `TrainingEngine`."""
         return self.pipeline.forward(microbatches, read)
 
     def forward_with_experts(
         self, microbatches: Sequence[Microbatch], read: Callable[[Output], T]
     ) -> tuple[list[T], list[torch.Tensor]]:
-        """See `TrainingEngine`."""
         return self.pipeline.forward_with_experts(microbatches, read)
 
     def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """See `TrainingEngine`."""
-        return self.pipeline.share_tensor(tensor, like)
+        if self.groups.pp.size() == 1:
+            assert tensor is not None
+            return tensor
+        shared = tensor.contiguous() if tensor is not None else torch.empty_like(like)
+        dist.broadcast(shared, src=self.groups.last_stage, group=self.groups.pp)
+        return shared
 
     def share_object(self, value: T | None) -> T:
-        """See `TrainingEngine`."""
-        return self.pipeline.share_object(value)
+        box: list[Any] = [value]
+        if self.groups.pp.size() > 1:
+            dist.broadcast_object_list(
+                box, src=self.groups.last_stage, group=self.groups.pp, device=current_device()
+            )
+        result: T = box[0]
+        return result
 
     @contextmanager
     def inference(self) -> Iterator[Callable[[int, int], CachedModel]]:
-        """See `TrainingEngine`."""
         with inference_mode(self.pipeline):
             yield partial(CachedPipeline, self.pipeline)
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
-        """See `TrainingEngine`."""
         return held_layers(self.pipeline.models, self.place)
 
     def volatile_buffers(self) -> Iterator[torch.Tensor]:
@@ -120,20 +124,16 @@ class MegatronEngine:
         return {name: state.clone() for name, state in found.items()}
 
     def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """See `TrainingEngine`."""
         get_cuda_rng_tracker().set_states(dict(states))
 
     def storages(self) -> Storages:
-        """See `TrainingEngine`."""
-        return storages.resident_storages(self.pipeline.models, self.trainable)
+        return collect_storages(resident_tensors(self.pipeline.models, self.trainable))
 
     def forget_gradients(self) -> None:
-        """See `TrainingEngine`."""
         if self.trainable is not None:
-            storages.forget_gradients(self.trainable)
+            self.trainable.optimizer.zero_grad()
 
     def manages(self, model: object) -> bool:
-        """See `TrainingEngine`."""
         chunks = () if self.trainable is None else self.trainable.chunks
         return any(model is each for each in (*self.pipeline.models, *chunks))
 

@@ -42,8 +42,6 @@ class CachedPipeline:
         position on the last stage.
         """
         pipeline, (rows, positions) = self._pipeline, tokens_BS.shape
-        offset = self._cache.sequence_len_offset
-        positions_S = torch.arange(offset, offset + positions, device=tokens_BS.device)
         pp, output = pipeline.groups.pp, None
         chunk: Any
         for chunk in pipeline.models:
@@ -61,8 +59,9 @@ class CachedPipeline:
             with hidden_states_of(chunk):
                 output = chunk(
                     tokens_BS,
-                    positions_S.expand(rows, -1),
                     None,
+                    None,
+                    pipeline.embedder.embed(tokens_BS) if chunk.pre_process else None,
                     inference_context=self._cache,
                     runtime_gather_output=True,
                 )
@@ -79,14 +78,8 @@ def inference_mode(pipeline: Pipeline) -> Iterator[None]:
     """Eval mode, and no sequence parallelism: one position cannot be split."""
     for chunk in pipeline.models:
         chunk.eval()
-    with _without_sequence_parallelism(pipeline.models):
-        yield
-
-
-@contextmanager
-def _without_sequence_parallelism(chunks: tuple[torch.nn.Module, ...]) -> Iterator[None]:
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
-    modules = [module for chunk in chunks for module in chunk.modules()]
+    modules = [module for chunk in pipeline.models for module in chunk.modules()]
     holders = {id(x): x for m in modules for x in (m, getattr(m, "config", None)) if x is not None}
     switched = [
         (x, name) for x in holders.values() for name in names if getattr(x, name, None) is True

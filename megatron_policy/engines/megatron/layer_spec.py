@@ -19,7 +19,6 @@ from megatron_policy.config.model_table import check_implementation
 from megatron_policy.converters.architecture import (
     Architecture,
     Attention,
-    Layer,
     LayerPart,
     Mla,
     Mlp,
@@ -77,9 +76,31 @@ def layer_spec(
     implementation: str, architecture: Architecture, config: TransformerConfig, layer: int
 ) -> ModuleSpec:
     """The spec of a decoder layer by its global number."""
-    if implementation == TRANSFORMER_ENGINE:
-        return _te_layer(architecture, layer)
-    return _local_layer(architecture, config, layer)
+    found, with_te = architecture.find_layer(layer), implementation == TRANSFORMER_ENGINE
+    mixer, feed, one_norm = found.mixer, found.feed, found.norms is Norms.ONE
+    if with_te:
+        experts = feed.experts if isinstance(feed, Moe) else None
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts,
+            moe_grouped_gemm=experts is not None,
+            qk_layernorm=isinstance(mixer, Attention) and mixer.qk_norm is not QkNorm.NONE,
+            multi_latent_attention=isinstance(mixer, Mla),
+        )
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=None, moe_grouped_gemm=False, qk_layernorm=False
+        )
+        norm = norm_of(architecture) if found.norms.before else IdentityOp
+        spec.submodules.input_layernorm = norm
+        spec.submodules.pre_mlp_layernorm = IdentityOp if one_norm else norm
+        if own_sum := residual_sum(architecture, found.norms, config):
+            spec.submodules.self_attn_bda = spec.submodules.mlp_bda = own_sum
+        if one_norm:
+            spec.module = ParallelLayer
+    for place, part in (("self_attention", mixer), ("mlp", feed)):
+        given = getattr(spec.submodules, place)
+        setattr(spec.submodules, place, _PARTS[type(part)](part, given, architecture, with_te))
+    return spec
 
 
 def final_norm(implementation: str, architecture: Architecture) -> ModuleSpec | type:
@@ -92,43 +113,7 @@ def final_norm(implementation: str, architecture: Architecture) -> ModuleSpec | 
     return norm_of(architecture)
 
 
-def _te_layer(architecture: Architecture, layer: int) -> ModuleSpec:
-    found = architecture.find_layer(layer)
-    mixer, feed = found.mixer, found.feed
-    experts = feed.experts if isinstance(feed, Moe) else None
-    spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=experts,
-        moe_grouped_gemm=experts is not None,
-        qk_layernorm=isinstance(mixer, Attention) and mixer.qk_norm is not QkNorm.NONE,
-        multi_latent_attention=isinstance(mixer, Mla),
-    )
-    _place_parts(spec, found, architecture, with_te=True)
-    return spec
-
-
-def _local_layer(architecture: Architecture, config: TransformerConfig, layer: int) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(num_experts=None, moe_grouped_gemm=False, qk_layernorm=False)
-    parts, found = spec.submodules, architecture.find_layer(layer)
-    norm = norm_of(architecture) if found.norms.before else IdentityOp
-    parts.input_layernorm = norm
-    parts.pre_mlp_layernorm = norm
-    if own_sum := residual_sum(architecture, found.norms, config):
-        parts.self_attn_bda = parts.mlp_bda = own_sum
-    _place_parts(spec, found, architecture, with_te=False)
-    if found.norms is Norms.ONE:
-        parts.pre_mlp_layernorm = IdentityOp
-        spec.module = ParallelLayer
-    return spec
-
-
-def _place_parts(spec: ModuleSpec, layer: Layer, architecture: Architecture, with_te: bool) -> None:
-    """Complete Megatron-Core's spec of a layer."""
-    for place, part in (("self_attention", layer.mixer), ("mlp", layer.feed)):
-        given = getattr(spec.submodules, place)
-        setattr(spec.submodules, place, _PARTS[type(part)](part, given, architecture, with_te))
-
-
-def _attention_spec(
+def _make_attention_spec(
     part: Attention, given: ModuleSpec, architecture: Architecture, with_te: bool
 ) -> ModuleSpec:
     given.module = LayerAttention
@@ -157,7 +142,7 @@ def _attention_spec(
 
 
 _PARTS: dict[type[LayerPart], Callable[..., Any]] = {
-    Attention: _attention_spec,
+    Attention: _make_attention_spec,
     Mla: lambda part, _, __, with_te: mla_spec(part, with_te),
     Mlp: lambda _, given, *__: given,
     Moe: lambda part, _, __, with_te: experts_spec(part, with_te),

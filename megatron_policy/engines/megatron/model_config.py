@@ -56,12 +56,12 @@ def transformer_config(
     mla = architecture.find_part(Mla)
     kind = TransformerConfig if mla is None else MLATransformerConfig
     return kind(
-        **_model(architecture),
+        **_describe_model(architecture),
         **expert_fields(architecture, settings, topology, with_te, variable_lengths),
         **mla_fields(mla),
-        **_parallelism(settings, topology, dtype),
-        **_recomputation(settings),
-        **_kernels(architecture, settings, implementation),
+        **_describe_parallelism(settings, topology, dtype),
+        **_describe_recomputation(settings),
+        **_describe_kernels(architecture, settings, implementation),
         variable_seq_lengths=variable_lengths and topology.pp > 1,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -81,7 +81,7 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _model(architecture: Architecture) -> dict[str, Any]:
+def _describe_model(architecture: Architecture) -> dict[str, Any]:
     """Sizes, norms, and what layers have in common; `LayerAttention` has that in which the
     attention of layers differs.
     """
@@ -117,7 +117,7 @@ def _model(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _parallelism(
+def _describe_parallelism(
     settings: MegatronConfig, topology: Topology, dtype: torch.dtype
 ) -> dict[str, Any]:
     interleaved = topology.vpp > 1
@@ -144,7 +144,7 @@ def _parallelism(
     }
 
 
-def _recomputation(settings: MegatronConfig) -> dict[str, Any]:
+def _describe_recomputation(settings: MegatronConfig) -> dict[str, Any]:
     granularity = settings.recompute_granularity
     if granularity is None and settings.activation_checkpointing:
         granularity = "full"
@@ -162,7 +162,7 @@ def _recomputation(settings: MegatronConfig) -> dict[str, Any]:
     }
 
 
-def _kernels(
+def _describe_kernels(
     architecture: Architecture, settings: MegatronConfig, implementation: str
 ) -> dict[str, Any]:
     with_te = implementation == TRANSFORMER_ENGINE

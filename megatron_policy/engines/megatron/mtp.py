@@ -34,6 +34,7 @@ from megatron_policy.engines.megatron.layer_spec import final_norm, layer_spec
 from megatron_policy.engines.megatron.layers.norm import replicated
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequence_params
 from megatron_policy.engines.megatron.process_groups import embedding_group
+from megatron_policy.interfaces.engine import Embedder
 from megatron_policy.lm_head.output import shifted
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.topology import Placement
@@ -172,14 +173,14 @@ def add_mtp_layers(
         chunk_.mtp_block = MtpBlock(model, architecture, config, implementation)
     if architecture.tied or place.topology.pp == 1:
         return  # one parameter, or copies that Megatron-Core keeps alike for the head
-    for module in _embeddings(chunk_):
+    for module in embeddings(chunk_):
         weight = module.word_embeddings.weight
         weight.has_copy = True
         # Its own bucket of gradients: then both stages spread it alike over data-parallel ranks.
         weight.shared_embedding = True
 
 
-def _embeddings(model: Any) -> list[Any]:
+def embeddings(model: Any) -> list[Any]:
     """The embeddings of a chunk: its own, and that of its MTP layers."""
     block = getattr(model, "mtp_block", None)
     found = (getattr(model, "embedding", None), getattr(block, "embedding", None))
@@ -191,7 +192,7 @@ def sum_embedding_gradients(chunks: Iterable[Any]) -> None:
     gradients of both. They are reduced over data-parallel ranks already. Collective over these two.
     """
     for chunk in chunks:
-        for embedding in _embeddings(getattr(chunk, "module", chunk)):
+        for embedding in embeddings(getattr(chunk, "module", chunk)):
             weight = embedding.word_embeddings.weight
             if getattr(weight, "has_copy", False) and weight.requires_grad:
                 dist.all_reduce(weight.main_grad, group=embedding_group())
@@ -224,6 +225,7 @@ class MegatronMtp:
 
     model: GPTModel
     head: Head
+    embedder: Embedder
     tokens: int
     loss_factor: float
     detached: bool
@@ -234,15 +236,21 @@ class MegatronMtp:
 
     @classmethod
     def of(
-        cls, model: GPTModel, head: Head, settings: MegatronConfig, group: dist.ProcessGroup
+        cls,
+        model: GPTModel,
+        head: Head | None,
+        embedder: Embedder,
+        settings: MegatronConfig,
+        group: dist.ProcessGroup,
     ) -> MegatronMtp | None:
-        """None without MTP layers."""
-        if not settings.mtp_num_layers:
+        """None without MTP layers, or on a rank without the head."""
+        if head is None or not settings.mtp_num_layers:
             return None
         detached = settings.mtp_detach_heads
         return cls(
             model,
             head.plain.detached if detached else head.plain,
+            embedder,
             settings.mtp_num_layers,
             settings.mtp_loss_scaling_factor,
             detached,
@@ -254,16 +262,12 @@ class MegatronMtp:
         return replace(self, unnormed_SRD=taken[0]) if taken else self
 
     def hidden_states(self, hidden_SRD: torch.Tensor, microbatch: Microbatch) -> list[torch.Tensor]:
-        """See `MtpLayers`."""
         layout, rank = microbatch.layout, self.context_group.rank()
-        positions_RT = layout.positions_CT[rank].expand(layout.sources_CTR.size(2), -1)
-        params = sequence_params(layout, self.context_group)
+        params = sequence_params(layout, self.context_group, self.embedder.positions(microbatch))
         block: Any = self.model.mtp_block
-        embed = self.model.embedding if self.model.pre_process else block.embedding
         angles = None
         if not self.model.config.multi_latent_attention:
-            wanted = positions_RT.size(1) if params is None else params
-            angles = self.model.rotary_pos_emb(wanted)
+            angles = self.model.rotary_pos_emb(layout.full_length if params is None else params)
         if self.unnormed_SRD is not None:
             hidden_SRD = self.unnormed_SRD
         if self.detached:
@@ -272,7 +276,7 @@ class MegatronMtp:
         for number in range(self.tokens):
             # In the caller's rows, so that a token never comes from another sequence.
             later_BS = shifted(microbatch.tokens_BS, number + 1)
-            embedded_SRD = embed(layout.take(later_BS, rank).T.contiguous(), positions_RT)
+            embedded_SRD = self.embedder.embed(layout.take(later_BS, rank).T.contiguous())
             if self.detached:
                 embedded_SRD = embedded_SRD.detach()
             layer = block.layers[number % len(block.layers)]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,10 +25,8 @@ from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.config.trained import ParamGroupConfig
 from megatron_policy.converters.rows import Role
 from megatron_policy.device.timing import Stopwatch
-from megatron_policy.engines.megatron.gradient_norm import ClippedApart, GradientNorm
-from megatron_policy.engines.megatron.loss_scale import LossScale
 from megatron_policy.engines.megatron.mtp import sum_embedding_gradients
-from megatron_policy.interfaces.engine import REDUCE, NotFiniteError
+from megatron_policy.interfaces.engine import REDUCE
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.weights.load import Held
 
@@ -40,118 +36,39 @@ _FUSES = "fuse_wgrad_accumulation"
 """What Transformer Engine names it."""
 
 
-@dataclass(frozen=True)
-class WrappedModel:
-    """Chunks in their gradient buffers, the optimizer over them and its schedule."""
-
-    chunks: tuple[DistributedDataParallel, ...]
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
-    pending_reads: PendingReads
-    gradient_norm: GradientNorm
-    apart: ClippedApart | None
-    stopwatch: Stopwatch
-    scaling: LossScale | None
-    """Only in float16."""
-
-    def detach(self) -> None:
-        """Remove the optimizer from the model's config.
-
-        A distributed optimizer's parameters are views of the model's, whose graph holds its
-        gradient hooks. Together with the config that is a cycle Python's collector cannot see.
-        """
-        for chunk in self.chunks:
-            config = chunk.module.config
-            config.grad_scale_func = config.no_sync_func = config.finalize_model_grads_func = None
-
-    def step(self) -> float:
-        """Clip the gradient and update the parameters; returns the whole model's gradient norm
-        before clipping, without the parameters that are clipped `apart`.
-
-        NotFiniteError, on every rank and before any parameter or state has changed, if that norm is
-        not finite.
-        """
-        optimizer, scale = self.optimizer, self.scaling
-        distributed = bool(self.chunks[0].ddp_config.use_distributed_optimizer)
-
-        def finite_norm() -> float:
-            if scale is not None:
-                scale.unscale(optimizer)
-            norm = self.gradient_norm(optimizer, distributed=distributed)
-            if not math.isfinite(norm):
-                raise NotFiniteError(norm)
-            if self.apart is not None:
-                own = self.apart.norm(optimizer, distributed=distributed)
-                if not math.isfinite(own):
-                    raise NotFiniteError(own)
-                self.apart.rescale(optimizer, own, norm)
-            return norm
-
-        # Megatron-Core's step computes the norm before it clips or changes anything.
-        optimizer.get_grad_norm = finite_norm
-        try:
-            succeeded, norm, _ = optimizer.step()
-        finally:
-            del optimizer.get_grad_norm
-        assert succeeded, "without loss scalers of its own Megatron-Core skips no step"
-        if scale is not None:
-            scale.count_step()
-        return float(norm)
-
-    def skip_step(self) -> bool:
-        """See `Trainable`."""
-        return self.scaling is not None and self.scaling.lower()
-
-    def settle(self) -> None:
-        """Make the parameters current: an overlapped gather leaves them stale until the next
-        forward.
-        """
-        for chunk in self.chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
-
-
-def wrap_model(
-    chunks: Sequence[GPTModel],
-    config: TransformerConfig,
+def make_optimizer(
+    wrapped: Sequence[DistributedDataParallel],
+    dtype: torch.dtype,
     settings: MegatronConfig,
-    global_batch_size: int,
-    data_parallel_size: int,
-    pending_reads: PendingReads,
     held: Held,
     param_groups: ParamGroups,
-    gradient_norm: GradientNorm,
-    apart: ClippedApart | None = None,
-) -> WrappedModel:
-    """Wrap loaded chunks for training; the optimizer copies its fp32 main parameters from their
-    current values.
-
-    `held` are the parameters with their rows: those whose role is a matrix have weight decay,
-    where none of `param_groups` says otherwise.
-    `settings.optimizer.clip_grad` is the L2 norm to which the whole model's gradient, which
-    `gradient_norm` computes, is clipped; 0 does not clip. What is clipped `apart` is left out of
-    that. `pending_reads` are waited for before a step changes anything.
+) -> MegatronOptimizer:
+    """The optimizer over wrapped chunks, whose parameters are of `dtype`; it copies its fp32 main
+    parameters from their current values. `held` are the parameters with their rows: those whose
+    role is a matrix have weight decay, where none of `param_groups` says otherwise.
     """
-    wrapped = _wrap(chunks, config, settings, data_parallel_size)
-    fuse_weight_gradients(chunks)
-    optimizer = get_megatron_optimizer(
-        _optimizer_config(settings, config.params_dtype),
-        list(wrapped),
-        _overrides(held, param_groups, settings),
-        use_gloo_process_groups=False,
+    optimizer = settings.optimizer
+    config = OptimizerConfig(
+        optimizer=optimizer.optimizer,
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        sgd_momentum=optimizer.sgd_momentum,
+        # fp32 main parameters. `fp16` would do the same, with a loss scaler for each optimizer.
+        bf16=dtype != torch.float32,
+        params_dtype=dtype,
+        clip_grad=optimizer.clip_grad,
+        use_distributed_optimizer=optimizer.use_distributed_optimizer,
+        overlap_param_gather=settings.distributed_data_parallel_config.overlap_param_gather,
     )
-    scheduler = _scheduler(optimizer, settings, global_batch_size)
-    scale = LossScale(settings.optimizer) if config.params_dtype == torch.float16 else None
-    model = WrappedModel(
-        wrapped, optimizer, scheduler, pending_reads, gradient_norm, apart, Stopwatch(), scale
-    )
-    _connect(config, model)
-    # Otherwise the first forward pass would gather parameters, and wait for other replicas there.
-    model.settle()
-    return model
+    overrides = _find_overrides(held, param_groups, settings)
+    return get_megatron_optimizer(config, list(wrapped), overrides, use_gloo_process_groups=False)
 
 
-def _overrides(
+def _find_overrides(
     held: Held, groups: ParamGroups, settings: MegatronConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
     """What differs from the optimizer's settings. Replaces Megatron-Core's own rule for weight
@@ -162,7 +79,7 @@ def _overrides(
     for entry, tensor in held:
         own = {} if entry.row.role is Role.MATRIX else {"wd_mult": 0.0}
         if (group := groups.group_of(entry)) is not None:
-            own |= _own_rates(group, settings)
+            own |= _find_rates(group, settings)
         if own:
             alike[tuple(sorted(own.items()))].add(id(tensor))
     return {
@@ -175,7 +92,7 @@ def _is_one_of(ids: Collection[int], parameter: torch.Tensor) -> bool:
     return id(parameter) in ids
 
 
-def _own_rates(group: ParamGroupConfig, settings: MegatronConfig) -> dict[str, float]:
+def _find_rates(group: ParamGroupConfig, settings: MegatronConfig) -> dict[str, float]:
     optimizer, found = settings.optimizer, {}
     if group.lr is not None:
         found["max_lr"] = group.lr
@@ -187,12 +104,13 @@ def _own_rates(group: ParamGroupConfig, settings: MegatronConfig) -> dict[str, f
     return found
 
 
-def _wrap(
+def wrap_chunks(
     chunks: Sequence[GPTModel],
     config: TransformerConfig,
     settings: MegatronConfig,
     data_parallel_size: int,
 ) -> tuple[DistributedDataParallel, ...]:
+    """Loaded chunks in their gradient buffers."""
     ddp = settings.distributed_data_parallel_config
     bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * data_parallel_size)
     ddp_config = DistributedDataParallelConfig(
@@ -237,37 +155,6 @@ def fuse_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:
                 setattr(module, _FUSES, True)
 
 
-def _optimizer_config(settings: MegatronConfig, dtype: torch.dtype) -> OptimizerConfig:
-    optimizer = settings.optimizer
-    return OptimizerConfig(
-        optimizer=optimizer.optimizer,
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2,
-        adam_eps=optimizer.adam_eps,
-        sgd_momentum=optimizer.sgd_momentum,
-        # fp32 main parameters. `fp16` would do the same, with a loss scaler for each optimizer.
-        bf16=dtype != torch.float32,
-        params_dtype=dtype,
-        clip_grad=optimizer.clip_grad,
-        use_distributed_optimizer=optimizer.use_distributed_optimizer,
-        overlap_param_gather=settings.distributed_data_parallel_config.overlap_param_gather,
-    )
-
-
-def _connect(config: TransformerConfig, model: WrappedModel) -> None:
-    """Give the pipeline schedule its hooks into gradient buffers and optimizer."""
-    config.finalize_model_grads_func = partial(
-        finalize_gradients, model.pending_reads, model.stopwatch
-    )
-    scale = model.scaling
-    config.grad_scale_func = model.optimizer.scale_loss if scale is None else scale.scale
-    if model.chunks[0].ddp_config.overlap_grad_reduce:
-        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model.chunks])
-
-
 def finalize_gradients(
     pending_reads: PendingReads,
     stopwatch: Stopwatch,
@@ -284,11 +171,7 @@ def finalize_gradients(
         sum_embedding_gradients(model)
 
 
-def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
-    return functions[0] if len(functions) == 1 else functions
-
-
-def _scheduler(
+def make_scheduler(
     optimizer: MegatronOptimizer, settings: MegatronConfig, global_batch_size: int
 ) -> OptimizerParamScheduler:
     """The schedule counts samples, as the host steps it: the config's iterations times the global

@@ -1,5 +1,5 @@
 """Finds the range of each parameter that a Megatron-Core optimizer trains on this rank, and the
-tensor that represents it in the inner torch optimizer.
+tensor that represents it in the inner torch optimizer; and the tensors of all that takes memory.
 
 Optimizers are distinguished by their attributes, not their class names: those of Transformer Engine
 and Apex replace torch's where they are installed.
@@ -7,7 +7,7 @@ and Apex replace torch's where they are installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_policy.errors import CheckpointError
+from megatron_policy.memory.states import Kind
 
 
 @dataclass(frozen=True)
@@ -85,24 +86,54 @@ class OptimizerShard:
 
 def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
     """All that `optimizer`, from Megatron-Core's `get_megatron_optimizer`, trains here."""
-    for leaf in _leaves(optimizer):
+    for leaf in _find_leaves(optimizer):
         inner = leaf.optimizer
         groups = {id(main): group for group in inner.param_groups for main in group["params"]}
-        for parameter, main, first, last in _ranges(leaf):
+        for parameter, main, first, last in _find_ranges(leaf):
             yield OptimizerShard(parameter, main, first, last, inner, groups.pop(id(main)))
         assert not groups, "the optimizer trains what belongs to no parameter of the model"
 
 
-def _leaves(optimizer: Any) -> Iterator[Any]:
+def resident_tensors(
+    models: Sequence[torch.nn.Module], trainable: Any
+) -> Iterator[tuple[Kind, torch.Tensor]]:
+    """Parameters, gradients and optimizer state, which can share storages: main parameters can be
+    views of the parameters, and those of the buffer of their chunk. State that a step has added
+    since the last call is included. `trainable` is a `MegatronTrainable`, or None.
+    """
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    for tensor in [*parameters, *(buffer for model in models for buffer in model.buffers())]:
+        yield Kind.PARAMETERS, tensor
+    if trainable is None:
+        return
+    buffers = [each for c in trainable.chunks for each in (*c.buffers, *c.expert_parallel_buffers)]
+    inner = [leaf.optimizer for leaf in _find_leaves(trainable.optimizer)]
+    mains = [main for each in inner for group in each.param_groups for main in group["params"]]
+    for buffer in buffers:
+        yield Kind.GRADIENTS, buffer.grad_data
+    for tensor in (*parameters, *mains):
+        for name in ("grad", "main_grad", "decoupled_grad"):
+            gradient = getattr(tensor, name, None)
+            if gradient is not None:
+                yield Kind.GRADIENTS, gradient
+    for main in mains:
+        yield Kind.OPTIMIZER, main
+    for state in (state for each in inner for state in each.state.values()):
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield Kind.OPTIMIZER, value
+
+
+def _find_leaves(optimizer: Any) -> Iterator[Any]:
     """The optimizers in a chain; those that train nothing on this rank are skipped."""
     if hasattr(optimizer, "chained_optimizers"):
         for chained in optimizer.chained_optimizers:
-            yield from _leaves(chained)
+            yield from _find_leaves(chained)
     elif optimizer.optimizer is not None:
         yield optimizer
 
 
-def _ranges(leaf: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+def _find_ranges(leaf: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
     """Each parameter that `leaf` trains, the tensor that represents it inside, and its range."""
     if hasattr(leaf, "shard_fp32_from_float16_groups"):  # distributed over data-parallel ranks
         # The optimizer's own index is not used: it is wrong in groups of two dtypes.

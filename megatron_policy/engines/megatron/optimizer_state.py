@@ -7,14 +7,17 @@ and they gather what is sharded.
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
-from megatron_policy.engines.megatron.optimizer import WrappedModel
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+
 from megatron_policy.engines.megatron.optimizer_shards import OptimizerShard, optimizer_shards
 from megatron_policy.errors import CheckpointError
 from megatron_policy.interfaces.engine import MAIN, StateTensor
 
 
+@dataclass(frozen=True)
 class MegatronOptimizerState:
     """The optimizer's state of all parameters that this rank trains.
 
@@ -22,21 +25,16 @@ class MegatronOptimizerState:
     settled: a pending gather would overwrite what is written here.
     """
 
-    def __init__(self, model: WrappedModel) -> None:
-        self._model = model
-
-    @property
-    def distributed(self) -> bool:
-        """Whether the ranks that share a parameter's gradients hold different ranges of its state;
-        the same on every rank. Those are the data-and-context-parallel ranks, and for an expert's
-        parameters the ranks that hold the same expert.
-        """
-        return bool(self._model.chunks[0].ddp_config.use_distributed_optimizer)
+    optimizer: MegatronOptimizer
+    distributed: bool
+    """Whether the ranks that share a parameter's gradients hold different ranges of its state; the
+    same on every rank. Those are the data-and-context-parallel ranks, and for an expert's
+    parameters the ranks that hold the same expert.
+    """
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """See `OptimizerState`."""
-        settings = self._model.optimizer.config
+        settings = self.optimizer.config
         if settings.optimizer == "adam":
             return ("exp_avg", "exp_avg_sq")
         return ("momentum_buffer",) if settings.sgd_momentum else ()
@@ -119,4 +117,4 @@ class MegatronOptimizerState:
                 each.main.view(-1).copy_(each.own)
 
     def _shards(self) -> list[OptimizerShard]:
-        return list(optimizer_shards(self._model.optimizer))
+        return list(optimizer_shards(self.optimizer))

@@ -1,6 +1,7 @@
 """Runs microbatches through this rank's chunks with Megatron-Core's pipeline schedule.
 
-Shapes: T positions that this context-parallel rank computes, R rows of them, D model.
+Shapes: T positions that this context-parallel rank computes, S of these on this rank (its share
+under sequence parallelism), R rows of them, D model.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, repeat
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_policy.device import current_device
 from megatron_policy.device.timing import BACKWARD, FORWARD, SCORING, TRAINING, Recorder
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.hidden_shapes import DerivedShapes, hidden_shape
@@ -25,11 +25,11 @@ from megatron_policy.engines.megatron.layers.replay import Recorded, RouterChann
 from megatron_policy.engines.megatron.layers.rope import set_row_lengths, set_text_length
 from megatron_policy.engines.megatron.layers.sequences import (
     MicrobatchParams,
-    SequenceParams,
     sequence_params,
 )
 from megatron_policy.engines.megatron.mtp import MegatronMtp, before_final_norm
 from megatron_policy.engines.megatron.process_groups import schedule_groups
+from megatron_policy.interfaces.engine import Embedder
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.groups import Groups
@@ -55,6 +55,7 @@ class Pipeline:
     groups: Groups
     topology: Topology
     vocab_size: int
+    embedder: Embedder
     head: Head | None
     channel: RouterChannel | None
     mtp: MegatronMtp | None = None
@@ -64,10 +65,6 @@ class Pipeline:
     def models(self) -> tuple[torch.nn.Module, ...]:
         """The chunks without the gradient buffers that can wrap them."""
         return tuple(_model(chunk) for chunk in self.chunks)
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.groups.pp.rank() == self.groups.pp.size() - 1
 
     def forward_backward(
         self,
@@ -86,8 +83,16 @@ class Pipeline:
         rows = None
         if self.channel is not None and not forward_only:
             rows = RoutedRows.of(microbatches, self.groups.cp.rank())
+
+        def finish(
+            microbatch: Microbatch, output: Callable[[], Output]
+        ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            value, kept = (output().nothing(), None) if microbatch.dummy else loss(output())
+            # This count would divide gradients when they are reduced; ours are sums, so it has no
+            # effect.
+            return value, torch.ones((), dtype=torch.int, device=value.device), kept
+
         with torch.set_grad_enabled(not forward_only), routing(self.models, rows):
-            finish = partial(self._finish_loss, loss)
             return self._run(microbatches, finish, forward_only, False, rows=rows)
 
     @torch.no_grad()
@@ -119,7 +124,11 @@ class Pipeline:
     ) -> list[T]:
         for chunk in self.chunks:
             chunk.eval()
-        return self._run(microbatches, partial(self._finish_read, read), True, True, recorded)
+
+        def finish(microbatch: Microbatch, output: Callable[[], Output]) -> T | None:
+            return None if microbatch.dummy else read(output())
+
+        return self._run(microbatches, finish, True, True, recorded)
 
     def _run(
         self,
@@ -140,7 +149,12 @@ class Pipeline:
             for chunk, held in enumerate(self.layers)
         ]
         schedule = get_forward_backward_func()
-        communicator = self._communicator(microbatches, forward_only)
+        config: Any = self.models[0].config
+        communicator = None
+        if config.variable_seq_lengths:
+            # Megatron-Core's own would send the shape of each tensor first.
+            shapes = [hidden_shape(each, config) for each in microbatches]
+            communicator = DerivedShapes(self.groups.pp, config, shapes, forward_only)
         with _recording(self.recorder, self.models[0], SCORING if forward_only else TRAINING):
             kept: list[Any] = schedule(
                 forward_step_func=partial(self._forward, finish),
@@ -160,18 +174,6 @@ class Pipeline:
         pairs = zip(kept, microbatches, strict=bool(kept))
         return [value for value, microbatch in pairs if not microbatch.dummy]
 
-    def _communicator(
-        self, microbatches: Sequence[Microbatch], forward_only: bool
-    ) -> DerivedShapes | None:
-        """What exchanges the hidden states of microbatches that differ in shape; None if they do
-        not, for Megatron-Core's own.
-        """
-        config: Any = self.models[0].config
-        if not config.variable_seq_lengths:
-            return None
-        shapes = [hidden_shape(each, config) for each in microbatches]
-        return DerivedShapes(self.groups.pp, config, shapes, forward_only)
-
     def _forward(
         self,
         finish: Callable[..., Any],
@@ -180,106 +182,36 @@ class Pipeline:
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         microbatch, numbers_RT, recorded, held, place = next(microbatches)
         layout, rank = microbatch.layout, self.groups.cp.rank()
+        model: Any = _model(chunk)
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
-        positions_RT = layout.positions_CT[rank].expand_as(tokens_RT)
-        params = self._params(microbatch, held, recorded)
-        model = _model(chunk)
+        hidden_SRD = self.embedder.embed(tokens_RT, microbatch) if model.pre_process else None
+        positions_BS = self.embedder.positions(microbatch)
+        sequences = sequence_params(layout, self.groups.cp, positions_BS)
+        routers = self.channel and self.channel.params(microbatch, held, recorded)
+        params = routers and MicrobatchParams(sequences=sequences, routers=routers)
         set_row_lengths(model, microbatch, rank)
         with hidden_states_of(model), before_final_norm(model) as taken:
             output = chunk(
-                tokens_RT, positions_RT, None, packed_seq_params=params, padding_mask=numbers_RT
+                tokens_RT,
+                None,
+                None,
+                hidden_SRD,
+                packed_seq_params=params or sequences,
+                padding_mask=numbers_RT,
             )
         if self.recorder.on:
             self.recorder.label(*place)
             if output.requires_grad:
                 # In a backward pass, its output's gradient says which one it is.
                 output.register_hook(lambda _: self.recorder.label(*place))
-        return output, partial(finish, microbatch, taken)
 
-    def _params(
-        self, microbatch: Microbatch, held: range, recorded: Recorded | None
-    ) -> SequenceParams | MicrobatchParams | None:
-        """What travels with `microbatch` through the layers `held`; None if there is nothing."""
-        sequences = sequence_params(microbatch.layout, self.groups.cp)
-        if self.channel is None:
-            return sequences
-        routers = self.channel.params(microbatch, held, recorded)
-        if routers is None:
-            return sequences
-        return MicrobatchParams(sequences=sequences, routers=routers)
+        def consume(hidden_TRD: torch.Tensor, **_: bool) -> Any:
+            assert self.head is not None
+            mtp = None if self.mtp is None else self.mtp.after(taken)
+            made = partial(Output, hidden_TRD, microbatch, self.head, self.groups.cp, mtp)
+            return finish(microbatch, made)
 
-    def _finish_loss(
-        self,
-        loss: Consume[tuple[torch.Tensor, Any]],
-        microbatch: Microbatch,
-        taken: list[torch.Tensor],
-        hidden_TRD: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        output = self._output(microbatch, taken, hidden_TRD)
-        value, kept = (output.nothing(), None) if microbatch.dummy else loss(output)
-        # This count would divide gradients when they are reduced; ours are sums, so it has no
-        # effect.
-        return value, torch.ones((), dtype=torch.int, device=value.device), kept
-
-    def _finish_read(
-        self,
-        read: Consume[Any],
-        microbatch: Microbatch,
-        taken: list[torch.Tensor],
-        hidden_TRD: torch.Tensor,
-        non_loss_data: bool,
-    ) -> Any:
-        assert non_loss_data
-        return None if microbatch.dummy else read(self._output(microbatch, taken, hidden_TRD))
-
-    def _output(
-        self, microbatch: Microbatch, taken: list[torch.Tensor], hidden_TRD: torch.Tensor
-    ) -> Output:
-        """`taken` is what `before_final_norm` gave with these hidden states."""
-        assert self.head is not None
-        mtp = None if self.mtp is None else self.mtp.after(taken)
-        return Output(hidden_TRD, microbatch, self.head, self.groups.cp, mtp)
-
-    def share_tensor(self, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """The last stage's tensor, on every stage; `like` gives shape and dtype on the others."""
-        if self.groups.pp.size() == 1:
-            assert tensor is not None
-            return tensor
-        shared = tensor.contiguous() if tensor is not None else torch.empty_like(like)
-        dist.broadcast(shared, src=self.groups.last_stage, group=self.groups.pp)
-        return shared
-
-    def share_object(self, value: T | None) -> T:
-        """The last stage's picklable value on every stage."""
-        box: list[Any] = [value]
-        if self.groups.pp.size() > 1:
-            dist.broadcast_object_list(
-                box, src=self.groups.last_stage, group=self.groups.pp, device=current_device()
-            )
-        result: T = box[0]
-        return result
-
-
-@dataclass(frozen=True)
-class _PassTimer:
-    """The timer that Megatron-Core starts and stops around each pass of one kind."""
-
-    recorder: Recorder
-    name: str
-
-    def start(self, barrier: bool = False) -> None:
-        self.recorder.begin(self.name)
-
-    def stop(self, barrier: bool = False) -> None:
-        self.recorder.end(self.name)
-
-
-class _NoTimer:
-    """A timer of Megatron-Core that is not wanted."""
-
-    def start(self, barrier: bool = False) -> None: ...
-
-    def stop(self, barrier: bool = False) -> None: ...
+        return output, consume
 
 
 @contextmanager
@@ -288,12 +220,17 @@ def _recording(recorder: Recorder, model: Any, name: str) -> Iterator[None]:
     if not recorder.on:
         yield
         return
-    timers = {
-        "forward-compute": _PassTimer(recorder, FORWARD),
-        "backward-compute": _PassTimer(recorder, BACKWARD),
-    }
-    nothing = _NoTimer()
-    model.config.timers = lambda timer, log_level=None: timers.get(timer, nothing)
+    kinds = {"forward-compute": FORWARD, "backward-compute": BACKWARD}
+
+    def timer(kind: str, log_level: int | None = None) -> SimpleNamespace:
+        """What Megatron-Core starts and stops around each pass of this kind."""
+        if (recorded := kinds.get(kind)) is None:
+            return SimpleNamespace(start=lambda **_: None, stop=lambda **_: None)
+        return SimpleNamespace(
+            start=lambda **_: recorder.begin(recorded), stop=lambda **_: recorder.end(recorded)
+        )
+
+    model.config.timers = timer
     try:
         with recorder.span(name):
             yield

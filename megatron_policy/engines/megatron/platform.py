@@ -29,33 +29,19 @@ def bind_unbound_names() -> None:
 
     Independent of the device: a machine with a GPU and without Transformer Engine needs them too.
     """
-    recomputation()
-    router_kernel()
-    mla()
-
-
-def recomputation() -> None:
-    """Selective recomputation of norms asks an unbound class whether fp8 is on."""
     import megatron.core.tensor_parallel.random as mcore_random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.multi_latent_attention as mcore_mla
 
+    # Selective recomputation of norms asks an unbound class whether fp8 is on.
     if not hasattr(mcore_random, "FP8GlobalStateManager"):
         mcore_random.FP8GlobalStateManager = _NoFp8
         mcore_random.activation_recompute_forward = lambda **k: contextlib.nullcontext()
         mcore_random.fp8_autocast = lambda *a, **k: contextlib.nullcontext()
-
-
-def router_kernel() -> None:
-    """The router tests an unbound name to see whether a fused matrix product exists."""
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-
+    # The router tests an unbound name to see whether a fused matrix product exists.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-
-
-def mla() -> None:
-    """MLA assumes that Transformer Engine is installed if its names import."""
-    import megatron.core.transformer.multi_latent_attention as mcore_mla
-
+    # MLA assumes that Transformer Engine is installed if its names import.
     if mcore_mla.HAVE_TE and not isinstance(mcore_mla.TELinear, type):
         mcore_mla.HAVE_TE = False
 

@@ -119,12 +119,18 @@ class Routers:
         """
         if not self.layers:
             return {}
+        # A column of ones for layers with experts, then one for each of these.
         names = (BALANCE[BY_MICROBATCH], Z_LOSS, MOST, IDLE, BIAS)
         table = torch.zeros(
             self.layers, 1 + len(names), dtype=torch.float64, device=current_device()
         )
         for number, router in self.by_layer:
-            table[number] = _row(router)
+            sums, bias_E = router.balancing.step_sums, router.expert_bias
+            tokens_E, losses_2 = sums[:-2], sums[-2:]
+            most = tokens_E.max() * tokens_E.numel() / tokens_E.sum().clamp(min=1)
+            idle = (tokens_E == 0).double().mean()
+            norm = torch.zeros_like(most) if bias_E is None else bias_E.double().norm()
+            table[number] = torch.stack([torch.ones_like(most), *losses_2, most, idle, norm])
         if self.pp.size() > 1:
             dist.all_reduce(table, group=self.pp)
         rows = {number: row for number, row in enumerate(table.tolist()) if row[0]}
@@ -132,29 +138,11 @@ class Routers:
         for name in self.reported:
             column = 1 + names.index(name if name in names else names[0])
             values = {number: row[column] for number, row in rows.items()}
-            found[name] = _norm(values.values()) if name == BIAS else _mean(values.values())
+            if name == BIAS:
+                found[name] = math.sqrt(sum(value * value for value in values.values()))
+            else:
+                found[name] = sum(values.values()) / len(values)
             if self.per_layer:
                 each = {f"moe/{name}_layer_{number}": value for number, value in values.items()}
                 found |= each
         return found
-
-
-def _row(router: Router) -> torch.Tensor:
-    """1, the two auxiliary losses, the busiest expert's tokens over the mean, the share of experts
-    without tokens, and the norm of the bias; fp64 `[6]`.
-    """
-    sums, bias_E = router.balancing.step_sums, router.expert_bias
-    tokens_E, losses_2 = sums[:-2], sums[-2:]
-    most = tokens_E.max() * tokens_E.numel() / tokens_E.sum().clamp(min=1)
-    idle = (tokens_E == 0).double().mean()
-    norm = torch.zeros_like(most) if bias_E is None else bias_E.double().norm()
-    return torch.stack([torch.ones_like(most), *losses_2, most, idle, norm])
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
-
-
-def _norm(values: Iterable[float]) -> float:
-    return math.sqrt(sum(value * value for value in values))

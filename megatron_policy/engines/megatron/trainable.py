@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.config import MegatronConfig
@@ -16,16 +21,24 @@ from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Entry
 from megatron_policy.device import return_unused
+from megatron_policy.device.timing import Stopwatch
 from megatron_policy.engines.megatron.gradient_norm import (
     ClippedApart,
     GradientNorm,
     separate_experts,
 )
-from megatron_policy.engines.megatron.loss_scale import SCALE
-from megatron_policy.engines.megatron.optimizer import WrappedModel, finalize_gradients, wrap_model
+from megatron_policy.engines.megatron.loss_scale import SCALE, LossScale
+from megatron_policy.engines.megatron.optimizer import (
+    finalize_gradients,
+    fuse_weight_gradients,
+    make_optimizer,
+    make_scheduler,
+    wrap_chunks,
+)
 from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
 from megatron_policy.engines.megatron.routers import Routers
-from megatron_policy.errors import CheckpointError
+from megatron_policy.engines.shared import read_samples
+from megatron_policy.interfaces.engine import NotFiniteError
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import Held
@@ -45,35 +58,52 @@ _SETTINGS = (
 
 
 @dataclass(frozen=True)
-class MegatronTrainable(WrappedModel):
-    """Gradient buffers, optimizer and schedule of Megatron-Core, and the routers of a step.
+class MegatronTrainable:
+    """Chunks in their gradient buffers, the optimizer over them and its schedule, of Megatron-Core,
+    and the routers of a step.
 
     `empty_level` is when unused device memory is given back: from 1 on before the optimizer's part
     of a step, at 2 after it as well.
     """
 
+    chunks: tuple[DistributedDataParallel, ...]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    pending_reads: PendingReads
+    gradient_norm: GradientNorm
+    apart: ClippedApart | None
+    stopwatch: Stopwatch
+    scaling: LossScale | None
+    """Only in float16."""
     routers: Routers
     empty_level: int = 0
 
     @property
     def state(self) -> MegatronOptimizerState:
-        """See `Trainable`."""
-        return MegatronOptimizerState(self)
+        distributed = bool(self.chunks[0].ddp_config.use_distributed_optimizer)
+        return MegatronOptimizerState(self.optimizer, distributed)
 
     @property
     def lr(self) -> float:
-        """See `Trainable`."""
         return float(self.scheduler.get_lr({}))
 
     @property
     def weight_decay(self) -> float:
-        """See `Trainable`."""
         return float(self.scheduler.get_wd())
 
     @property
     def loss_scale(self) -> float | None:
-        """See `Trainable`."""
         return None if self.scaling is None else self.scaling.value
+
+    def detach(self) -> None:
+        """Remove the optimizer from the model's config.
+
+        A distributed optimizer's parameters are views of the model's, whose graph holds its
+        gradient hooks. Together with the config that is a cycle Python's collector cannot see.
+        """
+        for chunk in self.chunks:
+            config = chunk.module.config
+            config.grad_scale_func = config.no_sync_func = config.finalize_model_grads_func = None
 
     def zero_gradients(self) -> None:
         """Zero the gradient buffers and drop gradients held elsewhere."""
@@ -118,50 +148,92 @@ class MegatronTrainable(WrappedModel):
         finalize_gradients(self.pending_reads, self.stopwatch, list(self.chunks))
 
     def step(self) -> float:
-        """See `Trainable`."""
+        """Clip the gradient and update the parameters; returns the whole model's gradient norm
+        before clipping, without the parameters that are clipped `apart`.
+
+        NotFiniteError, on every rank and before any parameter or state has changed, if that norm is
+        not finite.
+        """
         if self.empty_level >= 1:
             return_unused()
-        norm = super().step()
+        optimizer, scale = self.optimizer, self.scaling
+        distributed = bool(self.chunks[0].ddp_config.use_distributed_optimizer)
+
+        def finite_norm() -> float:
+            if scale is not None:
+                scale.unscale(optimizer)
+            norm = self.gradient_norm(optimizer, distributed=distributed)
+            if not math.isfinite(norm):
+                raise NotFiniteError(norm)
+            if self.apart is not None:
+                own = self.apart.norm(optimizer, distributed=distributed)
+                if not math.isfinite(own):
+                    raise NotFiniteError(own)
+                self.apart.rescale(optimizer, own, norm)
+            return norm
+
+        # Megatron-Core's step computes the norm before it clips or changes anything.
+        optimizer.get_grad_norm = finite_norm
+        try:
+            succeeded, norm, _ = optimizer.step()
+        finally:
+            del optimizer.get_grad_norm
+        assert succeeded, "without loss scalers of its own Megatron-Core skips no step"
+        if scale is not None:
+            scale.count_step()
         self.routers.finish_step()
         if self.empty_level >= 2:
             return_unused()
-        return norm
+        return float(norm)
+
+    def skip_step(self) -> bool:
+        return self.scaling is not None and self.scaling.lower()
+
+    def settle(self) -> None:
+        """Make the parameters current: an overlapped gather leaves them stale until the next
+        forward.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def routing_metrics(self) -> dict[str, float]:
-        """See `Trainable`."""
         return self.routers.metrics()
 
     def advance_schedule(self, samples: int) -> None:
-        """See `Trainable`."""
         self.scheduler.step(increment=samples)
 
     def schedule_state(self) -> dict[str, Any]:
-        """See `Trainable`."""
-        return schedule_state(self)
+        """`num_steps`, the samples that the schedule has counted, its settings by Megatron-Core's
+        names, and where a loss scale is: numbers and strings.
+        """
+        scheduler, scale = self.scheduler, self.scaling
+        found = {"num_steps": scheduler.num_steps} | {n: getattr(scheduler, n) for n in _SETTINGS}
+        return found if scale is None else found | scale.state()
 
     def restore_schedule(self, state: Mapping[str, Any]) -> dict[str, tuple[object, object]]:
-        """See `Trainable`."""
-        return restore_schedule(self, state)
+        """Continue from the sample at which `state` was taken, by the configuration's own schedule,
+        which sets all groups' rates.
+
+        Returns the settings that differ, each as (in `state`, configured); None means that `state`
+        lacks it. CheckpointError without a count.
+        """
+        steps = read_samples(state)
+        configured, scale = self.schedule_state(), self.scaling
+        anew = scale is not None and not scale.restore(state)
+        # Set directly: Megatron-Core's own load adds to the count and takes rates from the file.
+        self.scheduler.num_steps = steps
+        self.scheduler.step(increment=0)
+        saved = {name: state.get(name) for name in _SETTINGS}
+        changed = {n: (saved[n], configured[n]) for n in _SETTINGS if saved[n] != configured[n]}
+        return changed | ({SCALE: (None, scale.value)} if scale is not None and anew else {})
 
 
-def freeze(chunks: Iterable[GPTModel], held: Held, groups: ParamGroups) -> None:
+def freeze(held: Held, groups: ParamGroups) -> None:
     """Let parameters of frozen groups need no gradients; to be called before `make_trainable`."""
     for entry, parameter in held:
         if isinstance(parameter, torch.nn.Parameter) and groups.frozen(entry):
             parameter.requires_grad_(False)
-    for chunk in chunks:
-        config = chunk.config
-        needed = config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1
-        embedding = getattr(chunk, "embedding", None)
-        if needed and embedding is not None:
-            embedding.register_forward_hook(_needing_gradients)
-
-
-def _needing_gradients(module: object, given: object, hidden: torch.Tensor) -> torch.Tensor:
-    """What is computed again has gradients only if something that enters it needs them, which the
-    output of a frozen embedding does not.
-    """
-    return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
 
 
 def make_trainable(
@@ -176,37 +248,43 @@ def make_trainable(
     routers: Routers,
     param_groups: ParamGroups,
 ) -> MegatronTrainable:
-    """Wrap loaded chunks for training; see `wrap_model`."""
+    """Wrap loaded chunks for training. `held` are their parameters with their rows.
+
+    `settings.optimizer.clip_grad` is the L2 norm to which the whole model's gradient is clipped, or
+    what is not clipped apart of it; 0 does not clip. `pending_reads` are waited for before a step
+    changes anything.
+    """
     separate_experts(held, place)
     together, apart = held, None
     if settings.mtp_detach_heads and architecture.mtp_layers:
         together = [pair for pair in held if not _in_mtp_layer(pair[0])]
         detached = [pair for pair in held if _in_mtp_layer(pair[0])]
         apart = ClippedApart.of(detached, architecture, place, settings.optimizer.clip_grad)
-    parts = wrap_model(
-        chunks,
-        config,
-        settings,
-        global_batch_size,
-        place.topology.dp * place.topology.cp,
+    wrapped = wrap_chunks(chunks, config, settings, place.topology.dp * place.topology.cp)
+    fuse_weight_gradients(chunks)
+    optimizer = make_optimizer(wrapped, config.params_dtype, settings, held, param_groups)
+    model = MegatronTrainable(
+        wrapped,
+        optimizer,
+        make_scheduler(optimizer, settings, global_batch_size),
         pending_reads,
-        held,
-        param_groups,
         GradientNorm.of(together, architecture, place),
         apart,
-    )
-    return MegatronTrainable(
-        parts.chunks,
-        parts.optimizer,
-        parts.scheduler,
-        parts.pending_reads,
-        parts.gradient_norm,
-        parts.apart,
-        parts.stopwatch,
-        parts.scaling,
+        Stopwatch(),
+        LossScale(settings.optimizer) if config.params_dtype == torch.float16 else None,
         routers,
         settings.empty_unused_memory_level,
     )
+    # The pipeline schedule's ways into gradient buffers and optimizer.
+    config.finalize_model_grads_func = partial(finalize_gradients, pending_reads, model.stopwatch)
+    scale = model.scaling
+    config.grad_scale_func = optimizer.scale_loss if scale is None else scale.scale
+    if wrapped[0].ddp_config.overlap_grad_reduce:
+        contexts = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
+    # Otherwise the first forward pass would gather parameters, and wait for other replicas there.
+    model.settle()
+    return model
 
 
 def _in_mtp_layer(entry: Entry) -> bool:
@@ -215,37 +293,3 @@ def _in_mtp_layer(entry: Entry) -> bool:
 
 def _reduce_nothing(*args: Any, **kwargs: Any) -> None:
     """With no function at all, a schedule would omit more than the reduction."""
-
-
-def schedule_state(model: WrappedModel) -> dict[str, Any]:
-    """`num_steps`, the samples that the schedule has counted, its settings by Megatron-Core's
-    names, and where a loss scale is: numbers and strings.
-    """
-    scheduler, scale = model.scheduler, model.scaling
-    found = {"num_steps": scheduler.num_steps} | {n: getattr(scheduler, n) for n in _SETTINGS}
-    return found if scale is None else found | scale.state()
-
-
-def restore_schedule(
-    model: WrappedModel, state: Mapping[str, Any]
-) -> dict[str, tuple[object, object]]:
-    """Continue from the sample at which `state` was taken, by the configuration's own schedule,
-    which sets all groups' rates.
-
-    Returns the settings that differ, each as (in `state`, configured); None means that `state`
-    lacks it. CheckpointError without a count.
-    """
-    steps = state.get("num_steps")
-    if not isinstance(steps, int) or steps < 0:
-        raise CheckpointError(
-            f"the checkpoint does not say how far its schedule has advanced: num_steps is "
-            f"{steps!r}. Load another checkpoint, or load this one with fresh_optimizer"
-        )
-    configured, scale = schedule_state(model), model.scaling
-    anew = scale is not None and not scale.restore(state)
-    # Set directly: Megatron-Core's own load adds to the count and takes rates from the file.
-    model.scheduler.num_steps = steps
-    model.scheduler.step(increment=0)
-    saved = {name: state.get(name) for name in _SETTINGS}
-    changed = {n: (saved[n], configured[n]) for n in _SETTINGS if saved[n] != configured[n]}
-    return changed | ({SCALE: (None, scale.value)} if scale is not None and anew else {})

@@ -53,7 +53,7 @@ class TorchAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.softcap = softcap
-        self.softmax_offset = _sinks(config) if sinks else None
+        self.softmax_offset = _make_sinks(config) if sinks else None
         self.query_growth = query_growth
         # Megatron-Core sums the gradients of norms of these names over tensor-parallel ranks.
         self.q_layernorm, self.k_layernorm = (
@@ -84,7 +84,9 @@ class TorchAttention(MegatronModule):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query_SBNH, key_KBGH = self.q_layernorm(query_SBNH), self.k_layernorm(key_KBGH)
         if self.query_growth is not None:
-            query_SBNH = _grown(query_SBNH, self.query_growth, key_KBGH.size(0), packed_seq_params)
+            query_SBNH = _grow_queries(
+                query_SBNH, self.query_growth, key_KBGH.size(0), packed_seq_params
+            )
         return attend(query_SBNH, key_KBGH, value_KBGH, self._scores, packed_seq_params)
 
     @property
@@ -109,19 +111,20 @@ class TorchAttention(MegatronModule):
         return forked
 
 
-def _grown(
+def _grow_queries(
     query_SBNH: torch.Tensor, growth: QueryGrowth, keys: int, params: SequenceParams | None
 ) -> torch.Tensor:
     """Queries multiplied as their positions require: those of `params`, or the last of `keys`."""
     if params is None:
-        positions_S = torch.arange(keys - query_SBNH.size(0), keys, device=query_SBNH.device)
+        first = keys - query_SBNH.size(0)
+        positions_SB = torch.arange(first, keys, device=query_SBNH.device).unsqueeze(1)
     else:
-        positions_S = params.positions
-    factor_S = 1 + growth.rate * torch.log(1 + torch.floor(positions_S / growth.length))
-    return query_SBNH * factor_S[:, None, None, None].to(query_SBNH.dtype)
+        positions_SB = params.positions_TR
+    factor_SB = 1 + growth.rate * torch.log(1 + torch.floor(positions_SB / growth.length))
+    return query_SBNH * factor_SB[:, :, None, None].to(query_SBNH.dtype)
 
 
-def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
+def _make_sinks(config: TransformerConfig) -> torch.nn.Parameter:
     """One score per head of this rank, marked as split over the tensor-parallel ranks."""
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     sinks = torch.nn.Parameter(

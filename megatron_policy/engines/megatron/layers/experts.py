@@ -54,6 +54,13 @@ def expert_fields(
         return {"moe_token_dispatcher_type": ALL_TO_ALL}
     dispatcher = dispatcher_of(settings, topology, variable_lengths)
     corrected = moe.correction_bias or moe.scoring is Scoring.SIGMOID
+    capacity: dict[str, Any] = {}
+    if settings.moe_expert_capacity_factor is not None:
+        capacity = {
+            "moe_expert_capacity_factor": settings.moe_expert_capacity_factor,
+            "moe_pad_expert_input_to_capacity": settings.moe_pad_expert_input_to_capacity,
+            "moe_token_drop_policy": settings.moe_token_drop_policy,
+        }
     return {
         "num_moe_experts": moe.experts,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
@@ -64,7 +71,7 @@ def expert_fields(
         "moe_shared_expert_gate": moe.shared_gate,
         "moe_token_dispatcher_type": dispatcher,
         "moe_flex_dispatcher_backend": settings.moe_flex_dispatcher_backend or DEEP_EP,
-        "moe_permute_fusion": settings.moe_permute_fusion and with_te and _fused_permutation(),
+        "moe_permute_fusion": settings.moe_permute_fusion and with_te and _has_fused_permutation(),
         "moe_shared_expert_overlap": settings.moe_shared_expert_overlap
         and bool(moe.shared_ffn_hidden_size)
         and dispatcher == ALL_TO_ALL
@@ -85,7 +92,7 @@ def expert_fields(
         "moe_aux_loss_coeff": balancing_coefficient(settings, moe),
         "moe_z_loss_coeff": settings.moe_z_loss_coeff,
         **({_PAD: topology.joins_replicas} if _CAN_PAD else {}),
-        **_capacity(settings),
+        **capacity,
     }
 
 
@@ -95,18 +102,6 @@ def balancing_coefficient(settings: MegatronConfig, moe: Moe) -> float:
         return 0.0
     given = settings.moe_aux_loss_coeff
     return (moe.aux_loss_coeff if given is None else given) or 0.0
-
-
-def _capacity(settings: MegatronConfig) -> dict[str, Any]:
-    """How many tokens an expert takes at most, and which ones are dropped."""
-    factor = settings.moe_expert_capacity_factor
-    if factor is None:
-        return {}
-    return {
-        "moe_expert_capacity_factor": factor,
-        "moe_pad_expert_input_to_capacity": settings.moe_pad_expert_input_to_capacity,
-        "moe_token_drop_policy": settings.moe_token_drop_policy,
-    }
 
 
 def dispatcher_of(settings: MegatronConfig, topology: Topology, variable_lengths: bool) -> str:
@@ -133,7 +128,7 @@ def dispatcher_of(settings: MegatronConfig, topology: Topology, variable_lengths
     return ALL_TO_ALL if uneven and not _CAN_PAD else asked
 
 
-def _fused_permutation() -> bool:
+def _has_fused_permutation() -> bool:
     """Whether Transformer Engine's fused kernels, all that Megatron-Core asks for, are there."""
     kernels = ("permute", "unpermute", "sort_chunks_by_index")
     names = (*kernels, *(f"{name}_with_probs" for name in kernels if name != "unpermute"))
@@ -165,8 +160,7 @@ class ExpertLayer(MoELayer):
     ) -> Any:
         """`hidden_states` `[T, R, D]`; `padding_mask` int64 `[R, T]`, see `RoutedRows`.
 
-        Under sequence parallelism Megatron-Core takes this rank's part of the mask only in the
-        chunk with the embedding, so elsewhere it is taken here.
+        Under sequence parallelism this rank's part of the mask is taken here.
         """
         numbers_TR = None if padding_mask is None else padding_mask.T
         if numbers_TR is not None and numbers_TR.size(0) != hidden_states.size(0):

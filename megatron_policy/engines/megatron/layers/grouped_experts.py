@@ -43,7 +43,7 @@ class GroupedExperts(SequentialMLP):
                 permuted_local_hidden_states, tokens_per_expert, permuted_probs
             )
             return one_by_one
-        places_T, counts_E = _padded_places(tokens_per_expert)
+        places_T, counts_E = _pad_places(tokens_per_expert)
         rows = int(counts_E.sum())
         places_T, ends_E = to_device(places_T), to_device(counts_E.cumsum(0).to(torch.int32))
 
@@ -51,12 +51,12 @@ class GroupedExperts(SequentialMLP):
             return values.new_zeros(rows, *values.shape[1:]).index_copy(0, places_T, values)
 
         probs_P1 = padded(permuted_probs).unsqueeze(-1)
-        inner_PF = self._projected("linear_fc1", padded(permuted_local_hidden_states), ends_E)
+        inner_PF = self._project("linear_fc1", padded(permuted_local_hidden_states), ends_E)
         if (bias_PF := self._bias("linear_fc1", counts_E)) is not None:
             inner_PF = inner_PF + bias_PF
         dtype = inner_PF.dtype
-        inner_PF = (self._activated(inner_PF) * probs_P1).to(dtype)
-        out_PH = self._projected("linear_fc2", inner_PF, ends_E)
+        inner_PF = (self._activate(inner_PF) * probs_P1).to(dtype)
+        out_PH = self._project("linear_fc2", inner_PF, ends_E)
         if (bias_PH := self._bias("linear_fc2", counts_E)) is not None:
             out_PH = out_PH + (bias_PH * probs_P1).to(dtype)
         return out_PH[places_T], None
@@ -75,7 +75,7 @@ class GroupedExperts(SequentialMLP):
     def _weights(self, name: str) -> list[torch.Tensor]:
         return [getattr(expert, name).weight for expert in self.local_experts]
 
-    def _projected(self, name: str, rows_PK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    def _project(self, name: str, rows_PK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         weights = self._weights(name)
         found: torch.Tensor = _GroupedProduct.apply(rows_PK, ends_E, *weights)  # type: ignore[no-untyped-call]
         return found
@@ -88,7 +88,7 @@ class GroupedExperts(SequentialMLP):
         rows = int(counts_E.sum())
         return torch.stack(biases).repeat_interleave(to_device(counts_E), 0, output_size=rows)
 
-    def _activated(self, inner_PF: torch.Tensor) -> torch.Tensor:
+    def _activate(self, inner_PF: torch.Tensor) -> torch.Tensor:
         config: Any = self.config
         if not config.gated_linear_unit:
             activated: torch.Tensor = config.activation_func(inner_PF)
@@ -124,7 +124,7 @@ def has_grouped_products(tokens: torch.Tensor) -> bool:
     )
 
 
-def _padded_places(tokens_per_expert: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad_places(tokens_per_expert: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's row among the padded ones, `[T]`, and each expert's number of those, `[E]`, both
     on the CPU.
     """

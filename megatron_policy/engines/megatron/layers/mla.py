@@ -1,5 +1,6 @@
 """Megatron-Core's multi-latent attention (MLA) with Hugging Face's rotary embedding and norms.
 
+Shapes: T positions, R rows, 1 if they are alike.
 Source: DeepSeek-AI 2024, "DeepSeek-V2".
 """
 
@@ -111,7 +112,7 @@ class MlaAttention(MLASelfAttention):
         """As in Megatron-Core, which would drop the row dimension if it were given sequences. Here
         only the rotary embedding is given them, since it needs their positions.
         """
-        self.rotary_pos_emb.positions = packed_seq_params and packed_seq_params.positions
+        self.rotary_pos_emb.positions_TR = packed_seq_params and packed_seq_params.positions_TR
         result: tuple[torch.Tensor | None, ...]
         result = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, None, *args, **kwargs
@@ -141,22 +142,22 @@ class DownProjection(torch.nn.Module):
 
 
 class MlaRotary(torch.nn.Module):
-    """Angles `[S, 1, 1, head size]` in fp32 of the rotated part of a head, and their factor."""
+    """Angles `[T, R, 1, head size]` in fp32 of the rotated part of a head, and their factor."""
 
     def __init__(self, rope: Rope, head_dim: int) -> None:
         super().__init__()
         self.frequencies = inverse_frequencies(rope, head_dim).to(current_device())
         self.factor = attention_factor(rope)
-        self.positions: torch.Tensor | None = None
-        """Positions of the next tokens, if they do not count from 0."""
+        self.positions_TR: torch.Tensor | None = None
+        """Positions of the next tokens, if they do not count from 0; R is 1 if rows are alike."""
 
     def forward(self, length: int, **_: Any) -> tuple[torch.Tensor, float]:
         """The angles of the next `length` positions."""
-        positions = self.positions
-        if positions is None:
-            positions = torch.arange(length, device=self.frequencies.device)
-        angles = torch.outer(positions.float(), self.frequencies)
-        return torch.cat((angles, angles), -1)[:, None, None, :], self.factor
+        positions_TR = self.positions_TR
+        if positions_TR is None:
+            positions_TR = torch.arange(length, device=self.frequencies.device).unsqueeze(1)
+        angles = positions_TR.unsqueeze(-1).float() * self.frequencies
+        return torch.cat((angles, angles), -1).unsqueeze(2), self.factor
 
     def get_rotary_seq_len(
         self,
@@ -169,8 +170,8 @@ class MlaRotary(torch.nn.Module):
     ) -> int:
         """How many positions the attention is about to need."""
         assert packed_seq_params is None
-        if self.positions is not None:
-            return self.positions.numel()
+        if self.positions_TR is not None:
+            return len(self.positions_TR)
         assert_whole(inference_context, transformer_config)
         if inference_context is not None:
             return int(inference_context.max_sequence_length)

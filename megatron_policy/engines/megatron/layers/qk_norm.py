@@ -19,7 +19,21 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron_policy.device import current_device
 
 
-class AllHeadsRMSNorm(torch.nn.Module):
+class _OwnHeads(torch.nn.Module):
+    """A norm whose weight is a part of one that ranks share."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """For Megatron-Core's checkpoints."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets
+        )
+        return sharded
+
+
+class AllHeadsRMSNorm(_OwnHeads):
     """RMS normalization over all heads of a token together, including those of other ranks (OLMo 2,
     2024): `[S, B, N, H]` to the same.
     """
@@ -40,14 +54,8 @@ class AllHeadsRMSNorm(torch.nn.Module):
         scale = torch.rsqrt(square / self.width + self.eps)
         return (self.weight * x_SBD.mul(scale)).to(x_SBNH.dtype).view_as(x_SBNH)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """For Megatron-Core's checkpoints: ranks hold parts of one weight."""
-        return _sharded(self, prefix, sharded_offsets)
 
-
-class EachHeadLayerNorm(torch.nn.Module):
+class EachHeadLayerNorm(_OwnHeads):
     """Layer normalization of each head, with its own weights and no bias (Cohere's Command R+):
     `[S, B, N, H]` to the same.
     """
@@ -64,12 +72,6 @@ class EachHeadLayerNorm(torch.nn.Module):
         normed = torch.nn.functional.layer_norm(x_SBNH.float(), x_SBNH.shape[-1:], eps=self.eps)
         return (self.weight.float() * normed).to(x_SBNH.dtype)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """For Megatron-Core's checkpoints: ranks hold parts of one weight."""
-        return _sharded(self, prefix, sharded_offsets)
-
 
 def _of_own_heads(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(
@@ -80,14 +82,6 @@ def _of_own_heads(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     if config.perform_initialization:
         torch.nn.init.ones_(parameter)
     return parameter
-
-
-def _sharded(module: torch.nn.Module, prefix: str, offsets: Any) -> dict[str, Any]:
-    state = module.state_dict(prefix="", keep_vars=True)
-    sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-        state, prefix, {"weight": 0}, offsets
-    )
-    return sharded
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -97,12 +97,12 @@ class RouterChannel:
         if own:
             mine_NLK = torch.stack([recorded[self.layers[index]] for index in own], dim=1)
             own_L = to_device(torch.tensor(own))
-            whole_BSLK.index_copy_(2, own_L, self._in_rows(microbatch, mine_NLK))
+            whole_BSLK.index_copy_(2, own_L, self._put_in_rows(microbatch, mine_NLK))
         if self.groups.pp.size() > 1:
             dist.all_reduce(whole_BSLK, op=dist.ReduceOp.MAX, group=self.groups.pp)
         return whole_BSLK.masked_fill(~inside(microbatch.data)[:, :, None, None], -1)
 
-    def _in_rows(self, microbatch: Microbatch, mine_NLK: torch.Tensor) -> torch.Tensor:
+    def _put_in_rows(self, microbatch: Microbatch, mine_NLK: torch.Tensor) -> torch.Tensor:
         """The values of all ranks of this stage at the caller's places, -1 where there is none."""
         layout = microbatch.layout
         if self.splits_sequences:

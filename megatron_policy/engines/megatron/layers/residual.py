@@ -7,7 +7,6 @@ et al. 2022, "Tensor Programs V".
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,23 +29,22 @@ class ResidualSum(torch.nn.Module):
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         """The function that a Megatron-Core layer calls next; there is no fused kernel for it."""
-        return partial(self._add, training)
 
-    def _add(
-        self,
-        training: bool,
-        x_with_bias: tuple[torch.Tensor, torch.Tensor | None],
-        residual: torch.Tensor,
-        dropout: float,
-    ) -> torch.Tensor:
-        x, bias = x_with_bias
-        if bias is not None:
-            x = x + bias
-        if self.norm is not None:
-            x = self.norm(x)
-        if self.scale != 1.0:
-            x = x * self.scale
-        return residual + torch.nn.functional.dropout(x, dropout, training)
+        def add(
+            x_with_bias: tuple[torch.Tensor, torch.Tensor | None],
+            residual: torch.Tensor,
+            dropout: float,
+        ) -> torch.Tensor:
+            x, bias = x_with_bias
+            if bias is not None:
+                x = x + bias
+            if self.norm is not None:
+                x = self.norm(x)
+            if self.scale != 1.0:
+                x = x * self.scale
+            return residual + torch.nn.functional.dropout(x, dropout, training)
+
+        return add
 
 
 def residual_sum(

@@ -1,7 +1,7 @@
 """Rotary frequencies of an architecture, and the module that computes the angles for every kind of
 layer.
 
-Shapes: S positions, R rotated pairs of a head.
+Shapes: T positions, R rows, P rotated pairs of a head.
 Sources: Su et al. 2021, "RoFormer"; for scaling those of `converters/architecture/rotary.py`. Where
 a source is ambiguous this follows transformers (modeling_rope_utils.py).
 """
@@ -32,7 +32,7 @@ _BY_LENGTH = (DynamicScaling, LongScaling)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, length: int = 0) -> torch.Tensor:
-    """Radians per position of each rotated pair, fp32 `[R]`, on the CPU.
+    """Radians per position of each rotated pair, fp32 `[P]`, on the CPU.
 
     Some scaling methods depend on the `length` of the text; 0 stands for a short one.
     """
@@ -109,7 +109,7 @@ def attention_factor(rope: Rope) -> float:
 
 
 class Rotary(torch.nn.Module):
-    """Angles of every kind of layer, concatenated: `[S, 1, 1, 2 R of each]`, in fp32.
+    """Angles of every kind of layer, concatenated: `[T, 1, 1, 2 P of each]`, in fp32.
 
     Replaces Megatron-Core's module in a GPTModel. Each layer's attention takes its own `columns`: a
     block of recomputed layers can only be given one tensor.
@@ -154,40 +154,43 @@ class Rotary(torch.nn.Module):
 
     def forward(self, wanted: int | SequenceParams, **_: Any) -> torch.Tensor:
         """The angles of positions 0 to `wanted` - 1, or of the positions of sequences `wanted`;
-        `[T, R, 1, 2 R of each]` where rows have lengths of their own.
+        `[T, R, 1, 2 P of each]` where rows have lengths or positions of their own.
         """
-        if self.lengths_TR is not None:
-            counted = torch.arange(wanted) if isinstance(wanted, int) else wanted.positions.cpu()
-            return self._compute_rows(counted, self.lengths_TR)
-        if not isinstance(wanted, int):
-            return self._compute(wanted.positions, self.text_length or wanted.longest)
-        key = (wanted, self.text_length or wanted)
-        if key not in self._angles:
-            positions = torch.arange(wanted, device=current_device())
-            self._angles = {key: self._compute(positions, key[1])}  # one length is in use at a time
-        return self._angles[key]
+        if isinstance(wanted, int):
+            if self.lengths_TR is not None:
+                return self._compute(torch.arange(wanted).unsqueeze(1), self.lengths_TR)
+            key = (wanted, self.text_length or wanted)
+            if key not in self._angles:
+                positions_T1 = torch.arange(wanted, device=current_device()).unsqueeze(1)
+                # One length is in use at a time.
+                self._angles = {key: self._compute(positions_T1, key[1])}
+            return self._angles[key]
+        lengths = self.text_length or wanted.longest if self.lengths_TR is None else self.lengths_TR
+        return self._compute(wanted.positions_TR, lengths)
 
-    def _compute(self, positions: torch.Tensor, text_length: int) -> torch.Tensor:
-        angles = [positions.new_empty((len(positions), 0), dtype=torch.float32)]
-        frequencies = self._frequencies_of(text_length if self.depends_on_length else 0)
-        for rope, of_rope in zip(self.ropes, frequencies, strict=True):
-            once = torch.outer(positions.float(), of_rope)
-            twice = once.repeat_interleave(2, -1) if rope.interleaved else once.repeat(1, 2)
-            angles.append(twice)
-        return torch.cat(angles, -1)[:, None, None, :]
-
-    def _compute_rows(self, positions: torch.Tensor, lengths_TR: torch.Tensor) -> torch.Tensor:
-        """Made on the host, which knows the lengths."""
-        lengths, which_TR = lengths_TR.unique(return_inverse=True)
-        angles = []
-        for rope in self.ropes:
-            table = torch.stack(
+    def _compute(self, positions_TR: torch.Tensor, text_length: int | torch.Tensor) -> torch.Tensor:
+        """The angles at these positions of texts of one length, or of each token's `[T, R]`: those
+        are made on the host, which knows the lengths.
+        """
+        if isinstance(text_length, torch.Tensor):
+            lengths, which_TR = text_length.unique(return_inverse=True)
+            positions_TR = positions_TR.cpu()
+            tables = [
                 [inverse_frequencies(rope, self.head_dim, n) for n in lengths.tolist()]
+                for rope in self.ropes
+            ]
+            frequencies = [torch.stack(table)[which_TR] for table in tables]
+        else:
+            frequencies = self._frequencies_of(text_length if self.depends_on_length else 0)
+        if not self.ropes:
+            return positions_TR.new_empty((len(positions_TR), 1, 1, 0), dtype=torch.float32)
+        angles = []
+        for rope, of_rope in zip(self.ropes, frequencies, strict=True):
+            once = positions_TR.unsqueeze(-1).float() * of_rope
+            angles.append(
+                once.repeat_interleave(2, -1) if rope.interleaved else once.repeat(1, 1, 2)
             )
-            once = positions.float()[:, None, None] * table[which_TR]
-            twice = once.repeat_interleave(2, -1) if rope.interleaved else once.repeat(1, 1, 2)
-            angles.append(twice)
-        return to_device(torch.cat(angles, -1)[:, :, None, :])
+        return to_device(torch.cat(angles, -1).unsqueeze(2))
 
     def _frequencies_of(self, text_length: int) -> list[torch.Tensor]:
         if text_length not in self._frequencies:
@@ -254,21 +257,23 @@ def columns(part: Attention, ropes: Iterable[Rope]) -> slice | None:
     return None
 
 
+def _find_rotaries(models: Iterable[torch.nn.Module]) -> list[Rotary]:
+    found = (getattr(model, "rotary_pos_emb", None) for model in models)
+    return [each for each in found if isinstance(each, Rotary)]
+
+
 def outgrown(models: Iterable[torch.nn.Module], before: int, after: int) -> bool:
     """Whether what was computed for a text of one length is invalid for the other length."""
-    rotaries = (getattr(model, "rotary_pos_emb", None) for model in models)
-    return any(r.differs(before, after) for r in rotaries if isinstance(r, Rotary))
+    return any(rotary.differs(before, after) for rotary in _find_rotaries(models))
 
 
 def choose_text_length(models: Iterable[torch.nn.Module], choice: str, longest: int) -> None:
     """Let the models' rotary embeddings follow `policy.rope_length`, which is `choice`; no text has
     more than `longest` tokens.
     """
-    for model in models:
-        rotary = getattr(model, "rotary_pos_emb", None)
-        if isinstance(rotary, Rotary):
-            rotary.longest = longest if choice == "maximum" else None
-            rotary.by_row = choice == "row"
+    for rotary in _find_rotaries(models):
+        rotary.longest = longest if choice == "maximum" else None
+        rotary.by_row = choice == "row"
 
 
 def set_row_lengths(model: torch.nn.Module, microbatch: Microbatch, rank: int) -> None:
@@ -276,22 +281,20 @@ def set_row_lengths(model: torch.nn.Module, microbatch: Microbatch, rank: int) -
     rank `rank`, if it turns each by its own. Rows without `input_lengths` are as long as the batch
     is wide.
     """
-    rotary = getattr(model, "rotary_pos_emb", None)
-    if not isinstance(rotary, Rotary) or not rotary.by_row or not rotary.depends_on_length:
-        return
-    data, layout = microbatch.host.data, microbatch.host.layout
-    rows, width = data["input_ids"].shape
-    lengths_B = data.get("input_lengths")
-    if lengths_B is None:
-        lengths_B = torch.full((rows,), microbatch.text_length)
-    rotary.lengths_TR = layout.take(lengths_B.cpu()[:, None].expand(rows, width), rank)
+    for rotary in _find_rotaries([model]):
+        if not rotary.by_row or not rotary.depends_on_length:
+            continue
+        data, layout = microbatch.host.data, microbatch.host.layout
+        rows, width = data["input_ids"].shape
+        lengths_B = data.get("input_lengths")
+        if lengths_B is None:
+            lengths_B = torch.full((rows,), microbatch.text_length)
+        rotary.lengths_TR = layout.take(lengths_B.cpu()[:, None].expand(rows, width), rank)
 
 
 def set_text_length(models: Iterable[torch.nn.Module], length: int) -> None:
     """Set the text length that the next batches assume: padding does not lengthen the text, nor
     does cutting off some rows' padding shorten it.
     """
-    for model in models:
-        rotary = getattr(model, "rotary_pos_emb", None)
-        if isinstance(rotary, Rotary):
-            rotary.text_length = length
+    for rotary in _find_rotaries(models):
+        rotary.text_length = length

@@ -49,9 +49,9 @@ class Router(TopKRouter):
             replayed = partial(params.chosen, self.layer)
         logits_TE = logits.flatten(0, -2)
         weights_TE, taken_TE = route(logits_TE, self.moe, self.expert_bias, replayed)
-        return self._within_capacity(self.balancing(logits_TE, weights_TE, taken_TE), taken_TE)
+        return self._drop_beyond_capacity(self.balancing(logits_TE, weights_TE, taken_TE), taken_TE)
 
-    def _within_capacity(
+    def _drop_beyond_capacity(
         self, weights_TE: torch.Tensor, taken_TE: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         config: Any = self.config
@@ -110,7 +110,7 @@ def route(
         scores_TE = logits_TE
     with torch.no_grad():
         ranked_TE = scores_TE if correction_E is None else scores_TE + correction_E
-        chosen_TK = _of_best_groups(ranked_TE, moe).topk(moe.chosen, dim=-1).indices
+        chosen_TK = _mask_other_groups(ranked_TE, moe).topk(moe.chosen, dim=-1).indices
         if taken is not None:
             chosen_TK = taken(chosen_TK)
     weights_TK = scores_TE.gather(-1, chosen_TK)
@@ -124,7 +124,7 @@ def route(
     return weights_TE, taken_TE
 
 
-def _of_best_groups(ranked_TE: torch.Tensor, moe: Moe) -> torch.Tensor:
+def _mask_other_groups(ranked_TE: torch.Tensor, moe: Moe) -> torch.Tensor:
     """The scores, with minus infinity outside a token's best groups; a group ranks by the sum of
     its two best experts' scores.
     """

@@ -27,7 +27,7 @@ class LayerAttention(SelfAttention):
         ropes: Sequence[Rope],
         **kwargs: Any,
     ) -> None:
-        super().__init__(config=_own_config(config, part), layer_number=layer_number, **kwargs)
+        super().__init__(config=_adjust_config(config, part), layer_number=layer_number, **kwargs)
         self.angles = columns(part, ropes)
 
     def forward(
@@ -46,7 +46,7 @@ class LayerAttention(SelfAttention):
         return result
 
 
-def _own_config(config: TransformerConfig, part: Attention) -> TransformerConfig:
+def _adjust_config(config: TransformerConfig, part: Attention) -> TransformerConfig:
     """The model's config as this layer's attention needs it: its biases, norms and window, and the
     factor on its rotary embedding.
     """

@@ -1,11 +1,15 @@
 """Translates a microbatch's token layout for the model: positions, attention pieces, and
 Transformer Engine's parameters. Defines what travels with it through the layers.
+
+Shapes: B rows and S positions of the caller, R rows that are computed in parallel, T positions of a
+context-parallel rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -24,6 +28,10 @@ class SequenceParams(PackedSeqParams, Sequences):
     """
 
     qkv_format: str = "sbhd"
+    positions_TR: torch.Tensor
+    """Of this context-parallel rank's tokens, int64, on the device; R is 1 if they are alike in all
+    rows.
+    """
     packed: PackedSeqParams | None
     """The same for Transformer Engine, "thd"; None if rows are padded."""
 
@@ -46,29 +54,33 @@ def sequences_of(params: PackedSeqParams | None) -> SequenceParams | None:
     return found
 
 
-def sequence_params(layout: TokenLayout, cp_group: dist.ProcessGroup) -> SequenceParams | None:
-    """What the ranks of `cp_group` pass to their chunks for `layout`; None if each row is a
-    sequence that starts at its first position and is computed whole by one rank.
+def sequence_params(
+    layout: TokenLayout, cp_group: dist.ProcessGroup, positions_BS: torch.Tensor | None = None
+) -> SequenceParams | None:
+    """What the ranks of `cp_group` pass to their chunks for `layout`, whose tokens have these
+    positions or, if they are None, are numbered from 0 in each sequence. None if they are, and each
+    row is a sequence that one rank computes whole.
     """
-    sequences = sequences_in(layout, cp_group)
-    if sequences is None:
+    if layout.plain and positions_BS is None:
         return None
-    packed = _packed(layout) if len(layout.segments) > 1 else None
-    return SequenceParams(packed=packed, **vars(sequences))
-
-
-def _packed(layout: TokenLayout) -> PackedSeqParams:
-    """Filler counts as tokens here: nothing attends to it, and kernels that skip it would leave its
-    output undefined.
-    """
-    lengths = [segment.length for segment in layout.segments if segment.length]
-    sums = ends(lengths)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=sums,
-        cu_seqlens_kv=sums,
-        cu_seqlens_q_padded=sums,
-        cu_seqlens_kv_padded=sums,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+    positions_TR = layout.take_positions(cp_group.rank(), positions_BS)
+    packed = None
+    if len(layout.segments) > 1:
+        # Filler counts as tokens here: nothing attends to it, and kernels that skip it would leave
+        # its output undefined.
+        lengths = [segment.length for segment in layout.segments if segment.length]
+        sums, longest = ends(lengths), max(lengths)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=sums,
+            cu_seqlens_kv=sums,
+            cu_seqlens_q_padded=sums,
+            cu_seqlens_kv_padded=sums,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+    return SequenceParams(
+        positions_TR=positions_TR if positions_BS is not None else positions_TR[:, :1],
+        packed=packed,
+        **vars(sequences_in(layout, cp_group)),
     )

@@ -57,7 +57,7 @@ class TEAttention(MegatronModule):
     ) -> torch.Tensor:
         """As `TorchAttention.forward`."""
         states = (query_SBNH, key_KBGH, value_KBGH)
-        if self._beyond_te(packed_seq_params, query_SBNH, value_KBGH):
+        if self._exceeds_te(packed_seq_params, query_SBNH, value_KBGH):
             context: torch.Tensor = self.fallback(
                 *states, attention_mask, packed_seq_params=packed_seq_params
             )
@@ -72,7 +72,7 @@ class TEAttention(MegatronModule):
         )
         return context.reshape(query_SBNH.size(0), 1, -1)
 
-    def _beyond_te(
+    def _exceeds_te(
         self, params: SequenceParams | None, query_SBNH: torch.Tensor, value_KBGH: torch.Tensor
     ) -> bool:
         split: bool = self.config.context_parallel_size > 1
