@@ -233,6 +233,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         _are_literal,
         "patterns are not read here: write the modules out by name, or by the ends of their paths",
     ),
+    ("layers_pattern", lambda v: not isinstance(v, Mapping), "must be names of lists of layers"),
     ("alpha_pattern", lambda v: _have(v, _is_number), _A_NUMBER),
     ("rank_pattern", lambda v: _have(v, _is_rank), _A_RANK),
     ("base_model_name_or_path revision", lambda v: isinstance(v, str), "must be a name"),

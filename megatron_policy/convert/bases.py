@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_policy.adapters.opening import Base, bind_base, find_base
-from megatron_policy.adapters.peft_files import PeftAdapters, peft_contents
+from megatron_policy.adapters.peft_files import ADAPTER_MODEL, PeftAdapters, peft_contents
 from megatron_policy.adapters.table import (
     PREFIX,
     A,
@@ -111,7 +111,12 @@ def _bind_to_base(checkpoint: OpenCheckpoint, found: PeftAdapters, base: Base) -
 
 
 def _check_forms(root: Path, base: Base, table: Table, infos: Mapping[str, Info]) -> None:
-    """ConversionError, naming tensors, for shapes that do not fit the base, and other dtypes."""
+    """ConversionError, naming tensors, for those that are missing, shapes that do not fit the base,
+    and other dtypes.
+    """
+    if missing := [name for name in table.hf_shapes() if name not in infos]:
+        shown = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5)
+        raise ConversionError(f"the adapters in {root} lack {shown}: restore {ADAPTER_MODEL}")
     problems = [
         f"{name} is {str(infos[name].dtype).removeprefix('torch.')} {list(infos[name].shape)}, "
         f"must be {list(shape)} of {name_dtypes(WEIGHT_DTYPES)}"

@@ -263,6 +263,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: changed(p, target_modules=["q_proj"]),
         "does not name them, so PEFT leaves them out",
     ),
+    "a lost head": (
+        lambda p: changed(p, modules_to_save=["score"]),
+        rf"lack base_model\.model\.score\.weight: restore {ADAPTER_MODEL}",
+    ),
     "no tensors": (lambda p: with_tensors(p, lambda t: t.clear()), "has no adapters"),
     "no file": (lambda p: (p / ADAPTER_MODEL).unlink(), "save_pretrained or export_peft wrote"),
     "a cut file": (

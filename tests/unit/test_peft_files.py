@@ -193,6 +193,12 @@ def test_modules_are_those_that_peft_adapts(named: dict[str, Any]) -> None:
         assert settings.names(path) == (check_target_module_exists(config, path) is True), path
 
 
+def test_a_mapping_names_no_lists_of_layers() -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    with pytest.raises(ConversionError, match=r"layers_pattern=.*must be names of lists"):
+        read_settings(config | {"layers_pattern": {"q_proj": 4}}, "here")
+
+
 def test_a_number_of_thousands_of_digits_is_not_the_number_of_a_layer() -> None:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     settings = read_settings(config | {"layers_to_transform": [1]}, "here")
