@@ -1,5 +1,5 @@
-"""Writes Hugging Face directories: plans which tensors are in which file and who writes it, before
-any byte moves, puts tensors into files, and says in a manifest what the directory has.
+"""Writes directories of models and adapters: plans which tensors are in which file and who writes
+it, before any byte moves, puts tensors into files, and says in a manifest what the directory has.
 """
 
 from __future__ import annotations
@@ -129,18 +129,15 @@ class DirectoryWriter:
     ) -> None:
         """It waits for the disk in the context that `alive` returns."""
         self._directory, self._alive = directory, alive
-        self._file_of = {tensor.name: file for file in files for tensor in file.tensors}
+        placed = [(tensor, file) for file in files for tensor in file.tensors]
+        self._file_of = {tensor.name: file for tensor, file in placed}
+        self.largest_bytes = max((tensor.nbytes for tensor, _ in placed), default=0)
+        """Bytes of the largest tensor."""
         self._open: dict[str, ShardFile] = {}
 
     def has(self, name: str) -> bool:
         """Whether that tensor is in one of the files."""
         return name in self._file_of
-
-    @property
-    def largest_bytes(self) -> int:
-        """Bytes of the largest tensor."""
-        files = self._file_of.values()
-        return max((tensor.nbytes for file in files for tensor in file.tensors), default=0)
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write a tensor; after the last of a file, wait until it is on the disk. OSError names the
@@ -152,7 +149,8 @@ class DirectoryWriter:
         self._open[file.name].put(name, tensor)
         if name == file.tensors[-1].name:
             with self._alive():
-                self._open.pop(file.name).complete()
+                self._open[file.name].complete()
+            del self._open[file.name]
 
     def close(self) -> None:
         """Close all files, complete or not."""

@@ -15,7 +15,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.verifying import verify as verify_save
 from megatron_policy.convert import check, convert
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.errors import ExportError
+from megatron_policy.errors import ConfigError, ExportError
 from megatron_policy.refit.transports.disk import HfDirectory
 from tests import oracle
 from tests.checkpoints import make_checkpoint
@@ -121,6 +121,11 @@ def write_everywhere(config: dict[str, Any], folder: Path) -> None:
         policy.refit(HfDirectory(folder / "refit", config["model_name"]))
         if policy.rank == 0:
             shutil.rmtree(source / "assets")
+            (source / "config.json").rename(source / "elsewhere")
+        with pytest.raises(ConfigError, match=r"no longer has its config\.json"):
+            policy.export_hf(folder / "none")
+        if policy.rank == 0:
+            (source / "elsewhere").rename(source / "config.json")
         policy.save_checkpoint(folder / "weights", None, folder / "tokenizer")
         policy.save_checkpoint(folder / "weights", None, hf_export=folder / "saved")
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.refit.hf_directory import plan_export
+from megatron_policy.refit.hf_directory import DirectoryWriter, ExportFile, plan_export
 from megatron_policy.refit.plan import RefitTensor
 
 
@@ -55,3 +60,27 @@ def test_tensors_of_mixed_width_count_their_bytes() -> None:
     assert half.nbytes == 12
     assert len(plan_export([*tensors(1), half], 16).files) == 1
     assert len(plan_export([*tensors(1), half], 15).files) == 2
+
+
+def test_a_file_of_very_many_tensors_is_looked_through_once(tmp_path: Path) -> None:
+    """Adapters of all experts are in one file."""
+    many = tuple(RefitTensor(f"t{i}", (i % 7,), torch.float32) for i in range(40_000))
+    assert DirectoryWriter(tmp_path, [ExportFile("one", 0, 0, many)]).largest_bytes == 24
+    assert DirectoryWriter(tmp_path, []).largest_bytes == 0
+
+
+def test_a_file_that_cannot_be_completed_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fdatasync", fail)
+    writer = DirectoryWriter(tmp_path, [ExportFile("one", 0, 0, tuple(tensors(1)))])
+    with pytest.raises(OSError, match="no space left") as held:
+        writer.put("s0.t0", torch.zeros(1))
+    assert held.value.errno == errno.ENOSPC
+    writer.close()
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    assert str(tmp_path / "one") not in [os.readlink(link) for link in links if link.is_symlink()]

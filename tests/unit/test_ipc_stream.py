@@ -255,6 +255,14 @@ def test_the_weights_of_another_model_are_refused_before_any_is_sent(pair: Pair)
         assert process.call(engine.state)[1:] == (None, False, [])
 
 
+def test_a_refit_that_cannot_be_announced_leaves_no_socket(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/socket"
+    model = ServedModel({"x": {1, 2}})  # no JSON
+    with pytest.raises(RefitError, match="set"):
+        deliver(StandIn(weights(1), model=model), IpcStream(address), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("staged", [True, False])
 def test_what_the_engine_cannot_load_is_refused_with_its_reason(pair: Pair, staged: bool) -> None:
     process = pair.start({**FORMS, "norm": ((34,), torch.bfloat16)}, expected=None, staged=staged)

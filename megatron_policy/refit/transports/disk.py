@@ -143,7 +143,7 @@ class StagedExport:
 
 
 class DirectoryTransport(ABC):
-    """A transport: a directory that all ranks write between them.
+    """A transport: a directory, whose files ranks share between them.
 
     It is written next to its final path and renamed when every file is on the disk, so `path`
     either does not exist, is unchanged, or is complete. A rank has one whole tensor of its files in
@@ -191,7 +191,11 @@ class DirectoryTransport(ABC):
         """
         prepared, self._prepared = self._prepared or self.prepare(exporter), None
         if not prepared.place.refusal:
-            return DirectorySession(prepared, exporter)
+            try:
+                return DirectorySession(prepared, exporter)
+            except BaseException:
+                prepared.drop()
+                raise
         if exporter.rank == 0:
             raise RefitError(prepared.place.refusal)
         return None
@@ -343,6 +347,8 @@ class HfDirectory(DirectoryTransport):
         side = side_files(self.source, table.overrides)
         copied = CopiedTensors.of(self.source, table, exporter.source_dtypes, self._max_shard_bytes)
         whole = files.followed_by(copied.plan)
+        if CONFIG not in {**side.copied, **side.changed}:
+            raise ConfigError(f"{self.source} no longer has its {CONFIG}: put it back")
         config = json.loads(side.content(CONFIG))
         origin = describe_origin("policy -> hf", {"path": self.source}, table.family, config)
 

@@ -89,8 +89,8 @@ class IpcStream:
         )
         line = RequestSocket(address, "engine", exporter.timeout_s * ENGINE_SHARE)
         session = _Session(line, buffers, self._dialect, exporter)
-        opening = self._dialect.encode_opening(plan.info(), exporter.served_model)
         try:
+            opening = self._dialect.encode_opening(plan.info(), exporter.served_model)
             if opening is not None:
                 session.send(lambda: opening)
         except BaseException:
