@@ -39,8 +39,8 @@ def chunk_activations(
     angles = model.angles(batch) if settings.recompute_granularity == "full" else 0
     kept, shared = (kept + angles, 0) if batch.packed else (kept, angles)
     most = kept
-    # A frozen embedding's output needs gradients only where `make_embedding` in
-    # `engines/megatron/build.py` has it need them.
+    # A frozen embedding's output needs gradients only where `Pipeline` in
+    # `engines/megatron/pipeline.py` has it need them.
     needed = not first or model.adapters is None or model.topology.pp > 1
     needed = needed or settings.recompute_granularity is not None
     units = [*_units(layers, model, settings, batch, needed)]

@@ -112,6 +112,8 @@ class FsdpEngine:
             for number, microbatch in enumerate(microbatches):
 
                 def finish(output: Output, dummy: bool = microbatch.dummy) -> torch.Tensor:
+                    if dummy and forward_only:
+                        return output.hidden_TRD.new_zeros(())
                     if dummy:
                         return output.nothing()
                     value, found = loss(output)

@@ -108,10 +108,7 @@ def make_embedding(
     sequence parallelism.
     """
     modules = [module for chunk in chunks for module in embeddings(chunk)]
-    config, scale = chunks[0].config, architecture.embedding_scale
-    # What is computed again has gradients only if something that enters it needs them, which the
-    # output of a frozen embedding does not.
-    needed = bool(config.recompute_granularity) or config.pipeline_model_parallel_size > 1
+    scale = architecture.embedding_scale
 
     def embed(tokens_RT: torch.Tensor) -> torch.Tensor:
         (module,) = modules
@@ -119,8 +116,6 @@ def make_embedding(
         if scale != 1.0:
             # In the activations' precision, to which transformers also rounds the factor.
             hidden_SRD = hidden_SRD * hidden_SRD.new_full((), scale)
-        if needed and torch.is_grad_enabled():
-            hidden_SRD.requires_grad_()
         return hidden_SRD
 
     return embed

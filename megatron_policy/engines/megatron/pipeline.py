@@ -184,7 +184,7 @@ class Pipeline:
         layout, rank = microbatch.layout, self.groups.cp.rank()
         model: Any = _model(chunk)
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
-        hidden_SRD = self.embedder.embed(tokens_RT, microbatch) if model.pre_process else None
+        hidden_SRD = self._embed(tokens_RT, microbatch, model) if model.pre_process else None
         positions_BS = self.embedder.positions(microbatch)
         sequences = sequence_params(layout, self.groups.cp, positions_BS)
         routers = self.channel and self.channel.params(microbatch, held, recorded)
@@ -212,6 +212,16 @@ class Pipeline:
             return finish(microbatch, made)
 
         return output, consume
+
+    def _embed(self, tokens_RT: torch.Tensor, microbatch: Microbatch, model: Any) -> torch.Tensor:
+        """What enters the first layer. What is computed again, or by another stage, has gradients
+        only if this needs them, which the output of a frozen embedding does not.
+        """
+        hidden_SRD, config = self.embedder.embed(tokens_RT, microbatch), model.config
+        needed = config.recompute_granularity or config.pipeline_model_parallel_size > 1
+        if needed and torch.is_grad_enabled():
+            hidden_SRD.requires_grad_()
+        return hidden_SRD
 
 
 @contextmanager
