@@ -21,7 +21,7 @@ from megatron_policy.engines.megatron.layer_spec import block_spec
 from megatron_policy.engines.megatron.layers.activations import install_activations
 from megatron_policy.engines.megatron.layers.rope import Rotary
 from megatron_policy.engines.megatron.layers.router import tell_routers
-from megatron_policy.engines.megatron.mtp import add_mtp_layers, embeddings
+from megatron_policy.engines.megatron.mtp import add_mtp_layers, find_embeddings
 from megatron_policy.engines.megatron.process_groups import are_shared
 from megatron_policy.parallel.topology import Placement
 
@@ -107,7 +107,7 @@ def make_embedding(
     the copy for multi-token prediction: hidden states `[S, R, D]`, its share of the positions under
     sequence parallelism.
     """
-    modules = [module for chunk in chunks for module in embeddings(chunk)]
+    modules = [module for chunk in chunks for module in find_embeddings(chunk)]
     scale = architecture.embedding_scale
 
     def embed(tokens_RT: torch.Tensor) -> torch.Tensor:

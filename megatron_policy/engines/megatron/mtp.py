@@ -173,14 +173,14 @@ def add_mtp_layers(
         chunk_.mtp_block = MtpBlock(model, architecture, config, implementation)
     if architecture.tied or place.topology.pp == 1:
         return  # one parameter, or copies that Megatron-Core keeps alike for the head
-    for module in embeddings(chunk_):
+    for module in find_embeddings(chunk_):
         weight = module.word_embeddings.weight
         weight.has_copy = True
         # Its own bucket of gradients: then both stages spread it alike over data-parallel ranks.
         weight.shared_embedding = True
 
 
-def embeddings(model: Any) -> list[Any]:
+def find_embeddings(model: Any) -> list[Any]:
     """The embeddings of a chunk: its own, and that of its MTP layers."""
     block = getattr(model, "mtp_block", None)
     found = (getattr(model, "embedding", None), getattr(block, "embedding", None))
@@ -192,7 +192,7 @@ def sum_embedding_gradients(chunks: Iterable[Any]) -> None:
     gradients of both. They are reduced over data-parallel ranks already. Collective over these two.
     """
     for chunk in chunks:
-        for embedding in embeddings(getattr(chunk, "module", chunk)):
+        for embedding in find_embeddings(getattr(chunk, "module", chunk)):
             weight = embedding.word_embeddings.weight
             if getattr(weight, "has_copy", False) and weight.requires_grad:
                 dist.all_reduce(weight.main_grad, group=embedding_group())
