@@ -86,6 +86,11 @@ NAME_ONLY_IN: dict[str, tuple[str, ...]] = {
     "parallel_state": ("engines.megatron.process_groups",),
 }
 FILE_LINES, FUNCTION_LINES, CLASS_LINES = 400, 60, 250
+CLASS_TREE = 3
+LARGER_TREES = {
+    "Halves": "a replicated row whose elements are in another order",
+    "Reshaped": "a replicated row whose tensor has other dimensions",
+}
 
 # Public classes of one name in two modules, each with its reason; Protocols may have it.
 SAME_CLASS_NAME: dict[str, str] = {}
@@ -277,6 +282,32 @@ def check_lengths(modules: list[Module]) -> list[str]:
                     what = f"{module.path}:{node.lineno}: {getattr(node, 'name', '')}"
                     problems.append(f"{what} {length} lines, at most {limit}")
     return problems
+
+
+def check_class_trees(
+    modules: list[Module], excepted: Mapping[str, str] = LARGER_TREES
+) -> list[str]:
+    """Classes that with all that they inherit from in this package are more than three: what they
+    do is better told by parts that they have.
+    """
+    classes = {
+        node.name: (module.path, node)
+        for module in modules
+        for node in module.nodes
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {}
+    for name, (path, node) in classes.items():
+        tree, left = {name}, [node]
+        while left:
+            for base in left.pop().bases:
+                inherited = ast.unparse(base).partition("[")[0].rpartition(".")[2]
+                if inherited in classes and inherited not in tree:
+                    tree.add(inherited)
+                    left.append(classes[inherited][1])
+        if len(tree) > CLASS_TREE:
+            found[name] = f"{path}:{node.lineno}: {name} is {len(tree)} classes: {sorted(tree)}"
+    return _without(found, excepted, "LARGER_TREES")
 
 
 def check_class_names(

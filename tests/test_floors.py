@@ -20,6 +20,7 @@ from tests.floors import (
     Module,
     check_circles,
     check_class_names,
+    check_class_trees,
     check_files,
     check_fragments,
     check_lengths,
@@ -49,6 +50,7 @@ def graph() -> grimp.ImportGraph:
         check_files,
         check_names,
         check_class_names,
+        check_class_trees,
         check_lengths,
         check_swallowed_errors,
     ],
@@ -308,6 +310,14 @@ def test_what_is_too_long_is_reported_and_one_line_less_is_not(source, said) -> 
     assert said in problem
     shorter = source[: source.rstrip("\n").rfind("\n") + 1] if source.strip() else source[1:]
     assert check_lengths(tree(policy=shorter)) == []
+
+
+def test_a_class_that_is_more_than_three_is_reported_with_all_of_them() -> None:
+    base = "class A: ...\nclass B(Generic[T]): ...\nclass C(device.A, B[int]): ...\n"
+    assert check_class_trees(tree(batch=base, device="class D(ValueError): ..."), {}) == []
+    modules = tree(batch=base, device="class D(batch.C, Protocol): ...")
+    (problem,) = check_class_trees(modules, {})
+    assert problem == "device.py:1: D is 4 classes: ['A', 'B', 'C', 'D']"
 
 
 def test_two_classes_of_one_name_are_reported_but_not_protocols_or_private_ones() -> None:
