@@ -134,11 +134,18 @@ def check_replaceable(destination: str | Path, overwrite: bool) -> Path:
     final = _absolute(destination)
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return final
-    if not any(all(any(final.glob(name)) for name in marks) for marks in _MARKS):
+    if any(final.glob("iter_*")):
+        raise ConfigError(f"{final} holds training checkpoints (iter_*); choose another path")
+    if not is_checkpoint(final):
         raise ConfigError(f"{final} exists and is not a checkpoint; choose another path")
     if not overwrite:
         raise ConfigError(f"{final} exists; choose another path, or replace it: overwrite=True")
     return final
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory has the files by which a checkpoint is recognised."""
+    return any(all(any(path.glob(name)) for name in marks) for marks in _MARKS)
 
 
 def check_room(final: Path, needed: int) -> None:

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.adapters.peft_files import peft_contents
-from megatron_policy.checkpoint import common_state, manifest, tracker
+from megatron_policy.checkpoint import common_state, tracker
 from megatron_policy.checkpoint.contents import Contents, NonTensorState, saved_by
 from megatron_policy.checkpoint.kept_files import KeptFiles
 from megatron_policy.checkpoint.loading import FoundCheckpoint, Loader, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport, SaveReport, check_host_data
 from megatron_policy.checkpoint.saving import DirectoryContents, SavedModel, Saver
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.files.publishing import check_replaceable
+from megatron_policy.converters.files.publishing import check_replaceable, is_checkpoint
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.hf_location import locate
 from megatron_policy.converters.formats.side_files import (
@@ -242,7 +242,7 @@ def check_export(export: AnyPath | None, *saved: AnyPath | None) -> None:
 def _refuse_checkpoints(*roots: Path | None) -> None:
     """ConfigError for a path that is itself a checkpoint: loads would never look into it."""
     for root in filter(None, roots):
-        if (root / manifest.NAME).is_file():
+        if is_checkpoint(root):
             raise ConfigError(
                 f"{root} is a checkpoint itself: give a directory to save checkpoints in"
             )

@@ -62,8 +62,9 @@ def resume(config: dict[str, Any], path: Path) -> dict[str, Any]:
         with pytest.raises(CheckpointError, match="fresh_optimizer=True"):
             policy.load_checkpoint(path)
         report = policy.load_checkpoint(path, fresh_optimizer=True)
-        with pytest.raises(ConfigError, match=r"is a checkpoint itself: give a directory"):
-            policy.save_checkpoint(path)
+        for whole in (path, config["model_name"]):
+            with pytest.raises(ConfigError, match=r"is a checkpoint itself: give a directory"):
+                policy.save_checkpoint(whole)
         seen = {
             "before": before,
             "adapters": {n: t.clone() for n, t in policy.export(adapters=True)},

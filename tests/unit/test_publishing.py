@@ -309,3 +309,15 @@ def test_one_that_is_slow_to_remove_what_it_replaced_takes_nothing_of_the_next(
     slow.publish()
     clean_leftovers(tmp_path, names="out")
     assert held(out) == ["slow"]
+
+
+def test_a_directory_that_holds_training_checkpoints_is_never_replaced(tmp_path: Path) -> None:
+    with new_directory(tmp_path / "mixed") as partial:
+        write(partial, "old")
+    (tmp_path / "mixed" / "iter_0000002").mkdir()
+    with (
+        pytest.raises(ConfigError, match=r"mixed holds training checkpoints \(iter_\*\)"),
+        new_directory(tmp_path / "mixed", overwrite=True) as partial,
+    ):
+        write(partial, "new")
+    assert held(tmp_path / "mixed") == ["old"]
