@@ -24,6 +24,9 @@ from megatron_policy.refit.manifest import (
 Load = Callable[[list[tuple[str, Tensor]]], object]
 """Copies weights, by Hugging Face name, into an engine, which must not keep the tensors."""
 
+Finish = Callable[[], object]
+"""Ends a set of weights that has arrived whole and was loaded."""
+
 
 @dataclass
 class EngineState:
@@ -35,6 +38,7 @@ class EngineState:
     """
 
     load: Load
+    finish: Finish
     expected: RefitInfo | None = None
     staged: bool = True
     step: int | None = None
@@ -124,6 +128,7 @@ class WeightAssembler:
         if engine.staged:
             engine.kept = {name: engine.kept[name] for name in manifest.tensors}
             self._load(list(engine.kept.items()))
+        self._call_engine(engine.finish)
         engine.step, engine.mixed, engine.model = manifest.step, False, manifest.model
         return manifest
 
@@ -146,8 +151,11 @@ class WeightAssembler:
 
     def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
         self._engine.mixed, self._engine.model = True, self._model
+        self._call_engine(lambda: self._engine.load(tensors))
+
+    def _call_engine(self, call: Callable[[], object]) -> None:
         try:
-            self._engine.load(tensors)
+            call()
         except Exception as error:
             raise self._refusal(
                 f"the engine could not load the weights: {type(error).__name__}: {error}"

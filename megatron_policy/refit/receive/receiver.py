@@ -10,7 +10,12 @@ from typing import Any
 
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.refit.manifest import RefitManifest, ServedModel, parse_info
-from megatron_policy.refit.receive.assembler import EngineState, Load, WeightAssembler
+from megatron_policy.refit.receive.assembler import (
+    EngineState,
+    Finish,
+    Load,
+    WeightAssembler,
+)
 
 
 class Receiver:
@@ -25,12 +30,14 @@ class Receiver:
         self,
         load: Load,
         *,
+        finish: Finish = lambda: None,
         expected: Mapping[str, Sequence[Any]] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         staged: bool = True,
     ) -> None:
         """`load` is called with [(Hugging Face name, tensor), ...] and must copy them: the memory
-        is reused when it returns. It raises if it cannot load them.
+        is reused when it returns. It raises if it cannot load them. `finish` is called when a set is
+        complete and loaded, before the trainer hears that it was accepted; it may raise too.
 
         `expected` is what the trainer's `prepare_refit_info` returned: {name: (shape, dtype, ...)}
         and its `model`.
@@ -39,7 +46,9 @@ class Receiver:
         piece as weights arrive, and a refit that fails half-way leaves the engine `mixed`.
         """
         self.timeout_s = checked_timeout(timeout_s)
-        self._engine = EngineState(load, None if expected is None else parse_info(expected), staged)
+        self._engine = EngineState(
+            load, finish, None if expected is None else parse_info(expected), staged
+        )
         self._unfinished: WeightAssembler | None = None
 
     @property

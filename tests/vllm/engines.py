@@ -1,0 +1,111 @@
+"""Starts engines in vLLM's environment and calls them; see `engine_process`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+ANSWER_S = 300.0  # a busy machine takes minutes to start an engine
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def find_python() -> Path | None:
+    """The interpreter of vLLM's environment: VLLM_PYTHON, or that of `make vllm-env`."""
+    named = os.environ.get("VLLM_PYTHON")
+    path = Path(named) if named else CHECKOUT / ".venv-vllm" / "bin" / "python"
+    return path if path.exists() else None
+
+
+class EngineError(RuntimeError):
+    """The engine raised, died, or did not answer in time."""
+
+
+class EngineCaller:
+    """Calls an engine of another process from this one; one call at a time."""
+
+    def __init__(self, address: str) -> None:
+        """`address` is an `EngineProcess`'s."""
+        self._line = Client(address, "AF_UNIX")
+
+    def __enter__(self) -> EngineCaller:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._line.close()
+
+    def begin(self, method: str, *arguments: Any, **keywords: Any) -> None:
+        """Start a call of that method; `result` must follow."""
+        self._line.send((method, arguments, keywords))
+
+    def result(self) -> Any:
+        """The result of the method that was begun; EngineError with the reason if it failed."""
+        if not self._line.poll(ANSWER_S):
+            raise EngineError(f"the engine has not answered within {ANSWER_S:g} s")
+        try:
+            fine, value = self._line.recv()
+        except (EOFError, ConnectionError):
+            raise EngineError("the engine died") from None
+        if not fine:
+            raise EngineError(value)
+        return value
+
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call `begin` and `result`."""
+        self.begin(method, *arguments, **keywords)
+        return self.result()
+
+
+class EngineProcess:
+    """An engine in vLLM's environment. It ends with this process, or in `close`."""
+
+    def __init__(self, path: Path, folder: Path, **options: Any) -> None:
+        """Start it with the checkpoint at `path`; `options` are those of vLLM's `LLM`, in JSON.
+        `folder`, a short path, gets its socket and its output. EngineError if it does not start.
+        """
+        python = find_python()
+        assert python is not None
+        self.address, self._log = str(folder / "engine.sock"), folder / "engine.log"
+        # Workers in the caller's own process start in half the time.
+        alone = options.get("tensor_parallel_size", 1) == 1
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(CHECKOUT)}
+        environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if alone else {}
+        command = ["-m", "tests.vllm.engine_process", path, self.address, json.dumps(options)]
+        with self._log.open("w") as output:
+            self.process = subprocess.Popen(
+                [python, *command],
+                env=environment,
+                cwd=CHECKOUT,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        deadline = time.monotonic() + ANSWER_S
+        while not Path(self.address).exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise EngineError(f"the engine has not started: {self._log.read_text()[-3000:]}")
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Let the process end, and kill it if it does not."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
