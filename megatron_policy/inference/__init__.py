@@ -1,1 +1,4 @@
-"""Inference engines that follow a policy: one folder for each kind, for the engine's own process."""
+"""Inference engines that follow a policy; one folder for each kind of engine.
+
+Read `vllm/engine.py` first.
+"""

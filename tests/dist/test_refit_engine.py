@@ -1,6 +1,4 @@
-"""The engine of examples/refit, a process of its own, follows a policy over every transport; and so
-does what vLLM's workers would be given.
-"""
+"""The engine of examples/refit, a process of its own, follows a policy over every transport."""
 
 from __future__ import annotations
 
@@ -8,25 +6,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from examples.refit.remote import EngineError, RemoteEngine
 from examples.refit.task import PROMPT, VOCAB, make_checkpoint, policy_section
-from examples.refit.trainer import TOLERANCE, TRANSPORTS, Report, session, train_step
-from examples.refit.vllm_extension import RefitExtension, plain
-from megatron_policy import MegatronPolicy, device
-from megatron_policy.coordination.rendezvous import reserved_port
+from examples.refit.trainer import TOLERANCE, TRANSPORTS, Report, session
+from megatron_policy import MegatronPolicy
 from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.platform import prepare_platform
-from megatron_policy.errors import RefitError
-from megatron_policy.refit.transports.collective.transport import Collective
-from megatron_policy.refit.transports.ipc.transport import IpcStream
 
 TIMEOUT_S = 60.0
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "refit" / "run.py"
@@ -79,73 +69,6 @@ def test_an_engine_without_megatron_refuses_another_model_and_its_death_is_no_wa
     with pytest.raises(EngineError, match="the engine died, status -9"):
         engine.call("generate", PROMPT, 1)
     engine.close()
-
-
-class Model:
-    """What a vLLM model is to its worker: something that loads HF tensors."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, Tensor] = {}
-
-    def load_weights(self, weights: list[tuple[str, Tensor]]) -> set[str]:
-        self.weights |= {name: tensor.clone() for name, tensor in weights}
-        return {name for name, _ in weights}
-
-
-class Worker(RefitExtension):
-    """A stand-in for vLLM's worker."""
-
-    def __init__(self) -> None:
-        self.model_runner = SimpleNamespace(model=Model())
-
-
-def hand_over_to_worker(path: Path, staged: bool) -> list[tuple[bool, Any]]:
-    """Over both transports, with training between: whether the worker has the policy's weights,
-    and what it says of its state.
-    """
-    prepare_platform()
-    join_process_group(TIMEOUT_S)
-    policy = MegatronPolicy(policy_section(path), init_reference_model=False)
-    worker, seen = Worker(), []
-    worker.refit_prepare(plain(policy.exporter.plan().info()), TIMEOUT_S, staged)
-    address = f"ipc://{path.parent}/worker.sock"
-    with reserved_port() as port:
-        group = Collective.join(policy.exporter, "127.0.0.1", port, 2, timeout_s=TIMEOUT_S)
-    worker.refit_join(1, "127.0.0.1", port, 2, secret=group.secret)
-    try:
-        for receive, arguments, transport in (
-            (worker.refit_from_stream, [{device.device_id(): address}], IpcStream(address)),
-            (worker.refit_from_group, [], group.transport()),
-        ):
-            train_step(policy)
-            thread = Thread(target=receive, args=arguments, daemon=True)
-            thread.start()
-            policy.refit(transport)
-            thread.join(TIMEOUT_S)
-            held, sent = worker.model_runner.model.weights, dict(policy.export())
-            equal = held.keys() == sent.keys() and all(torch.equal(held[n], sent[n]) for n in sent)
-            seen.append((equal, worker.refit_state()))
-    finally:
-        group.close()
-        policy.shutdown()
-    return seen
-
-
-@pytest.mark.parametrize("staged", [False, True])
-def test_a_worker_of_vllm_gets_the_weights_through_its_load_weights(
-    ranks, path: Path, staged: bool
-) -> None:
-    (seen,) = ranks.run(1, hand_over_to_worker, path, staged)
-    assert seen == [(True, (1, False)), (True, (2, False))]
-
-
-def test_a_worker_that_has_another_model_refuses(path: Path) -> None:
-    worker = Worker()
-    worker.refit_prepare({"weight": ([2, 3], "bfloat16")})
-    assembler = worker.refit_receiver.assembler()
-    with pytest.raises(RefitError, match="not the weights of the engine's model"):
-        assembler.announce({"weight": ((3, 2), torch.bfloat16)})
-    assert worker.refit_state() == (None, False)
 
 
 @pytest.mark.nightly

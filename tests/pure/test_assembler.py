@@ -102,6 +102,30 @@ def test_what_is_not_the_set_is_refused_and_the_engine_keeps_the_last(
     assert bits(engine.weights) == bits(NEW)
 
 
+@pytest.mark.parametrize("staged", [True, False])
+def test_an_engine_that_cannot_finish_a_set_refuses_it_and_is_mixed_until_the_next(
+    staged: bool,
+) -> None:
+    seen: list[str] = []
+
+    def finish() -> None:
+        seen.append(f"finish {len(engine.loads)}")
+        if len(seen) == 1:
+            raise ValueError("no kernel")
+
+    engine, receiver = make(staged=staged, finish=finish)
+    loads = 1 if staged else len(OLD)
+    with pytest.raises(RefitError, match=r"ValueError: no kernel\. The engine's weights are mixed"):
+        give(receiver, OLD, 1)
+    assert receiver.step is None and receiver.mixed
+    give(receiver, NEW, 2)
+    assert seen == [f"finish {loads}", f"finish {2 * loads}"]
+    assert receiver.step == 2 and not receiver.mixed and bits(engine.weights) == bits(NEW)
+    with pytest.raises(RefitError, match="norm"):
+        give(receiver, wrong("missing"), 3)
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize("what", ["missing", "damaged"])
 def test_without_staging_a_refused_set_leaves_the_engine_mixed_until_the_next(what: str) -> None:
     engine, receiver = make(staged=False)

@@ -21,9 +21,10 @@ class ModelReload:
     with weights of several sets.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: Any, *, keeps_tensors: bool) -> None:
-        """`model` is the worker's. `keeps_tensors` says that what `load` is given stays as it is
-        until `finish`; else it is copied, as vLLM reads a tensor only when its layer is complete.
+    def __init__(self, model: Any, vllm_config: Any, *, keeps_tensors: bool) -> None:
+        """`model` and `vllm_config` are the worker's. `keeps_tensors` says that what `load` is given
+        stays as it is until `finish`; else it is copied, as vLLM reads a tensor only when its layer
+        is complete.
         """
         self._model, self._config = model, vllm_config
         self._keeps_tensors = keeps_tensors
@@ -48,7 +49,7 @@ class ModelReload:
             )
 
     def close(self) -> None:
-        """Give all layers back to their kernels, with what has been loaded; nothing between sets."""
+        """Give layers back to their kernels, with what has been loaded, if a set is under way."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if not self._under_way:

@@ -36,8 +36,8 @@ class Receiver:
         staged: bool = True,
     ) -> None:
         """`load` is called with [(Hugging Face name, tensor), ...] and must copy them: the memory
-        is reused when it returns. It raises if it cannot load them. `finish` is called when a set is
-        complete and loaded, before the trainer hears that it was accepted; it may raise too.
+        is reused when it returns. It raises if it cannot load them. `finish` is called when a set
+        is complete and loaded, before the trainer hears that it was accepted; it may raise too.
 
         `expected` is what the trainer's `prepare_refit_info` returned: {name: (shape, dtype, ...)}
         and its `model`.
