@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from .codec import Codec
 from .display import Display
 from .grpo import Answers, improve, measure
 from .journal import Journal
-from .settings import GRPO, Imitation, Layout, policy_section
+from .rollouts import OwnRollouts, Rollouts, find_vllm, vllm_rollouts
+from .settings import GRPO, Imitation, Layout, Lengths, policy_section
 from .sft import imitate
 from .task import Problems
 from .verify import Comparison, compare
@@ -38,6 +39,8 @@ class Options:
     grpo: GRPO
     layout: Layout
     output: Path
+    vllm: bool = False
+    """Whether vLLM samples the answers of GRPO, in place of the policy."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class Stage:
 def run(options: Options, problems: Problems, display: Display, journal: Journal) -> Outcome:
     """Make a model, imitate, improve, export, check; leaves checkpoints in `options.output`."""
     transformers_logging.disable_progress_bar()
+    if options.vllm:
+        find_vllm()  # before minutes of SFT
     given = options.model
     model = new_model(options, problems, display) if given is None else str(locate(given))
     codec = Codec(tokenizer_of(model))
@@ -96,18 +101,36 @@ def improvement(stage: Stage) -> tuple[Answers, Comparison]:
     settings, output = stage.options.grpo, stage.options.output
     start = str(output / "sft")
     with policy_on(stage, start, settings, settings.steps, reference=True) as policy:
-        with reporting(stage, "grpo", settings.steps, "reward") as report:
-            improve(policy, stage.problems, stage.codec, settings, report)
+        with (
+            rollouts_of(stage, policy, start) as rollouts,
+            reporting(stage, "grpo", settings.steps, "reward") as report,
+        ):
+            improve(policy, rollouts, stage.problems, stage.codec, settings, report)
         answers = finished(stage, policy, output / "policy")
         return answers, compare(policy, output / "policy", answers.batch)
 
 
 def finished(stage: Stage, policy: Policy, path: Path) -> Answers:
     """Measure a trained policy and export it."""
-    answers = measure(policy, stage.codec, stage.problems.held_out)
+    answers = measure(OwnRollouts(policy), stage.codec, stage.problems.held_out)
     stage.display.say(f"reward on held-out problems {answers.reward:.3f}; export to {path}")
     policy.export_hf(path, overwrite=True)
     return answers
+
+
+@contextmanager
+def rollouts_of(stage: Stage, policy: Policy, model: str) -> Iterator[Rollouts]:
+    """Who samples for a policy that starts from `model`."""
+    if not stage.options.vllm:
+        yield OwnRollouts(policy)
+        return
+    settings, log = stage.options.grpo, stage.options.output / "vllm.log"
+    rows, lengths = settings.problems * settings.group_size, _lengths(stage)
+    with ExitStack() as stack:
+        with stage.display.waiting(f"starting vLLM; it writes to {log}"):
+            started = vllm_rollouts(policy, model, stage.codec, lengths, rows, log)
+            rollouts = stack.enter_context(started)
+        yield rollouts
 
 
 @contextmanager
@@ -135,7 +158,7 @@ def policy_on(
         settings,
         calls,
         options.layout,
-        codec.lengths(stage.problems.held_out),
+        _lengths(stage),
         AutoConfig.from_pretrained(model).hidden_size,
         options.seed,
     )
@@ -146,6 +169,10 @@ def policy_on(
         yield policy
     finally:
         policy.shutdown()
+
+
+def _lengths(stage: Stage) -> Lengths:
+    return stage.codec.lengths(stage.problems.held_out)
 
 
 @contextmanager

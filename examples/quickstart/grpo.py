@@ -16,6 +16,7 @@ from megatron_policy import BatchedDataDict, Policy
 
 from .codec import Codec, with_masks
 from .losses import GRPOLoss
+from .rollouts import Rollouts
 from .settings import GRPO
 from .task import Problem, Problems, reward
 
@@ -23,13 +24,20 @@ Report = Callable[[dict[str, float]], None]
 
 
 def improve(
-    policy: Policy, problems: Problems, codec: Codec, settings: GRPO, report: Report
+    policy: Policy,
+    rollouts: Rollouts,
+    problems: Problems,
+    codec: Codec,
+    settings: GRPO,
+    report: Report,
 ) -> None:
-    """Train for `settings.steps` steps on the policy's own answers; `report` gets their metrics."""
+    """Train for `settings.steps` steps on answers of `rollouts`, which follow the policy; `report`
+    gets their metrics.
+    """
     loss = GRPOLoss(settings.clip, settings.kl_weight)
     for step in range(1, settings.steps + 1):
         asked = problems.draw(settings.problems)
-        answers = answer(policy, codec, [p for p in asked for _ in range(settings.group_size)])
+        answers = answer(rollouts, codec, [p for p in asked for _ in range(settings.group_size)])
         advantages_B = group_advantages(answers.rewards_B, settings.group_size)
 
         batch = answers.batch
@@ -38,10 +46,12 @@ def improve(
         reference = policy.get_reference_policy_logprobs(batch)
         batch["reference_policy_logprobs"] = reference["reference_logprobs"]
         result = policy.train(batch, loss)
+        rollouts.follow()
 
         metrics = {"step": step, "reward": answers.rewards_B.mean().item(), **sums(result)}
+        metrics |= result["rollout_mismatch"]
         if step % settings.measure_every == 0 or step == settings.steps:
-            metrics["held_out_reward"] = measure(policy, codec, problems.held_out).reward
+            metrics["held_out_reward"] = measure(rollouts, codec, problems.held_out).reward
         report(metrics)
 
 
@@ -59,23 +69,26 @@ class Answers:
         return self.rewards_B.mean().item()
 
 
-def answer(policy: Policy, codec: Codec, problems: Sequence[Problem]) -> Answers:
-    """Sample an answer to each problem from the policy and check it."""
+def answer(rollouts: Rollouts, codec: Codec, problems: Sequence[Problem]) -> Answers:
+    """Sample an answer to each problem and check it."""
     prompts = codec.prompts(problems)
-    generated = policy.generate(prompts)
+    generated = rollouts.generate(prompts)
     texts = codec.answers(generated, prompts["input_lengths"])
     rewards = [reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
     whole = {
         "input_ids": generated["output_ids"],
         "input_lengths": generated["unpadded_sequence_lengths"],
+        "generation_logprobs": generated["logprobs"],
     }
     batch = with_masks(BatchedDataDict(whole), prompts["input_lengths"])
     return Answers(texts, torch.tensor(rewards), batch)
 
 
-def measure(policy: Policy, codec: Codec, held_out: Sequence[Problem], times: int = 2) -> Answers:
+def measure(
+    rollouts: Rollouts, codec: Codec, held_out: Sequence[Problem], times: int = 2
+) -> Answers:
     """Answers to problems that are never trained on, each sampled `times` times."""
-    return answer(policy, codec, list(held_out) * times)
+    return answer(rollouts, codec, list(held_out) * times)
 
 
 def group_advantages(rewards_B: Tensor, group_size: int) -> Tensor:

@@ -35,6 +35,9 @@ def main(
         str,
         typer.Option(help="What trains: 'megatron' or 'fsdp2' (over all workers)."),
     ] = "megatron",
+    rollouts: Annotated[
+        str, typer.Option(help="What samples for GRPO: 'policy', or 'vllm', which follows it.")
+    ] = "policy",
     output: Annotated[Path, typer.Option(help="Where results go.")] = Path("outputs/quickstart"),
 ) -> None:
     """Teach a small model to sort letters: first from careless demonstrations, then by GRPO."""
@@ -51,6 +54,8 @@ def main(
     if engine not in list(settings.Engine):
         known = " or ".join(settings.Engine)
         raise typer.BadParameter(f"{engine!r} is not an engine: give {known}")
+    if rollouts not in ("policy", "vllm"):
+        raise typer.BadParameter(f"{rollouts!r} cannot sample: give policy or vllm")
     options = demo.Options(
         model=model,
         seed=seed,
@@ -58,6 +63,7 @@ def main(
         grpo=replace(settings.GRPO(), steps=steps),
         layout=settings.Layout(workers, tp, settings.Engine(engine)),
         output=output,
+        vllm=rollouts == "vllm",
     )
     display, problems = Display(console), Problems(seed)
     try:

@@ -22,7 +22,7 @@ class ModelReload:
     """
 
     def __init__(self, model: Any, vllm_config: Any, *, keeps_tensors: bool) -> None:
-        """`model` and `vllm_config` are the worker's. `keeps_tensors` says that what `load` is given
+        """`model` and `vllm_config` are the worker's. `keeps_tensors` says that what `load` gets
         stays as it is until `finish`; else it is copied, as vLLM reads a tensor only when its layer
         is complete.
         """
