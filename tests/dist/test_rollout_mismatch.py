@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.exact import load_hf
 from tests.losses import loss_mask
 from tests.margins import check
 
+TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
 BOUND, ROUNDING = 0.25, 2e-5
 """The rounding of log-probabilities in fp32, and so of their distances, of which none is that near
 the bound; the divergence has a slope below 1 at these.
@@ -269,3 +271,38 @@ def test_a_token_that_trainings_filters_drop_is_not_taken_for_a_certain_one(
         found = result["rollout_mismatch"]
         assert 0 < found["train_rollout_not_finite"] == dropped < tokens
         assert found["train_rollout_tokens"] == tokens - dropped
+
+
+def of_its_own_answers(config: dict[str, Any], data: BatchedDataDict) -> tuple[Any, int, Any]:
+    with open_policy(config, tokenizer=TOKENIZER, init_reference_model=False) as policy:
+        lengths = data["input_lengths"].clamp(max=4)
+        made = policy.generate(BatchedDataDict(input_ids=data["input_ids"], input_lengths=lengths))
+        positions = torch.arange(made.tokens_BT.size(1))
+        ends = made.lengths_B
+        answers = BatchedDataDict(
+            input_ids=made.tokens_BT,
+            input_lengths=ends,
+            token_mask=(positions >= lengths.unsqueeze(1)) & (positions < ends.unsqueeze(1)),
+            sample_mask=torch.ones(len(lengths)),
+            generation_logprobs=made.logprobs_BT,
+        )
+        results = []
+        for temperature in (None, 1.0):
+            found = policy.train(
+                answers, LOSSES["sequence"](), eval_mode=True, temperature=temperature
+            )
+            results.append(found["rollout_mismatch"])
+        return results[0], int(made.generated_B.sum()), results[1]
+
+
+def test_a_policys_own_answers_are_as_probable_in_training_at_their_temperature(
+    ranks, checkpoint
+) -> None:
+    path = checkpoint("qwen2", **SIZES)
+    data = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
+    generation = {"max_new_tokens": 6, "temperature": 0.5, "top_k": 40}
+    config = config_of(path, LAYOUTS["TP2"].megatron, generation=generation)
+    for found, tokens, hotter in ranks.run(2, of_its_own_answers, config, data):
+        assert found["train_rollout_tokens"] == tokens
+        assert found["train_rollout_logprob_abs_diff_max"] < ROUNDING
+        assert hotter["train_rollout_logprob_abs_diff"] > BOUND

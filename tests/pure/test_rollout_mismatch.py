@@ -7,9 +7,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import BatchError
@@ -156,6 +158,25 @@ def test_nothing_of_the_graph_is_kept_and_half_precision_is_compared_in_fp32() -
     half = rollout_BS.bfloat16()
     in_half = compare_rollouts(train_BS.detach(), half, mask_BS)
     assert in_half == compare_rollouts(train_BS.detach(), half.float(), mask_BS)
+
+
+class Reads(TorchDispatchMode):
+    """Refuses what the host would wait for on a device: values, and shapes that depend on them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.name().split(".")[0] not in {
+            *("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select"),
+            *("aten::index", "aten::bincount"),
+        }
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_value_is_waited_for() -> None:
+    train_BS, rollout_BS, mask_BS = rows()
+    with Reads():
+        mismatch_part(train_BS, rollout_BS, mask_BS != 0, 0.1, by_position=True)
+    with pytest.raises(AssertionError), Reads():
+        train_BS.sum().item()
 
 
 def test_shapes_that_differ_are_refused() -> None:
