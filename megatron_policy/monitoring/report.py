@@ -126,7 +126,7 @@ class PolicyReport:
     ) -> PolicyReport:
         """Of one rank, from its last training calls' `speeds`, and the last mismatch."""
         timed = (StepSpeed.of(speeds), StepBalance.of(speeds)) if speeds else (None, None)
-        return cls(step, 1, memory, memory, *timed, mismatch)
+        return cls(step, 1, memory, memory, *timed, mismatch=mismatch)
 
     @classmethod
     def merged(cls, reports: Sequence[PolicyReport]) -> PolicyReport:

@@ -27,32 +27,50 @@ from megatron_policy.packing.microbatch import counted
 
 
 @dataclass(frozen=True)
+class MicrobatchMismatch:
+    """What is measured of one microbatch, whose rows have the engine's log-probabilities under
+    `key`, as soon as training's are known: a loss can change them afterwards.
+    """
+
+    config: RolloutMismatchConfig
+    output: Output
+    key: str
+    parts: list[torch.Tensor] = field(default_factory=list)
+
+    def watch(self, logprobs_BS: torch.Tensor) -> None:
+        """Compare training's log-probabilities `[B, S - 1]`."""
+        data = self.output.microbatch.data
+        # Token 0 is sampled after nothing that the model has read.
+        train_BS, counted_BS = (F.pad(each, (1, 0)) for each in (logprobs_BS, counted(data)[:, 1:]))
+        bound, by_position = self.config.bound, self.config.by_position
+        self.parts.append(
+            mismatch_part(train_BS, data[self.key], counted_BS, bound, by_position=by_position)
+        )
+
+    def read(self) -> torch.Tensor:
+        """The microbatch's part, on its device. Of a loss that was given no log-probabilities they
+        are computed now, by one more pass over the head.
+        """
+        if not self.parts:
+            wanted_BS = counted(self.output.microbatch.host.data)
+            with torch.no_grad():
+                self.output.next_token_scores(wanted_BS, watch=self.watch)
+        return self.parts[0]
+
+
+@dataclass(frozen=True)
 class MismatchMeter:
     """What one call of training finds, of as many microbatches as are added."""
 
     config: RolloutMismatchConfig
     parts: list[Sequence[float]] = field(default_factory=list)
 
-    def measure(self, output: Output, seen: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The part of a microbatch, on its device; None without the engine's log-probabilities. Of
-        a loss that takes no log-probabilities nothing is `seen`: they are then computed, by one
-        more pass over the head.
-        """
-        data = output.microbatch.data
-        key = rollout_key(data)
+    def of_microbatch(self, output: Output) -> MicrobatchMismatch | None:
+        """What measures a microbatch; None without the engine's log-probabilities."""
+        key = rollout_key(output.microbatch.data)
         if key is None or output.head.scalar is not None:
             return None
-        found = list(seen)
-        if not found:
-            with torch.no_grad():
-                output.next_token_scores(counted(output.microbatch.host.data), watch=found.append)
-        # Token 0 is sampled after nothing that the model has read.
-        train_BS, counted_BS = (F.pad(each, (1, 0)) for each in (found[0], counted(data)[:, 1:]))
-        by_position = self.config.by_position
-        rollout_BS = data[key]
-        return mismatch_part(
-            train_BS, rollout_BS, counted_BS, self.config.bound, by_position=by_position
-        )
+        return MicrobatchMismatch(self.config, output, key)
 
     def add(self, part: Sequence[float] | None) -> None:
         """Add a joined part, if there is one."""

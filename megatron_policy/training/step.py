@@ -323,11 +323,12 @@ def run(
 
     def loss(output: Output) -> tuple[torch.Tensor, Kept]:
         faults: list[LossFault] = []
-        seen: list[torch.Tensor] = []
+        measured = None if mismatch is None else mismatch.of_microbatch(output)
+        watch = None if measured is None else measured.watch
         value, metrics = evaluate_loss(
-            loss_fn, output, counts, engine.vocab_size, engine.groups, faults, seen.append
+            loss_fn, output, counts, engine.vocab_size, engine.groups, faults, watch
         )
-        part = None if mismatch is None else mismatch.measure(output, seen)
+        part = None if measured is None else measured.read()
         # The schedule scales the value it differentiates in place.
         kept = value.detach().clone()
         mtp_loss, named = mtp_losses(output, counts)

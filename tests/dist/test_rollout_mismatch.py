@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, polic
 from tests.dist.layouts import FSDP1_LAYOUTS, FSDP2_LAYOUTS, LAYOUTS, LENGTH, SIZES, VOCAB, layout
 from tests.dist.shortcuts import dynamic, packed
 from tests.exact import load_hf
-from tests.losses import loss_mask
+from tests.losses import SequenceNLL, loss_mask
 from tests.margins import check
 
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
@@ -183,9 +182,19 @@ def test_every_layout_measures_what_one_process_of_transformers_does(
         assert {key: record[f"{kind}/{key}"] for key in mismatch} == mismatch
 
 
-def of_the_first_weights(config: dict[str, Any], data: BatchedDataDict, keys: Sequence[str]) -> Any:
-    """The same without another pass as with one, in parts too; a step that is skipped; a share of
-    the rows without log-probabilities; and wrong ones, after which the policy goes on.
+class Changing(SequenceNLL):
+    """Leaves other numbers in what it was given."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().__call__(*args, **kwargs)
+        kwargs["next_token_logprobs"].fill_(-1.0)
+        return result
+
+
+def of_the_first_weights(config: dict[str, Any], data: BatchedDataDict) -> Any:
+    """The same without another pass as with one, whatever the loss does, in parts too; a step that
+    is skipped; a share of the rows without log-probabilities; and wrong ones, after which the
+    policy goes on.
     """
     found: dict[str, Any] = {}
     with open_policy(config, init_reference_model=False) as policy:
@@ -198,7 +207,7 @@ def of_the_first_weights(config: dict[str, Any], data: BatchedDataDict, keys: Se
             by_position=True,
         )
         found["read"] = read.metrics()
-        found["eval"] = policy.train(own, LOSSES["sequence"](), eval_mode=True)
+        found["eval"] = policy.train(own, Changing(), eval_mode=True)
         found["parts"] = in_parts(policy, plain(part(data, 0)), "sequence")
     with open_policy(config, init_reference_model=False) as policy:
         empty = BatchedDataDict(plain(data))
@@ -229,9 +238,7 @@ def test_it_is_of_the_weights_that_a_call_begins_with_and_of_the_rows_that_have_
     path = checkpoint("qwen2", **SIZES)
     data = batch_of(path)
     first, second, both = expected(part(data, 0)), expected(part(data, 1)), expected(data)
-    for rank, found in enumerate(
-        ranks.run(2, of_the_first_weights, config_of(path, {}), data, list(data))
-    ):
+    for rank, found in enumerate(ranks.run(2, of_the_first_weights, config_of(path, {}), data)):
         own = data.shard_by_batch_size(2, GLOBAL_BATCH)
         assert_near(found["read"], expected(own[rank]))
         assert_near(found["eval"]["rollout_mismatch"], both)
