@@ -15,6 +15,10 @@ from megatron_policy.coordination.timeouts import LONGEST_TIMEOUT_S, SHORTEST_TI
 
 DEFAULT_BUCKET_BYTES = 512 * 2**20
 """The most bytes that one collective of a refit moves, unless the configuration says otherwise."""
+MISMATCH_BOUND = 0.1
+"""The distance of two log-probabilities of a token, in nats, beyond which tokens are counted,
+unless the configuration or a caller says otherwise.
+"""
 MAX_COUNT = 2**31 - 1
 """Somewhere sizes and counts become 32-bit integers: in collectives, in kernels."""
 MAX_BYTES = 2**63 - 1

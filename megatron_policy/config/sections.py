@@ -21,9 +21,11 @@ from megatron_policy.config.fsdp import (
 from megatron_policy.config.megatron_sections import MegatronConfig
 from megatron_policy.config.numbers import (
     DEFAULT_BUCKET_BYTES,
+    MISMATCH_BOUND,
     Bytes,
     Count,
     CountOrZero,
+    Factor,
     Fraction,
     Gib,
     Limit,
@@ -147,6 +149,19 @@ class MetricsConfig(Section):
     wandb: WandbConfig | None = None
 
 
+class RolloutMismatchConfig(Section):
+    """How training's log-probabilities are compared with those of the engine that sampled the rows,
+    where the data of `train` have them.
+    """
+
+    bound: Factor = MISMATCH_BOUND
+    """Of this project: the distance, in nats, beyond which tokens are counted."""
+    by_position: bool = False
+    """Of this project: also the mean distance in ranges of positions, each from a power of 2 to the
+    next.
+    """
+
+
 class RewardModelConfig(Section):
     """A head that gives one number for each token, in place of the language model's."""
 
@@ -215,6 +230,7 @@ class PolicySection(Section):
     router_replay: RouterReplayConfig = RouterReplayConfig()
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     metrics: MetricsConfig = MetricsConfig()
+    rollout_mismatch: RolloutMismatchConfig = RolloutMismatchConfig()
     hf_config_overrides: dict[str, Any] | None = None
     """Values in place of those in the model's config.json, also in exports and checkpoints; those
     that change weights are refused. `router_aux_loss_coef` counts where

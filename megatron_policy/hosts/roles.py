@@ -48,7 +48,9 @@ MAY_DIFFER: Mapping[str, str] = {
     "the reference is not handed to engines": (
         "refit_buffer_size_gb refit_bucket_bytes refit_dtype refit_timeout_s"
     ),
-    "the reference reports nothing": "metrics megatron_cfg.moe_per_layer_logging",
+    "the reference reports nothing": (
+        "metrics rollout_mismatch megatron_cfg.moe_per_layer_logging"
+    ),
 }
 """Keys, or sections of them, in which the roles of one policy may differ, by the reason. In all
 others they agree.

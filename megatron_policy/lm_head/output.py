@@ -24,6 +24,9 @@ from megatron_policy.packing.microbatch import TEMPERATURE, Microbatch, cut, ins
 from megatron_policy.packing.multiples import NARROWEST
 from megatron_policy.packing.tokens import FILLER
 
+Watch = Callable[[torch.Tensor], object]
+"""Gets log-probabilities without their graph, before those of dropped tokens are replaced."""
+
 
 @dataclass(frozen=True)
 class Output:
@@ -47,14 +50,20 @@ class Output:
         return self if head is self.head else replace(self, head=head)
 
     def next_token_scores(
-        self, wanted_BS: torch.Tensor, entropy: bool = False
+        self,
+        wanted_BS: torch.Tensor,
+        entropy: bool = False,
+        watch: Watch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """fp32 `[B, S - 1]`: the log-probability of token t + 1 given those up to t, and the
         entropy of the distribution it is drawn from; 0 where `wanted_BS[:, t + 1]` is not set. If
-        the filters drop token t + 1, its log-probability is 0 without a gradient, as the host's.
+        the filters drop token t + 1, its log-probability is 0 without a gradient, as the host's;
+        `watch` gets minus infinity there, and elsewhere the same.
         """
         logprobs_BS1, entropy_BS = self._scores(self._next_tokens(), wanted_BS, entropy)
         logprobs_BS = logprobs_BS1.squeeze(-1)
+        if watch is not None:
+            watch(logprobs_BS.detach())
         if self.unfiltered is not self:
             logprobs_BS = logprobs_BS.masked_fill(logprobs_BS == -torch.inf, 0.0)
         return logprobs_BS, entropy_BS
@@ -72,7 +81,11 @@ class Output:
         return found
 
     def candidate_scores(
-        self, entries_BSK: torch.Tensor, wanted_BS: torch.Tensor, entropy: bool = False
+        self,
+        entries_BSK: torch.Tensor,
+        wanted_BS: torch.Tensor,
+        entropy: bool = False,
+        watch: Watch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """fp32 `[B, S - 1, K]`: the log-probabilities of the vocabulary entries `entries_BSK[:, t]`
         after the tokens up to t, as `topk` numbers positions, without filters; 0 where
@@ -81,9 +94,11 @@ class Output:
         """
         if self.unfiltered is not self:
             found_BSK, _ = self.unfiltered._scores(entries_BSK.long(), wanted_BS, False)
-            return found_BSK, *self.next_token_scores(wanted_BS, entropy)
+            return found_BSK, *self.next_token_scores(wanted_BS, entropy, watch)
         targets_BSK = torch.cat([entries_BSK.long(), self._next_tokens()], dim=-1)
         logprobs_BSK, entropy_BS = self._scores(targets_BSK, wanted_BS, entropy)
+        if watch is not None:
+            watch(logprobs_BSK[..., -1].detach())
         return logprobs_BSK[..., :-1], logprobs_BSK[..., -1], entropy_BS
 
     def values(self, wanted_BS: torch.Tensor) -> torch.Tensor:

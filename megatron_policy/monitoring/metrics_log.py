@@ -20,6 +20,7 @@ KEPT_CALLS = 20
 
 _OF_THE_STEP = ("lr", "wd", "global_valid_seqs", "global_valid_toks")
 """What each microbatch's metrics repeat of the whole step."""
+_MISMATCH = "rollout_mismatch"
 
 Record = dict[str, float]
 PerMicrobatch = Mapping[str, Sequence[Any]]
@@ -50,6 +51,8 @@ class MetricsLog:
     Attributes:
         step (int): the optimizer step of the last training call, or of a checkpoint loaded since.
         speeds (deque): what the last `KEPT_CALLS` training calls say of their speed.
+        mismatch (Record | None): of the last training call whose data had the log-probabilities of
+            rollouts, how far training's were from them.
     """
 
     def __init__(self, writers: Iterable[MetricsWriter] = ()) -> None:
@@ -57,6 +60,7 @@ class MetricsLog:
         self._saved: Transfer | None = None
         self.step = 0
         self.speeds: deque[Record] = deque(maxlen=KEPT_CALLS)
+        self.mismatch: Record | None = None
 
     def trained(
         self, result: Mapping[str, Any], per_microbatch: PerMicrobatch | None, *, eval_mode: bool
@@ -67,6 +71,7 @@ class MetricsLog:
         self.step = result["step"]
         if not eval_mode:
             self.speeds.append(dict(result["speed"]))
+            self.mismatch = result.get(_MISMATCH, self.mismatch)
         if self._writers and per_microbatch is not None:
             self.write(result["step"], training_record(result, per_microbatch, eval_mode))
 
@@ -130,8 +135,9 @@ def checked_metrics(metrics: Mapping[str, Any]) -> Record:
 def training_record(
     result: Mapping[str, Any], per_microbatch: PerMicrobatch, eval_mode: bool
 ) -> Record:
-    """A `TrainResult` as one flat record: `train/...` of the step (`eval/...` in `eval_mode`),
-    `loss/...` of the loss's own metrics (`eval_loss/...`), `moe/...`, `speed/...`.
+    """A `TrainResult` as one flat record: `train/...` of the step (`eval/...` in `eval_mode`), the
+    rollouts' mismatch included, `loss/...` of the loss's own metrics (`eval_loss/...`), `moe/...`,
+    `speed/...`.
 
     The loss is the mean of the call's global batches, as its metrics are; counts are sums.
     """
@@ -146,6 +152,7 @@ def training_record(
         number = None if name in _OF_THE_STEP else _join(name, values)
         if number is not None:
             found[f"{of_loss}/{name}"] = number
+    found |= {f"{kind}/{name}": float(each) for name, each in result.get(_MISMATCH, {}).items()}
     if eval_mode:
         return found
     found["train/grad_norm"] = float(result["grad_norm"][-1])

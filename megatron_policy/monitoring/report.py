@@ -99,10 +99,12 @@ class StepBalance:
 
 @dataclass(frozen=True)
 class PolicyReport:
-    """Memory, speed and balance of one rank or, from a driver, of all; prints as a table.
+    """Memory, speed and balance of one rank or, from a driver, of all, and the mismatch of training
+    and rollouts; prints as a table.
 
     `memory` is each kind's most on any rank and `memory_least` its least; `speed` and `balance` are
-    those of the slowest rank, None before anything is trained.
+    those of the slowest rank, None before anything is trained. `mismatch` is the last one that was
+    measured, over all ranks, by the names of metrics; None before any.
     """
 
     step: int
@@ -112,12 +114,19 @@ class PolicyReport:
     memory_least: MemoryUse
     speed: StepSpeed | None
     balance: StepBalance | None
+    mismatch: Numbers | None = None
 
     @classmethod
-    def of_rank(cls, step: int, memory: MemoryUse, speeds: Sequence[Numbers]) -> PolicyReport:
-        """Of one rank, from its last training calls' `speeds`."""
+    def of_rank(
+        cls,
+        step: int,
+        memory: MemoryUse,
+        speeds: Sequence[Numbers],
+        mismatch: Numbers | None = None,
+    ) -> PolicyReport:
+        """Of one rank, from its last training calls' `speeds`, and the last mismatch."""
         timed = (StepSpeed.of(speeds), StepBalance.of(speeds)) if speeds else (None, None)
-        return cls(step, 1, memory, memory, *timed)
+        return cls(step, 1, memory, memory, *timed, mismatch=mismatch)
 
     @classmethod
     def merged(cls, reports: Sequence[PolicyReport]) -> PolicyReport:
@@ -127,14 +136,16 @@ class PolicyReport:
             most, least = most.joined(each.memory, max), least.joined(each.memory_least, min)
         slowest = max(reports, key=lambda each: each.speed.seconds if each.speed else 0.0)
         ranks = sum(each.ranks for each in reports)
-        return cls(slowest.step, ranks, most, least, slowest.speed, slowest.balance)
+        trained = (slowest.speed, slowest.balance, slowest.mismatch)
+        return cls(slowest.step, ranks, most, least, *trained)
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values: a section is a dictionary."""
         return asdict(self)
 
     def __str__(self) -> str:
-        return "\n".join([*self._memory_lines(), *self._speed_lines()])
+        lines = [*self._memory_lines(), *self._speed_lines(), *self._mismatch_lines()]
+        return "\n".join(lines)
 
     def _memory_lines(self) -> Iterator[str]:
         several = self.ranks > 1
@@ -169,6 +180,14 @@ class PolicyReport:
         yield _row("  packing efficiency", f"{balance.packing_efficiency:.1%}")
         yield _row("  data-parallel imbalance", f"{balance.data_parallel_imbalance:.3f}")
         yield _row("  pipeline bubble", f"{balance.pipeline_bubble:.1%}")
+
+    def _mismatch_lines(self) -> Iterator[str]:
+        if self.mismatch is None:
+            return
+        yield "training against rollouts, last measured"
+        for name, number in self.mismatch.items():
+            label = name.removeprefix("train_rollout_").replace("_", " ")
+            yield _row(f"  {label}", f"{number:.3g}" if number % 1 else f"{number:.0f}")
 
 
 _MEMORY = {

@@ -61,7 +61,9 @@ class PolicyMonitoring:
         return summarize(self._config, *held, closed=of.state.closed)
 
     def report(self) -> PolicyReport:
-        """This rank's memory now, and the speed and balance of its last training calls."""
+        """This rank's memory now, the speed and balance of its last training calls, and how far the
+        log-probabilities of rollouts were from training's.
+        """
         memory = self._session.memory
         here = memory.resident_bytes()
         use = MemoryUse(
@@ -73,7 +75,9 @@ class PolicyMonitoring:
             activations_expected=self._activations,
             peak=device.memory_info().peak,
         )
-        return PolicyReport.of_rank(self._session.state.steps, use, tuple(self.metrics.speeds))
+        log = self.metrics
+        steps = self._session.state.steps
+        return PolicyReport.of_rank(steps, use, tuple(log.speeds), log.mismatch)
 
     def write_metrics(self, metrics: Mapping[str, Any], *, step: int | None = None) -> None:
         """Hand numbers of your own, such as rewards, to the writers, by default as of the last

@@ -89,10 +89,9 @@ class MegatronPolicy:
 
         `tokenizer` is any object with `pad_token_id` and `eos_token_id`; only `generate` needs one.
         If it can be saved (`save_pretrained`), exports and checkpoints have it in place of the
-        model's own.
-        With `weights_path` the policy starts from a checkpoint, whose report is `loaded`; the
-        reference is `config.model_name`, whose weights are not needed without a reference, or
-        `config.reference_model_name`.
+        model's own. With `weights_path` the policy starts from a checkpoint, whose report is
+        `loaded`; the reference is `config.model_name`, whose weights are not needed without a
+        reference, or `config.reference_model_name`.
         No collective waits longer than `timeout_s` seconds, by default the config's
         `collective_timeout_s`. `engine` builds this rank's part of the model, by default of
         Megatron-Core. `writers`, and those of `config.metrics`, get the policy's metrics: only
@@ -120,8 +119,9 @@ class MegatronPolicy:
         self._exports = WeightExports(self.config, self._session, self._monitoring.metrics)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         empty_steps = EmptySteps.of(self.config, self._engine.table.architecture)
-        held = (self._engine, self._batcher, self.memory, self._session.state)
-        self._training = Training(*held, empty_steps, self._session.state.count_step)
+        state = self._session.state
+        held = (self._engine, self._batcher, self.memory, state, empty_steps)
+        self._training = Training(*held, self.config.rollout_mismatch, state.count_step)
         self.pieces = StepPieces(self._training)
         record = self._monitoring.record_training
         self.accumulator = GradientAccumulator(self._training, self.config, record)

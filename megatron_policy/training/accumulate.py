@@ -29,6 +29,7 @@ from megatron_policy.training.losses import (
     count_own,
 )
 from megatron_policy.training.results import TrainResult, complete_metrics, result_of
+from megatron_policy.training.rollout_mismatch import MismatchMeter
 from megatron_policy.training.speed import SpeedMeter
 from megatron_policy.training.step import UNCHANGED, Step, Training, run_batch
 from megatron_policy.training.sync_microbatches import cut_together
@@ -54,6 +55,7 @@ class _OpenStep:
     mbs: int
     counts: torch.Tensor
     meter: SpeedMeter
+    mismatch: MismatchMeter
     parts: int = 0
     loss: float = 0.0
     metrics: list[Metrics] = field(default_factory=list)
@@ -105,7 +107,8 @@ class GradientAccumulator:
         meter = SpeedMeter(self._training.batcher.estimator, trainable)
         counts = torch.zeros(2, device=current_device())
         step = Step(self._training, BEGIN, gives_back_draws=False)
-        self._current = _OpenStep(step, loss_fn, normalization, gbs, mbs, counts, meter)
+        mismatch = MismatchMeter(self._training.mismatch)
+        self._current = _OpenStep(step, loss_fn, normalization, gbs, mbs, counts, meter, mismatch)
         meter.pause()
 
     def microbatch(self, data: Mapping[str, Any]) -> None:
@@ -132,7 +135,8 @@ class GradientAccumulator:
         (batch,), workload = cut_together(cut, self._training.batcher, engine.groups.dp)
         ones = ValidCounts(*torch.ones(2, device=current_device()))
         with _noting_abort(), now.step.adding("a part of the step", reduce=False):
-            found = run_batch(engine, batch, now.loss_fn, ones, now.meter.stopwatch)
+            held = (batch, now.loss_fn, ones, now.meter.stopwatch)
+            found = run_batch(engine, *held, mismatch=now.mismatch)
             if any_fault(found.faults, engine.groups):
                 raise_everywhere(found.faults, engine.groups, UNCHANGED)
         now.counts += to_device(count_own(batch.data))
@@ -171,7 +175,8 @@ class GradientAccumulator:
             self._training.trainable(FINISH).advance_schedule(now.gbs)
         divisors = now.normalization.divisors(counts)
         metrics = [complete_metrics(each, divisors, counts, stats) for each in now.metrics]
-        result = result_of([now.loss / divisor], stats, [counts], metrics, engine.groups.dp)
+        held = ([now.loss / divisor], stats, [counts], metrics, now.mismatch)
+        result = result_of(*held, engine.groups.dp)
         return self._recorded(now.meter.add_to(result))
 
     def abort(self) -> None:

@@ -20,7 +20,7 @@ from megatron_policy.device import to_device
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer
 from megatron_policy.lm_head.logprobs import gather_vocab
-from megatron_policy.lm_head.output import Output, shifted
+from megatron_policy.lm_head.output import Output, Watch, shifted
 from megatron_policy.packing.microbatch import counted, inside
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.training.checks import candidates_key, loss_kind, rows_per_group
@@ -81,6 +81,7 @@ def evaluate_loss(
     vocab_size: int,
     groups: Groups,
     faults: list[LossFault],
+    watch: Watch | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """The loss's scalar and metrics for one microbatch, already divided by the global counts.
 
@@ -93,11 +94,12 @@ def evaluate_loss(
 
     Of a loss that fails or breaks the contract the reason is appended to `faults`, and the scalar
     is NaN but has all the gradients it would have had, so that no other rank is left waiting.
+    `watch` gets the log-probabilities that the loss is given, if it is given any.
     """
     # A batch without a valid sample is a step of zero gradients, not a division by zero.
     counts = ValidCounts(counts.sequences.clamp(min=1), counts.tokens.clamp(min=1))
     found = []
-    for data, arguments in list_loss_inputs(loss_fn, output, vocab_size, groups):
+    for data, arguments in list_loss_inputs(loss_fn, output, vocab_size, groups, watch):
         call = partial(call_loss, loss_fn, data, arguments, counts)
         given = list(select_differentiable(arguments).values())
         found.append(try_loss(loss_fn, call, data, given, faults))
@@ -131,13 +133,19 @@ def mtp_losses(
 
 
 def list_loss_inputs(
-    loss_fn: LossFunction, output: Output, vocab_size: int, groups: Groups
+    loss_fn: LossFunction,
+    output: Output,
+    vocab_size: int,
+    groups: Groups,
+    watch: Watch | None = None,
 ) -> Iterator[tuple[BatchedDataDict, dict[str, Any]]]:
-    """For each call of a loss: the rows, and its other arguments but the counts."""
+    """For each call of a loss: the rows, and its other arguments but the counts. `watch` as in
+    `evaluate_loss`.
+    """
     kind, head, data = loss_kind(loss_fn), output.head.scalar, output.microbatch.data
     of_logits = kind == LossInputType.LOGIT.value
     if kind == LossInputType.LOGPROB.value:
-        yield data, _score(loss_fn, output)
+        yield data, _score(loss_fn, output, watch)
     elif kind is not None and head is not None:
         if kind == LossInputType.SCORE.value or (of_logits and not head.per_token):
             numbers = output.row_scores()
@@ -183,7 +191,7 @@ def call_loss(
     )
 
 
-def _score(loss_fn: LossFunction, output: Output) -> dict[str, Any]:
+def _score(loss_fn: LossFunction, output: Output, watch: Watch | None) -> dict[str, Any]:
     """What a loss that takes log-probabilities asks for."""
     host, found = output.microbatch.host.data, dict[str, Any]()
     everywhere = getattr(loss_fn, "reads_masked_positions", False)
@@ -191,10 +199,10 @@ def _score(loss_fn: LossFunction, output: Output) -> dict[str, Any]:
     with_entropy = getattr(loss_fn, "needs_entropy", False)
     key = candidates_key(loss_fn)
     if key is None:
-        logprobs, entropy = output.next_token_scores(wanted_BS, with_entropy)
+        logprobs, entropy = output.next_token_scores(wanted_BS, with_entropy, watch)
     else:
         found["candidate_logprobs"], logprobs, entropy = output.candidate_scores(
-            output.microbatch.data[key], wanted_BS, with_entropy
+            output.microbatch.data[key], wanted_BS, with_entropy, watch
         )
     found["next_token_logprobs"] = logprobs
     if getattr(loss_fn, "needs_unfiltered_logprobs", False):

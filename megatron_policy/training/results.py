@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_policy.device import current_device
 from megatron_policy.training.losses import Metrics, ValidCounts
+from megatron_policy.training.rollout_mismatch import MismatchMeter
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class TrainResult(dict[str, Any]):
       Layers for multi-token prediction add theirs: `mtp_1_loss` for the first, before the factor,
     - `moe_metrics`: what the routers of experts did in the last step (docs/experts.md names them),
       the same on every rank; absent without experts, in `eval_mode` and for a skipped step,
+    - `rollout_mismatch`: how far the log-probabilities of the weights that the call began with are
+      from those in the data of the engine that sampled the rows, over all ranks, by the names in
+      docs/monitoring.md; absent where the data have none,
     - `skipped_steps`: how many steps of this call changed nothing, since no token or sequence
       counted, or since gradients overflowed float16; `skipped`: the reasons, such as "no valid
       tokens", absent if all steps were taken. Neither in `eval_mode`,
@@ -74,17 +78,22 @@ def result_of(
     stats: OptimStats,
     counts: Sequence[ValidCounts],
     metrics: Sequence[Metrics],
+    mismatch: MismatchMeter,
     group: dist.ProcessGroup,
     *,
     eval_mode: bool = False,
 ) -> TrainResult:
     """The result of a call from this rank's `losses`, which are summed over the data-parallel
-    `group`, and the metrics of its microbatches.
+    `group`, the metrics of its microbatches, and their part in the rollouts' mismatch.
     """
-    total = torch.tensor(losses, dtype=torch.float32, device=current_device())
+    numbers = [*losses, float(bool(mismatch.parts))]
+    total = torch.tensor(numbers, dtype=torch.float32, device=current_device())
     dist.all_reduce(total, group=group)
+    total = total.cpu()
     names = dict.fromkeys(name for each in metrics for name in each)
     rest: dict[str, Any] = {"moe_metrics": dict(stats.routing)} if stats.routing else {}
+    if total[-1]:  # on some rank, which all know alike
+        rest["rollout_mismatch"] = mismatch.over_ranks(group).metrics()
     if stats.loss_scale is not None:
         rest["loss_scale"] = stats.loss_scale
     if not eval_mode:
@@ -92,7 +101,7 @@ def result_of(
     if stats.skipped:
         rest["skipped"] = "; ".join(dict.fromkeys(stats.skipped))
     return TrainResult(
-        loss=total.cpu(),
+        loss=total[:-1].clone(),
         grad_norm=torch.tensor([stats.grad_norm]),
         lr=stats.lr,
         weight_decay=stats.wd,

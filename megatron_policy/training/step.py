@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from megatron_policy.config import RolloutMismatchConfig
 from megatron_policy.device.random_states import remember as keep_random_states
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.errors import ConfigError, LossError
@@ -37,6 +38,7 @@ from megatron_policy.training.losses import (
     weigh_rows,
 )
 from megatron_policy.training.results import OptimStats
+from megatron_policy.training.rollout_mismatch import MismatchMeter, joined_on_host
 from megatron_policy.training.speed import FORWARD_BACKWARD, STEP
 
 _log = logging.getLogger(__name__)
@@ -99,6 +101,7 @@ class Training:
     memory: DeviceMemory
     state: PolicyState
     empty_steps: EmptySteps
+    mismatch: RolloutMismatchConfig
     stepped: Callable[[], object]
 
     def trainable(self, operation: str) -> Trainable:
@@ -254,16 +257,17 @@ class Step:
 @dataclass(frozen=True)
 class BatchLosses:
     """One global batch on one data-parallel rank, the same on all stages: its loss summed over
-    microbatches, and the metrics and faults of each.
+    microbatches, the metrics and faults of each, and the part of all in the rollouts' mismatch.
     """
 
     loss: float
     metrics: tuple[Metrics, ...]
     faults: tuple[LossFault, ...]
+    mismatch: list[float] | None
 
 
-Kept = tuple[torch.Tensor, Metrics, list[LossFault]]
-"""A microbatch's loss, metrics and faults."""
+Kept = tuple[torch.Tensor, Metrics, list[LossFault], torch.Tensor | None]
+"""A microbatch's loss, metrics and faults, and its part in the rollouts' mismatch."""
 
 
 def run_batch(
@@ -273,25 +277,31 @@ def run_batch(
     counts: ValidCounts,
     stopwatch: Stopwatch,
     number: int = 0,
+    mismatch: MismatchMeter | None = None,
     *,
     forward_only: bool = False,
 ) -> BatchLosses:
     """`run` the microbatches of `batch`, the `number`-th of a call, and share the results with all
-    stages. What the schedule takes is timed as `forward_backward`.
+    stages. What the schedule takes is timed as `forward_backward`. The rollouts' mismatch is
+    measured, and added, where it is given.
     """
     with stopwatch.timing(FORWARD_BACKWARD):
-        kept = run(engine, batch.microbatches, loss_fn, counts, forward_only=forward_only)
+        kept = run(engine, batch.microbatches, loss_fn, counts, mismatch, forward_only=forward_only)
     found = None
     if engine.is_last_stage:
-        losses = [float(value) for value, _, _ in kept]
+        losses = [float(value) for value, *_ in kept]
         faults = [
             own or check_finite(loss_fn, loss)
-            for loss, (_, _, own) in zip(losses, kept, strict=True)
+            for loss, (_, _, own, _) in zip(losses, kept, strict=True)
         ]
         located = locate_faults(engine, batch.microbatches, faults, number)
-        metrics = tuple(to_plain_metrics(each) for _, each, _ in kept)
-        found = BatchLosses(sum(losses), metrics, tuple(located))
-    return engine.share_object(found)
+        metrics = tuple(to_plain_metrics(each) for _, each, *_ in kept)
+        part = joined_on_host([each for *_, each in kept])
+        found = BatchLosses(sum(losses), metrics, tuple(located), part)
+    shared = engine.share_object(found)
+    if mismatch is not None:
+        mismatch.add(shared.mismatch)
+    return shared
 
 
 def run(
@@ -299,6 +309,7 @@ def run(
     microbatches: Sequence[Microbatch],
     loss_fn: LossFunction,
     counts: ValidCounts,
+    mismatch: MismatchMeter | None,
     *,
     forward_only: bool,
 ) -> list[Kept]:
@@ -312,13 +323,16 @@ def run(
 
     def loss(output: Output) -> tuple[torch.Tensor, Kept]:
         faults: list[LossFault] = []
+        measured = None if mismatch is None else mismatch.of_microbatch(output)
+        watch = None if measured is None else measured.watch
         value, metrics = evaluate_loss(
-            loss_fn, output, counts, engine.vocab_size, engine.groups, faults
+            loss_fn, output, counts, engine.vocab_size, engine.groups, faults, watch
         )
+        part = None if measured is None else measured.read()
         # The schedule scales the value it differentiates in place.
         kept = value.detach().clone()
         mtp_loss, named = mtp_losses(output, counts)
-        return value + mtp_loss, (kept, metrics | named, faults)
+        return value + mtp_loss, (kept, metrics | named, faults, part)
 
     return run_weighted(engine, microbatches, loss, loss_fn, counts, forward_only=forward_only)
 

@@ -14,6 +14,7 @@ from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.training.loss_faults import any_fault, raise_everywhere
 from megatron_policy.training.losses import Metrics, ValidCounts, count_valid
 from megatron_policy.training.results import OptimStats, TrainResult, complete_metrics, result_of
+from megatron_policy.training.rollout_mismatch import MismatchMeter
 from megatron_policy.training.speed import SpeedMeter
 from megatron_policy.training.step import (
     UNCHANGED,
@@ -55,10 +56,12 @@ def train(
     counts: list[ValidCounts] = []
     metrics: list[Metrics] = []
     stats, skipped = OptimStats(grad_norm=0.0, lr=0.0, wd=0.0), tuple[str, ...]()
-    undo = Rollback.here(engine)
+    undo, mismatch = Rollback.here(engine), MismatchMeter(training.mismatch)
     for number, batch in enumerate(batches):
         valid = count_valid(batch.data, engine.groups.dp)
-        evaluate = partial(run_batch, engine, batch, loss_fn, valid, meter.stopwatch, number)
+        # Of the weights that the call began with.
+        gauge = mismatch if eval_mode or len(skipped) == number else None
+        evaluate = partial(run_batch, engine, batch, loss_fn, valid, meter.stopwatch, number, gauge)
         if eval_mode:
             found = evaluate(forward_only=True)
         else:
@@ -84,8 +87,8 @@ def train(
     elif len(skipped) < len(batches):
         training.trainable(TRAIN).advance_schedule(global_batch_size)
     values, stats = [each.loss for each in losses], replace(stats, skipped=skipped)
-    result = result_of(values, stats, counts, metrics, engine.groups.dp, eval_mode=eval_mode)
-    return meter.add_to(result)
+    of_call = (values, stats, counts, metrics, mismatch)
+    return meter.add_to(result_of(*of_call, engine.groups.dp, eval_mode=eval_mode))
 
 
 def _cut(

@@ -148,8 +148,8 @@ class RecordingDriver:
         return summaries[0]
 
     def report(self) -> PolicyReport:
-        """Memory now, of the ranks with most and with least, and speed and balance of the last
-        training calls.
+        """Memory now, of the ranks with most and with least, speed and balance of the last training
+        calls, and how far the log-probabilities of rollouts were from training's.
         """
         return PolicyReport.merged(self._workers.run_all("report"))
 

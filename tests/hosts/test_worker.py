@@ -247,6 +247,13 @@ def check_training(worker: NemoRLWorker, data: Any, logprobs: torch.Tensor) -> d
     result = worker.train(data=data, loss_fn=AsksTheHost(), eval_mode=True, **call)
     expected = -logprobs[:, 1:].mean()
     torch.testing.assert_close(result["global_loss"], expected.reshape(1))
+    with_rollouts = HostBatch(dict(data) | {"generation_logprobs": logprobs + 0.25})
+    sampled = worker.train(data=with_rollouts, loss_fn=AsksTheHost(), eval_mode=True, **call)
+    mismatch = sampled["rollout_mismatch"]
+    # At the temperature of the host's rollouts.
+    assert abs(mismatch["train_rollout_logprob_abs_diff"] - 0.25) < 1e-5
+    assert abs(mismatch["train_rollout_logprob_abs_diff_max"] - 0.25) < 1e-5
+    assert mismatch["train_rollout_tokens"] == ROWS * (LENGTH - 1)
     return {name: result[name] for name in ("gpu_name", "model_dtype", "rank")}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import approx
 from transformers import AutoModelForCausalLM
 
 from megatron_policy import Policy
@@ -137,9 +138,13 @@ def test_two_workers_do_what_one_process_of_transformers_does(
     hf = oracle.Learned.of(path, everything, GBS, oracle.token_level)
     evaluated = policy.train(data, TokenNLL(), eval_mode=True)
     assert evaluated["loss"].shape == (ROWS // GBS,)
-    results = policy.train(data, TokenNLL())
+    sampled = policy.get_logprobs(data)["logprobs"] - 0.5
+    results = policy.train(BatchedDataDict(data | {"rollout_log_probs": sampled}), TokenNLL())
     in_parts = train_in_parts(policy, more)
     policy.finish_training()
+    assert policy.report().mismatch == results["rollout_mismatch"]
+    assert results["rollout_mismatch"]["train_rollout_logprob_abs_diff"] == approx(0.5, abs=2e-5)
+    assert results["rollout_mismatch"]["train_rollout_tokens"] == results["valid_tokens"][0]
     assert results["loss"].shape == (2,) and results["grad_norm"].shape == (1,)
     for index, loss in enumerate(results["loss"]):
         hf.assert_same_loss(loss, index)
