@@ -21,14 +21,16 @@ INK, FAINT = "#1a1a1a", "#4d4d4d"
 # Told apart in black and white too: what is measured once is light and thin, what counts is dark.
 DARK, LIGHT = "#0b4f8a", "#9cc3e6"
 TEXT, TITLE = 8.0, 9.5
-WIDTH_INCHES, HEIGHT_INCHES, DPI = 8.0, 5.8, 160
+WIDTH_INCHES, HEIGHT_INCHES, DPI = 9.6, 5.8, 140
 COLORS = 64
 
 
 def draw_curves(journal: Records, path: Path, reward_after_sft: float) -> None:
-    """Write a PNG: GRPO's reward above; below, the losses and how far GRPO has moved."""
+    """Write a PNG: GRPO's reward above; below, the losses, how far GRPO has moved, and how far the
+    sampler's log-probabilities are from training's.
+    """
     figure, axes = plt.subplot_mosaic(
-        [["reward"] * 3, ["sft", "grpo", "kl"]],
+        [["reward"] * 4, ["sft", "grpo", "kl", "mismatch"]],
         figsize=(WIDTH_INCHES, HEIGHT_INCHES),
         height_ratios=(1.5, 1),
         layout="constrained",
@@ -40,6 +42,7 @@ def draw_curves(journal: Records, path: Path, reward_after_sft: float) -> None:
     _label(axes["grpo"], "GRPO: loss per token", "step")
     _draw_smoothed(axes["kl"], journal, "grpo", "kl")
     _label(axes["kl"], "GRPO: KL from SFT, per token", "step")
+    _draw_mismatch(axes["mismatch"], journal)
     axes["sft"].legend(loc="upper right", frameon=False, fontsize=TEXT)
     drawn = BytesIO()
     figure.savefig(drawn, dpi=DPI)
@@ -78,6 +81,15 @@ def _draw_reward(axes: Axes, journal: Records, reward_after_sft: float) -> None:
     axes.set_ylim(0, 1.04)
     axes.legend(loc="lower center", ncols=2, frameon=False, fontsize=TEXT)
     _label(axes, "GRPO: reward (share of right answers, sampled)", "step")
+
+
+def _draw_mismatch(axes: Axes, journal: Records) -> None:
+    for name, color, label in (("_max", LIGHT, "largest"), ("", DARK, "mean")):
+        steps, values = journal.series("grpo", f"train_rollout_logprob_abs_diff{name}")
+        axes.plot(steps, values, color=color, linewidth=2, label=label)
+    axes.set_yscale("log")
+    axes.legend(loc="upper right", frameon=False, fontsize=TEXT)
+    _label(axes, "training - sampler: |log p|", "step")
 
 
 def _draw_smoothed(axes: Axes, journal: Records, phase: str, name: str) -> None:
