@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,12 +85,18 @@ def _draw_reward(axes: Axes, journal: Records, reward_after_sft: float) -> None:
 
 
 def _draw_mismatch(axes: Axes, journal: Records) -> None:
+    """The mean and the largest distance of a step, on whole decades."""
+    found = []
     for name, color, label in (("_max", LIGHT, "largest"), ("", DARK, "mean")):
         steps, values = journal.series("grpo", f"train_rollout_logprob_abs_diff{name}")
-        axes.plot(steps, values, color=color, linewidth=2, label=label)
-    axes.set_yscale("log")
-    axes.legend(loc="upper right", frameon=False, fontsize=TEXT)
-    _label(axes, "training - sampler: |log p|", "step")
+        axes.plot(steps, values, color=color, linewidth=1.5, label=label)
+        found += [value for value in values if value > 0]
+    if found:
+        low, high = (math.log10(each) for each in (min(found), max(found)))
+        axes.set_yscale("log")
+        axes.set_ylim(10 ** math.floor(low), 10 ** (math.ceil(high) + 1))
+    axes.legend(loc="upper right", ncols=2, frameon=False, fontsize=TEXT)
+    _label(axes, "|log p|, training to sampler", "step")
 
 
 def _draw_smoothed(axes: Axes, journal: Records, phase: str, name: str) -> None:

@@ -28,6 +28,8 @@ DEFAULTS = {
 }
 """Of the engine's environment, where the caller's has nothing else."""
 
+LEAVING_S = 10.0
+
 Completion = tuple[list[int], list[float]]
 """Tokens that were sampled after a prompt, and the engine's log-probability of each."""
 
@@ -82,6 +84,11 @@ class EngineProcess:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
     def prepare(
         self, info: Mapping[str, Sequence[Any]], timeout_s: float = 120.0, staged: bool = False
     ) -> None:
@@ -128,7 +135,7 @@ class EngineProcess:
             assert pipe is not None
             pipe.close()
         try:
-            self._process.wait(20)
+            self._process.wait(LEAVING_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
