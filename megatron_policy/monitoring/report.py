@@ -125,8 +125,9 @@ class PolicyReport:
         mismatch: Numbers | None = None,
     ) -> PolicyReport:
         """Of one rank, from its last training calls' `speeds`, and the last mismatch."""
-        timed = (StepSpeed.of(speeds), StepBalance.of(speeds)) if speeds else (None, None)
-        return cls(step, 1, memory, memory, *timed, mismatch=mismatch)
+        speed = StepSpeed.of(speeds) if speeds else None
+        balance = StepBalance.of(speeds) if speeds else None
+        return cls(step, 1, memory, memory, speed, balance, mismatch)
 
     @classmethod
     def merged(cls, reports: Sequence[PolicyReport]) -> PolicyReport:
