@@ -34,6 +34,7 @@ from megatron_policy.coordination.operation import SAVES, Coordinator
 from megatron_policy.errors import ConfigError
 from megatron_policy.memory.states import SAVE, SEND_WEIGHTS
 from megatron_policy.policy.session import Session
+from megatron_policy.refit.exporter import Origin
 from megatron_policy.weights.load import refuse_unfilled
 
 _log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class Checkpoints:
             here = replace(need, holds=frozenset()) if onload else need
             memory.check("save_checkpoint()", here)
             if hf_export is not None:
-                check_export(hf_export, weights_path, optimizer_path)
+                check_export(hf_export, self._session.exporter.origin, weights_path, optimizer_path)
                 if self._session.rank == 0:  # only rank 0 reads what it copies from there
                     self._side_files()
             if tokenizer_path is not None and self._kept is not None:
@@ -226,16 +227,18 @@ def source_dtypes(
     return common_state.source_dtypes(tracker.find(path))
 
 
-def check_export(export: AnyPath | None, *saved: AnyPath | None) -> None:
-    """ConfigError unless a Hugging Face checkpoint can be written there, outside what is saved."""
+def check_export(export: AnyPath, origin: Origin, *saved: AnyPath | None) -> None:
+    """ConfigError unless a Hugging Face checkpoint can be written there, outside what is saved and
+    what the policy was made from.
+    """
     target = _absolute(export)
-    if target is None:
-        return
+    assert target is not None
     for root in filter(None, map(_absolute, saved)):
         if target == root or root in target.parents or target in root.parents:
             raise ConfigError(
                 f"hf_export={target} overlaps checkpoints in {root}: choose a separate directory"
             )
+    origin.check_apart(target)
     check_replaceable(target, overwrite=True)
 
 

@@ -19,7 +19,7 @@ from megatron_policy.device.process_groups import join_process_group, leave_proc
 from megatron_policy.interfaces.engine import EngineBuilder, Trainable, TrainingEngine
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.policy_state import PolicyState
-from megatron_policy.refit.exporter import Exporter
+from megatron_policy.refit.exporter import Exporter, Origin
 from megatron_policy.training.reference import Reference, reference_of
 from megatron_policy.training.step import NEEDS_OPTIMIZER
 from megatron_policy.weights.load import DTYPES
@@ -74,7 +74,7 @@ class Session:
                 timeout_s=config.refit_timeout_s,
                 bucket_bytes=config.refit_bucket_bytes,
                 dtype=None if config.refit_dtype is None else DTYPES[config.refit_dtype],
-                tokenizer=tokenizer,
+                origin=Origin(config.model_name, config.reference_model_name, tokenizer),
             )
             self.memory = DeviceMemory(
                 self.engine,

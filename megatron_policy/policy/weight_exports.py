@@ -38,7 +38,9 @@ class WeightExports:
         overwrite: bool = False,
     ) -> None:
         """Write a Hugging Face checkpoint, in the dtypes of `config.model_name`. The directory
-        appears only when complete; an existing one is refused unless `overwrite`.
+        appears only when complete; an existing one is refused unless `overwrite`, and one that
+        overlaps the policy's `model_name` or `reference_model_name` always: ConfigError.
+        ExportError, on every rank, if one cannot write.
         """
         self._session.memory.ready("export_hf()", SEND_WEIGHTS)
         source = self._config.model_name
@@ -48,8 +50,8 @@ class WeightExports:
     def export_peft(self, path: str | PathLike[str], *, overwrite: bool = False) -> None:
         """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads. It
         appears only when complete; an existing one is refused unless `overwrite`. ConfigError
-        without adapters, or where `path` is taken; ExportError, on every rank, if rank 0 cannot
-        write.
+        without adapters, or where `path` is taken or overlaps the policy's model or reference;
+        ExportError, on every rank, if rank 0 cannot write.
         """
         self._session.memory.ready("export_peft()", SEND_WEIGHTS)
         exporter = self._session.exporter.select(adapters=True)

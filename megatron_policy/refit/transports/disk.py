@@ -151,7 +151,9 @@ class DirectoryTransport(ABC):
     """
 
     def __init__(self, path: str | PathLike[str], overwrite: bool) -> None:
-        """With `overwrite`, a checkpoint at `path` is replaced."""
+        """With `overwrite`, a checkpoint at `path` is replaced, unless it overlaps what the policy
+        was made from.
+        """
         # Absolute: workers, to which it may be sent, run in their own directories.
         self.path, self.overwrite = expanded(path).absolute(), overwrite
         self._prepared: StagedExport | None = None
@@ -203,6 +205,7 @@ class DirectoryTransport(ABC):
     def _make(self, exporter: Exporter, files: ExportPlan) -> StagedExport:
         staged, nbytes = None, 0
         try:
+            exporter.origin.check_apart(self.path)
             contents = self._collect(exporter, files)
             nbytes = contents.nbytes
             publishing.check_replaceable(self.path, self.overwrite)
@@ -353,7 +356,7 @@ class HfDirectory(DirectoryTransport):
         origin = describe_origin("policy -> hf", {"path": self.source}, table.family, config)
 
         def write(directory: Path) -> None:
-            write_side_files(side, directory, exporter.tokenizer)
+            write_side_files(side, directory, exporter.origin.tokenizer)
             write_index(directory, whole.weight_map, whole.total_bytes)
 
         return ExportContents(whole.total_bytes + side.nbytes, origin, write, copied)
