@@ -205,11 +205,8 @@ class DirectoryTransport(ABC):
     def _make(self, exporter: Exporter, files: ExportPlan) -> StagedExport:
         staged, nbytes = None, 0
         try:
-            exporter.origin.check_apart(self.path)
-            contents = self._collect(exporter, files)
+            contents = check_export(self, exporter)
             nbytes = contents.nbytes
-            publishing.check_replaceable(self.path, self.overwrite)
-            publishing.check_room(self.path, nbytes)
             staged = publishing.Staged([self.path], self.overwrite)
             (partial,) = staged.partials
             contents.write(partial)
@@ -227,6 +224,19 @@ class DirectoryTransport(ABC):
         count = len(contents.copied.plan.files)
         place = ExportDestination(str(partial), copied_files=count, nbytes=nbytes)
         return StagedExport(self.path, files, place, contents, staged)
+
+
+def check_export(transport: DirectoryTransport, exporter: Exporter) -> ExportContents:
+    """What rank 0 will add to the policy's tensors, looked up there before anything is written.
+
+    ConfigError where the path is taken or files of the model are missing, ExportError without room
+    on the disk.
+    """
+    exporter.origin.check_apart(transport.path)
+    contents = transport._collect(exporter, transport._files(exporter))
+    publishing.check_replaceable(transport.path, transport.overwrite)
+    publishing.check_room(transport.path, contents.nbytes)
+    return contents
 
 
 class DirectorySession:
