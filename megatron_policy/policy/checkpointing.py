@@ -115,10 +115,10 @@ class Checkpoints:
             here = replace(need, holds=frozenset()) if onload else need
             memory.check("save_checkpoint()", here)
             if hf_export is not None:
-                exporter, source = self._session.exporter, self._config.model_name
+                exporter = self._session.exporter
                 _refuse_overlap(hf_export, exporter.origin, weights, optimizer)
                 if self._session.rank == 0:  # which alone reads what it copies from there
-                    check_export(HfDirectory(hf_export, source, overwrite=True), exporter)
+                    check_export(HfDirectory(hf_export, overwrite=True), exporter)
             if tokenizer_path is not None and self._kept is not None:
                 path = Path(tokenizer_path)
                 if not save_tokenizer(self._tokenizer, path):

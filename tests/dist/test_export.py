@@ -121,7 +121,7 @@ def write_everywhere(config: dict[str, Any], folder: Path) -> None:
     given.pad_token = given.eos_token
     with open_policy(config, tokenizer=given, init_reference_model=False) as policy:
         policy.export_hf(folder / "export")
-        policy.refit(HfDirectory(folder / "refit", config["model_name"]))
+        policy.refit(HfDirectory(folder / "refit"))
         if policy.rank == 0:
             shutil.rmtree(source / "assets")
             (source / "config.json").rename(source / "elsewhere")
@@ -191,7 +191,7 @@ def export_onto_what_it_is_made_of(config: dict[str, Any], link: Path, away: Pat
                 with pytest.raises(ConfigError, match=said):
                     export(path, overwrite=True)
             with pytest.raises(RefitError, match=said):
-                policy.refit(HfDirectory(path, str(model), overwrite=True))
+                policy.refit(HfDirectory(path, overwrite=True))
             with pytest.raises(RefitError, match=said):
                 policy.refit(PeftDirectory(path, overwrite=True), adapters=True)
             with pytest.raises(ConfigError, match=said):

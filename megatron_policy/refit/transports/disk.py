@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_policy.config.model_table import check_source
 from megatron_policy.converters.files import publishing
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.formats.hf_config import CONFIG
@@ -308,19 +309,21 @@ class DirectorySession:
 
 class HfDirectory(DirectoryTransport):
     """A directory that transformers, `megatron-policy` and engines load; see `DirectoryTransport`.
-    Tensors of layers that the policy leaves out are copied from `source`, byte for byte.
+    Config, tokenizer and the tensors of layers that the policy leaves out are copied from its
+    model, byte for byte.
     """
 
     def __init__(
         self,
         path: str | PathLike[str],
-        source: str,
+        source: str | None = None,
         *,
         max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
         overwrite: bool = False,
     ) -> None:
-        """`source` is the model whose config and tokenizer are copied. A file has at most
-        `max_shard_bytes`, or one tensor. With `overwrite`, a checkpoint at `path` is replaced.
+        """`source` is where the policy's model is now, if not at its `model_name` any more; another
+        model is refused. A file has at most `max_shard_bytes`, or one tensor. With `overwrite`, a
+        checkpoint at `path` is replaced.
         """
         super().__init__(path, overwrite)
         self.source, self._max_shard_bytes = source, max_shard_bytes
@@ -356,14 +359,16 @@ class HfDirectory(DirectoryTransport):
 
     def _collect(self, exporter: Exporter, files: ExportPlan) -> ExportContents:
         """Config, tokenizer, and what is copied."""
-        table = exporter.table
-        side = side_files(self.source, table.overrides)
-        copied = CopiedTensors.of(self.source, table, exporter.source_dtypes, self._max_shard_bytes)
-        whole = files.followed_by(copied.plan)
+        table, source = exporter.table, self.source or exporter.origin.model
+        if source != exporter.origin.model:
+            check_source(source, table)
+        side = side_files(source, table.overrides)
         if CONFIG not in {**side.copied, **side.changed}:
-            raise ConfigError(f"{self.source} no longer has its {CONFIG}: put it back")
+            raise ConfigError(f"{source} no longer has its {CONFIG}: put it back")
+        copied = CopiedTensors.of(source, table, exporter.source_dtypes, self._max_shard_bytes)
+        whole = files.followed_by(copied.plan)
         config = json.loads(side.content(CONFIG))
-        origin = describe_origin("policy -> hf", {"path": self.source}, table.family, config)
+        origin = describe_origin("policy -> hf", {"path": source}, table.family, config)
 
         def write(directory: Path) -> None:
             write_side_files(side, directory, exporter.origin.tokenizer)
