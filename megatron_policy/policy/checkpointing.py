@@ -110,7 +110,7 @@ class Checkpoints:
                     "this policy was made with init_optimizer=False and has no optimizer to save: "
                     "leave optimizer_path out"
                 )
-            check_host_data(host_data or {})
+            check_host_data({} if host_data is None else host_data)
             _refuse_checkpoints(weights, optimizer)
             here = replace(need, holds=frozenset()) if onload else need
             memory.check("save_checkpoint()", here)

@@ -75,6 +75,7 @@ def fail_alone(config: dict[str, Any], root: Path) -> None:
         assert "Not a directory" in said
         said = heard(lambda: save(host_data={"a": {1}} if first else {}))
         assert "host_data['a'] is a set" in said
+        assert "host_data is a list: give a dict" in heard(lambda: save(host_data=[]))
         said = heard(lambda: save(hf_export=root / "weights" / "x"))
         assert "choose a separate directory" in said
         elsewhere = paths(root / "other" if first else root)
