@@ -242,8 +242,12 @@ def _refuse_overlap(export: AnyPath, origin: Origin, *saved: Path | None) -> Non
 
 
 def _refuse_checkpoints(*roots: Path | None) -> None:
-    """ConfigError for a path that is itself a checkpoint: loads would never look into it."""
+    """ConfigError for a path that is a file, or itself a checkpoint: loads would never look into
+    it.
+    """
     for root in filter(None, roots):
+        if root.is_file():
+            raise ConfigError(f"{root} is a file: give a directory to save checkpoints in")
         if is_checkpoint(root):
             raise ConfigError(
                 f"{root} is a checkpoint itself: give a directory to save checkpoints in"

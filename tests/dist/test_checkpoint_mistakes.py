@@ -76,6 +76,8 @@ def fail_alone(config: dict[str, Any], root: Path) -> None:
         said = heard(lambda: save(host_data={"a": {1}} if first else {}))
         assert "host_data['a'] is a set" in said
         assert "host_data is a list: give a dict" in heard(lambda: save(host_data=[]))
+        said = heard(lambda: policy.save_checkpoint(root / "file"))
+        assert f"{root / 'file'} is a file: give a directory to save checkpoints in" in said
         said = heard(lambda: save(hf_export=root / "weights" / "x"))
         assert "choose a separate directory" in said
         elsewhere = paths(root / "other" if first else root)
