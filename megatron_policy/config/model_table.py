@@ -235,8 +235,8 @@ def check_source(model: str, table: Table) -> None:
     try:
         if has_family(table.family):
             left_out = [name for name, value in overrides.items() if value is None]
-            own = {"mtp_layers": table.architecture.mtp_layers, "head": table.architecture.head}
-            found = open_model(model, overrides, left_out=left_out, **own).table
+            mtp, head = table.architecture.mtp_layers, table.architecture.head
+            found = open_model(model, overrides, mtp_layers=mtp, head=head, left_out=left_out).table
         else:
             found = _make_unlisted_table(transformers_config(model, overrides), {})
     except (ConfigError, ConversionError) as error:
