@@ -1,4 +1,6 @@
-"""What stands next to a path that does not exist: what a typo in it may have meant."""
+"""What stands next to a path that does not exist, or where something else was looked for: what a
+typo in it may have meant, and what makes of it what was looked for.
+"""
 
 from __future__ import annotations
 
@@ -29,3 +31,12 @@ def names_in(directory: Path, *, directories: bool) -> list[str]:
     except OSError:
         return []
     return sorted(each.name for each in found if not each.name.startswith("."))
+
+
+def how_to_convert(directory: Path) -> str:
+    """The command that makes a Hugging Face directory of a checkpoint in Megatron-Core's format,
+    which the directory is or has; "" if it is none.
+    """
+    if any(any(directory.glob(where)) for where in ("*.distcp", "*/*.distcp")):
+        return f"`megatron-policy convert {directory} OUT --to hf`"
+    return ""

@@ -16,7 +16,7 @@ from megatron_policy.converters.architecture import MOST_LAYERS
 from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme, scheme_of
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import expanded, inside, read
-from megatron_policy.converters.files.nearby import names_in
+from megatron_policy.converters.files.nearby import how_to_convert, names_in
 from megatron_policy.converters.registry import FAMILIES, family_of
 from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError, ConversionError
@@ -150,9 +150,8 @@ def written_config(model: str | Path) -> dict[str, Any]:
     path = _file_of(model)
     if not path.exists():
         has = ", ".join(names_in(path.parent, directories=False)[:_SHOWN]) or "nothing"
-        made = ""
-        if any(any(path.parent.glob(where)) for where in ("*.distcp", "*/*.distcp")):
-            made = f". `megatron-policy convert {path.parent} OUT --to hf` makes one of it"
+        command = how_to_convert(path.parent)
+        made = f". {command} makes one of it" if command else ""
         raise ConfigError(
             f"{path.parent} has no {CONFIG}: it is not a Hugging Face checkpoint, but has "
             f"{has}{made}"

@@ -100,8 +100,7 @@ class Refits:
 
     def _by_directory(self) -> None:
         path = self._folder / "weights"
-        source = self._policy.config.model_name
-        self._policy.refit(HfDirectory(path, source, overwrite=True))
+        self._policy.refit(HfDirectory(path, overwrite=True))
         if self._engine is not None:
             self._engine.call("directory", str(path))
 

@@ -21,6 +21,7 @@ from megatron_policy.adapters.table import (
 )
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import inside, read
+from megatron_policy.converters.files.nearby import how_to_convert, nearest
 from megatron_policy.converters.formats.hf_names import ADAPTER_CONFIG as ADAPTER_CONFIG
 from megatron_policy.converters.formats.hf_names import ADAPTER_MODEL as ADAPTER_MODEL
 from megatron_policy.converters.formats.safetensors_format import Shape
@@ -141,11 +142,18 @@ def read_peft(root: Path) -> PeftAdapters:
     """What a directory of PEFT's `save_pretrained` or of `export_peft` says. ConfigError if it is
     neither, ConversionError for adapters of another kind, or files that are damaged.
     """
-    if not all((root / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_MODEL)):
-        raise ConfigError(
-            f"{root} has no {ADAPTER_CONFIG} and {ADAPTER_MODEL}: give a directory that PEFT's "
-            "save_pretrained or export_peft wrote"
-        )
+    give = "give a directory that PEFT's save_pretrained or export_peft wrote"
+    if not root.exists():
+        near = nearest(root, directory=True)
+        meant = f" (did you mean {near}?)" if near != root else ""
+        raise ConfigError(f"{root} does not exist{meant}: {give}")
+    if not root.is_dir():
+        raise ConfigError(f"{root} is a file: {give}")
+    names = (ADAPTER_CONFIG, ADAPTER_MODEL)
+    if missing := [name for name in names if not (root / name).is_file()]:
+        command = how_to_convert(root)
+        made = f"; {command} makes one of a training checkpoint" if command else ""
+        raise ConfigError(f"{root} has no {' and no '.join(missing)}: {give}{made}")
     return read_description(root)
 
 

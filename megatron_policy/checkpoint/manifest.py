@@ -14,6 +14,7 @@ import torch
 
 from megatron_policy.converters.architecture.plain_values import plain
 from megatron_policy.converters.files import contained, strict_json
+from megatron_policy.converters.files.nearby import how_to_convert
 from megatron_policy.converters.table import Table
 from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import CheckpointError, ConversionError
@@ -123,9 +124,11 @@ def read(directory: str | Path) -> CheckpointManifest:
     except ConversionError as error:
         raise CheckpointError(str(error)) from error
     except (FileNotFoundError, NotADirectoryError) as error:
+        command = how_to_convert(root)
+        made = f", or start from what {command} makes of it" if command else ""
         raise CheckpointError(
             f"{path} is missing: is the checkpoint complete, and was it written by this package? "
-            "Load another checkpoint"
+            f"Load another checkpoint{made}"
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

@@ -50,21 +50,27 @@ class LoadReport:
         return "\n".join(lines)
 
 
-def check_host_data(value: Any, name: str = "host_data") -> None:
-    """ConfigError, naming the place, for values that cannot be read back unchanged without running
-    code: all but numbers, strings, tensors, and lists, tuples and dicts of such.
+def check_host_data(value: Any) -> None:
+    """ConfigError, naming the place, unless it is a mapping of values that can be read back
+    unchanged without running code: numbers, strings, tensors, and lists, tuples and dicts of such.
     """
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"host_data is a {type(value).__name__}: give a dict of what to keep")
+    _check_plain(dict(value), "host_data")
+
+
+def _check_plain(value: Any, name: str) -> None:
     if type(value) in _PLAIN:
         return
     if type(value) in (list, tuple):
         for index, each in enumerate(value):
-            check_host_data(each, f"{name}[{index}]")
+            _check_plain(each, f"{name}[{index}]")
         return
-    if isinstance(value, Mapping) and (type(value) is dict or name == "host_data"):
+    if type(value) is dict:
         for key, each in value.items():
             if type(key) not in (str, int, bool, float):
                 raise ConfigError(f"{name} has the key {key!r}: keys must be strings or numbers")
-            check_host_data(each, f"{name}[{key!r}]")
+            _check_plain(each, f"{name}[{key!r}]")
         return
     raise ConfigError(
         f"{name} is a {type(value).__name__}; host_data can hold numbers, strings, tensors, and "

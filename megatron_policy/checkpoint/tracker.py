@@ -10,6 +10,9 @@ from megatron_policy.checkpoint import manifest as manifests
 from megatron_policy.checkpoint.manifest import NAME, OPTIMIZER, CheckpointManifest
 from megatron_policy.converters.files import contained, publishing, renaming
 from megatron_policy.converters.files.locking import locked
+from megatron_policy.converters.files.nearby import how_to_convert
+from megatron_policy.converters.formats.hf_config import CONFIG
+from megatron_policy.converters.formats.hf_names import ADAPTER_CONFIG
 from megatron_policy.errors import CheckpointError, ConversionError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -43,6 +46,8 @@ def find(path: str | Path) -> Path:
         return _follow_tracker(root)
     if found := complete(root):
         return found[-1]
+    if other := _find_other(root):
+        raise CheckpointError(f"{root} has no training checkpoint: {other}")
     raise CheckpointError(f"{root} has no checkpoint: {_instead(root)}")
 
 
@@ -156,6 +161,22 @@ def _follow_tracker(root: Path) -> Path:
         return contained.inside(root, found.name)
     except ConversionError as error:
         raise CheckpointError(str(error)) from error
+
+
+def _find_other(root: Path) -> str:
+    """What a directory has that no save has left, and where to give it; "" if it is none known."""
+    if any(root.glob(f".{PATTERN}.partial-*")):
+        return ""
+    if command := how_to_convert(root):
+        return (
+            f"what it has, no policy has saved, and it cannot be resumed. {command} makes a model "
+            "of it to start from: policy.model_name"
+        )
+    if (root / ADAPTER_CONFIG).is_file():
+        return "it has adapters, which policy.megatron_cfg.peft.start_from starts from"
+    if (root / CONFIG).is_file():
+        return "it is a Hugging Face model, which policy.model_name starts from"
+    return ""
 
 
 def _instead(root: Path) -> str:

@@ -54,7 +54,7 @@ def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
     if problems:
         raise ConfigError("\n".join(problems))
     result.ignored |= _idle_keys(raw)
-    result.warned |= _other_learning_rate(raw)
+    result.warned |= _other_learning_rates(raw)
     return result
 
 
@@ -82,22 +82,25 @@ def _idle_keys(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"megatron_cfg.{name}", why
 
 
-def _other_learning_rate(raw: Mapping[str, Any]) -> dict[str, str]:
-    """The learning rate of a host's other engines, if Megatron-Core trains with another one."""
+def _other_learning_rates(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Learning rates beside another one that the enabled engine trains with, and which that is."""
     info = MegatronOptimizerConfig.model_fields["lr"]
     megatron = _section_of(raw, "megatron_cfg")
-    given = _section_of(_section_of(raw, "optimizer"), "kwargs").get("lr")
-    own = _section_of(megatron, "optimizer").get("lr")
-    counts = raw.get("learning_rate") if own is None else own
-    if (
-        not megatron.get("enabled")
-        or given is None
-        or _convert(info, given) == _convert(info, counts)
-    ):
-        return {}
-    path = "megatron_cfg.optimizer.lr" if own is not None or counts is None else "learning_rate"
-    taken = "not given" if counts is None else f"{counts!r:.40}"
-    return {"optimizer.kwargs.lr": f"it is {given!r:.40}; Megatron-Core takes {path}, {taken}"}
+    of_torch, common = "optimizer.kwargs.lr", "learning_rate"
+    given = {
+        of_torch: _section_of(_section_of(raw, "optimizer"), "kwargs").get("lr"),
+        common: raw.get(common),
+    }
+    engine, own, rate = "torch's optimizer", of_torch, given[of_torch]
+    if megatron.get("enabled"):
+        engine, own = "Megatron-Core", "megatron_cfg.optimizer.lr"
+        rate = _section_of(megatron, "optimizer").get("lr")
+    if rate is None and given[common] is not None:
+        own, rate = common, given[common]
+    for path, other in given.items():
+        if other is not None and _convert(info, other) != _convert(info, rate):
+            taken = "not given" if rate is None else f"{rate!r:.40}"
+            yield path, f"it is {other!r:.40}; {engine} takes {own}, {taken}"
 
 
 def _section_of(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

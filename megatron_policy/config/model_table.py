@@ -30,6 +30,7 @@ from megatron_policy.converters.formats.hf_config import (
 )
 from megatron_policy.converters.formats.hf_files import is_peft
 from megatron_policy.converters.formats.opening import OpenModel, open_model
+from megatron_policy.converters.scalar_head import FIELDS as OF_HEAD
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 
@@ -206,18 +207,45 @@ def bind_reference(config: PolicyConfig, table: Table) -> Table | None:
 
 def _refuse_other_architecture(own: Architecture, other: Architecture) -> None:
     """ConfigError, naming what differs, unless the model can compute with the other's weights."""
+    if different := _list_differences(own, other):
+        raise ConfigError(
+            f"{_REFERENCE} is of another architecture than policy.model_name: {different}. Give a "
+            "checkpoint of the same architecture; if only a setting differs, override it with "
+            "policy.hf_config_overrides, which both models get"
+        )
+
+
+def _list_differences(own: Architecture, other: Architecture) -> str:
+    """What the other has in place of values of a model's own, in words; "" if nothing differs."""
     values = flatten(own)
     different = [
         f"{name} is {value!r:.200}, not {values[name]!r:.200}"
         for name, value in flatten(other).items()
         if plain(value) != plain(values[name])  # `mla` and `moe` without what is a name itself
     ]
+    return "; ".join(different[:_SHOWN])
+
+
+def check_source(model: str, table: Table) -> None:
+    """ConfigError unless the config.json of `model`, with the fields that `table` overrides, says
+    what the policy of that table computes.
+    """
+    fix = "leave it out for policy.model_name, or name the directory that this model is in now"
+    overrides = {name: value for name, value in table.overrides.items() if name not in OF_HEAD}
+    try:
+        if has_family(table.family):
+            left_out = [name for name, value in overrides.items() if value is None]
+            mtp, head = table.architecture.mtp_layers, table.architecture.head
+            found = open_model(model, overrides, mtp_layers=mtp, head=head, left_out=left_out).table
+        else:
+            found = _make_unlisted_table(transformers_config(model, overrides), {})
+    except (ConfigError, ConversionError) as error:
+        raise ConfigError(f"source={model!r} is not the policy's model ({error}): {fix}") from error
+    different = _list_differences(table.architecture, found.architecture)
+    if found.family != table.family:
+        different = f"it is a {found.family} model, not a {table.family} model"
     if different:
-        raise ConfigError(
-            f"{_REFERENCE} is of another architecture than policy.model_name: "
-            f"{'; '.join(different[:_SHOWN])}. Give a checkpoint of the same architecture; if only "
-            "a setting differs, override it with policy.hf_config_overrides, which both models get"
-        )
+        raise ConfigError(f"source={model!r} is not the policy's model: {different}; {fix}")
 
 
 def _refuse_head(table: Table) -> None:

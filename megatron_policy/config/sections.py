@@ -214,7 +214,9 @@ class PolicySection(Section):
     max_grad_norm: Norm = 1.0
     """Used if `megatron_cfg.optimizer.clip_grad` is not given."""
     learning_rate: Rate | None = None
-    """Used if `megatron_cfg.optimizer.lr` is not given."""
+    """Used if the engine's optimizer is not given its own (`megatron_cfg.optimizer.lr`,
+    `optimizer.kwargs.lr`).
+    """
     skip_empty_steps: bool = True
     """Of this project: a step for which no token counts, or with a loss of sequences no sequence,
     is not taken: weights, optimizer and schedule stay. False takes it, by weight decay and earlier

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_policy.convert.blockwise import BlockBuffer, check_memory, cut
 from megatron_policy.convert.open_checkpoint import (
+    HF,
     OpenCheckpoint,
     damaged_tensor,
     digest_of,
@@ -248,7 +249,8 @@ def check(
     progress: Callable[[int, int], None] | None = None,
     config: str | Path | None = None,
 ) -> Check:
-    """Compare a checkpoint with its own digests; ConversionError if it has none.
+    """Compare a checkpoint with its own digests; ConversionError if it has none, or is undamaged
+    and not the model that its config.json describes.
 
     ConfigError and ConversionError as for `convert`; `progress` gets bytes done and in total.
     """
@@ -264,6 +266,8 @@ def check(
         stated, done, buffer = checkpoint.manifest.tensors, 0, BlockBuffer(max_memory)
         for name in sorted({*stated} - {*checkpoint.infos}):
             problems.append(f"{checkpoint.root} lacks {name}, which its {MANIFEST} names")
+        if not problems:
+            _check_model(checkpoint, checkpoint.manifest.origin["family"])
         for name, info in checkpoint.infos.items():
             if name not in stated:
                 problems.append(f"{checkpoint.root}: {name} has no digest in {MANIFEST}")
@@ -279,6 +283,25 @@ def check(
             len(checkpoint.infos),
             total,
             tuple(problems),
+        )
+
+
+def _check_model(checkpoint: OpenCheckpoint, family: str) -> None:
+    """ConversionError unless a Hugging Face model that was written as one of that family has the
+    tensors of its config.json. Models without a family here are not compared.
+    """
+    table, infos = checkpoint.table, checkpoint.infos
+    if checkpoint.kind != HF or table is None:
+        return
+    found = {name: info.shape for name, info in infos.items()}
+    try:
+        table.check_hf(found, {name: info.dtype for name, info in infos.items()})
+    except ConversionError as error:
+        raise ConversionError(f"{checkpoint.root}: {error}") from error
+    if table.family != family:
+        raise ConversionError(
+            f"{checkpoint.root} has the config.json of a {table.family} model, but weights that "
+            f"were written as those of a {family} model: give it the config.json of their model"
         )
 
 

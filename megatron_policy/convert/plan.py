@@ -90,7 +90,7 @@ def prepare(
         checkpoint = _overridden(checkpoint, overrides or {})
         checkpoint.check()
         checkpoint = bring_base(checkpoint, base, merge, cast_to, reader)
-        _check_apart(checkpoint.root, Path(destination))
+        _check_apart(Path(destination), checkpoint, base)
         table = _bound(checkpoint)
         kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}
         # Megatron-Core has each tensor once; copies of the embedding and the head are left out.
@@ -171,13 +171,19 @@ def _check_directions(checkpoint: OpenCheckpoint, destination: Path, to: str, me
             f"{checkpoint.root} is in the format {to!r} already; to='{other}' converts it to the "
             f"other{merges}"
         )
-    _check_apart(checkpoint.root, destination)
+    _check_apart(destination, checkpoint)
 
 
-def _check_apart(source: Path, destination: Path) -> None:
-    final, root = (Path(os.path.realpath(expanded(path))) for path in (destination, source))
-    if final == root or final in root.parents or root in final.parents:
-        raise ConfigError(f"{destination} is inside {source}, or contains it: choose another")
+def _check_apart(
+    destination: Path, checkpoint: OpenCheckpoint, base: str | Path | None = None
+) -> None:
+    """ConfigError if the destination overlaps what is converted, or the base of adapters."""
+    final = Path(os.path.realpath(expanded(destination)))
+    named = None if checkpoint.spec is None else checkpoint.spec.model
+    for source in filter(None, (checkpoint.root, base, named)):
+        root = Path(os.path.realpath(expanded(source)))
+        if final.is_relative_to(root) or root.is_relative_to(final):
+            raise ConfigError(f"{destination} is inside {source}, or contains it: choose another")
 
 
 def _bound(checkpoint: OpenCheckpoint) -> Table:

@@ -21,7 +21,7 @@ from megatron_policy.checkpoint.loading import FoundCheckpoint, Loader, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport, SaveReport, check_host_data
 from megatron_policy.checkpoint.saving import DirectoryContents, SavedModel, Saver
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.files.publishing import check_replaceable, is_checkpoint
+from megatron_policy.converters.files.publishing import is_checkpoint
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.hf_location import locate
 from megatron_policy.converters.formats.side_files import (
@@ -34,6 +34,8 @@ from megatron_policy.coordination.operation import SAVES, Coordinator
 from megatron_policy.errors import ConfigError
 from megatron_policy.memory.states import SAVE, SEND_WEIGHTS
 from megatron_policy.policy.session import Session
+from megatron_policy.refit.exporter import Origin
+from megatron_policy.refit.transports.disk import HfDirectory, check_export
 from megatron_policy.weights.load import refuse_unfilled
 
 _log = logging.getLogger(__name__)
@@ -108,14 +110,15 @@ class Checkpoints:
                     "this policy was made with init_optimizer=False and has no optimizer to save: "
                     "leave optimizer_path out"
                 )
-            check_host_data(host_data or {})
+            check_host_data({} if host_data is None else host_data)
             _refuse_checkpoints(weights, optimizer)
             here = replace(need, holds=frozenset()) if onload else need
             memory.check("save_checkpoint()", here)
             if hf_export is not None:
-                check_export(hf_export, weights_path, optimizer_path)
-                if self._session.rank == 0:  # only rank 0 reads what it copies from there
-                    self._side_files()
+                exporter = self._session.exporter
+                _refuse_overlap(hf_export, exporter.origin, weights, optimizer)
+                if self._session.rank == 0:  # which alone reads what it copies from there
+                    check_export(HfDirectory(hf_export, overwrite=True), exporter)
             if tokenizer_path is not None and self._kept is not None:
                 path = Path(tokenizer_path)
                 if not save_tokenizer(self._tokenizer, path):
@@ -226,22 +229,25 @@ def source_dtypes(
     return common_state.source_dtypes(tracker.find(path))
 
 
-def check_export(export: AnyPath | None, *saved: AnyPath | None) -> None:
-    """ConfigError unless a Hugging Face checkpoint can be written there, outside what is saved."""
+def _refuse_overlap(export: AnyPath, origin: Origin, *saved: Path | None) -> None:
+    """ConfigError unless the path is outside what is saved and what the policy was made from."""
     target = _absolute(export)
-    if target is None:
-        return
-    for root in filter(None, map(_absolute, saved)):
-        if target == root or root in target.parents or target in root.parents:
+    assert target is not None
+    origin.check_apart(target)
+    for root in filter(None, saved):
+        if target.is_relative_to(root) or root.is_relative_to(target):
             raise ConfigError(
                 f"hf_export={target} overlaps checkpoints in {root}: choose a separate directory"
             )
-    check_replaceable(target, overwrite=True)
 
 
 def _refuse_checkpoints(*roots: Path | None) -> None:
-    """ConfigError for a path that is itself a checkpoint: loads would never look into it."""
+    """ConfigError for a path that is a file, or itself a checkpoint: loads would never look into
+    it.
+    """
     for root in filter(None, roots):
+        if root.is_file():
+            raise ConfigError(f"{root} is a file: give a directory to save checkpoints in")
         if is_checkpoint(root):
             raise ConfigError(
                 f"{root} is a checkpoint itself: give a directory to save checkpoints in"

@@ -116,7 +116,7 @@ class MegatronPolicy:
         self._batcher = Batcher.of(self.config, self.topology, self._engine.table)
         self._scoring = PolicyScoring(self.config, self._session, self._batcher)
         self._monitoring = PolicyMonitoring(self.config, self._session, all_writers)
-        self._exports = WeightExports(self.config, self._session, self._monitoring.metrics)
+        self._exports = WeightExports(self._session, self._monitoring.metrics)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         empty_steps = EmptySteps.of(self.config, self._engine.table.architecture)
         state = self._session.state

@@ -16,10 +16,11 @@ from megatron_policy.config.layout import checked_topology
 from megatron_policy.config.parallel_sizes import parallel_sizes
 from megatron_policy.coordination.timeouts import checked_timeout
 from megatron_policy.device.process_groups import join_process_group, leave_process_group
+from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import EngineBuilder, Trainable, TrainingEngine
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.policy_state import PolicyState
-from megatron_policy.refit.exporter import Exporter
+from megatron_policy.refit.exporter import Exporter, Origin
 from megatron_policy.training.reference import Reference, reference_of
 from megatron_policy.training.step import NEEDS_OPTIMIZER
 from megatron_policy.weights.load import DTYPES
@@ -74,7 +75,7 @@ class Session:
                 timeout_s=config.refit_timeout_s,
                 bucket_bytes=config.refit_bucket_bytes,
                 dtype=None if config.refit_dtype is None else DTYPES[config.refit_dtype],
-                tokenizer=tokenizer,
+                origin=Origin(config.model_name, config.reference_model_name, tokenizer),
             )
             self.memory = DeviceMemory(
                 self.engine,
@@ -93,10 +94,11 @@ class Session:
 
     @property
     def reference(self) -> Reference:
-        """The reference policy; RuntimeError if there is none."""
+        """The reference policy; ConfigError if there is none."""
         if self._reference is None:
-            raise RuntimeError(
-                "this policy was made with init_reference_model=False: it has no reference"
+            raise ConfigError(
+                "this policy was made with init_reference_model=False, so it has no reference: "
+                "leave that out"
             )
         return self._reference
 
@@ -112,9 +114,9 @@ class Session:
 
     @property
     def trainable(self) -> Trainable:
-        """What a training step works on; RuntimeError if there is no optimizer."""
+        """What a training step works on; ConfigError if there is no optimizer."""
         if self.engine.trainable is None:
-            raise RuntimeError(f"train() {NEEDS_OPTIMIZER}")
+            raise ConfigError(f"train() {NEEDS_OPTIMIZER}")
         return self.engine.trainable
 
     def settle(self) -> None:

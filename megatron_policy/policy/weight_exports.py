@@ -7,7 +7,6 @@ from os import PathLike
 
 import torch
 
-from megatron_policy.config import PolicyConfig
 from megatron_policy.memory.states import SEND_WEIGHTS
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.policy.session import Session
@@ -27,8 +26,8 @@ class WeightExports:
     collective.
     """
 
-    def __init__(self, config: PolicyConfig, session: Session, metrics: MetricsLog) -> None:
-        self._config, self._session, self._metrics = config, session, metrics
+    def __init__(self, session: Session, metrics: MetricsLog) -> None:
+        self._session, self._metrics = session, metrics
 
     def export_hf(
         self,
@@ -38,18 +37,19 @@ class WeightExports:
         overwrite: bool = False,
     ) -> None:
         """Write a Hugging Face checkpoint, in the dtypes of `config.model_name`. The directory
-        appears only when complete; an existing one is refused unless `overwrite`.
+        appears only when complete; an existing one is refused unless `overwrite`, and one that
+        overlaps the policy's `model_name` or `reference_model_name` always: ConfigError.
+        ExportError, on every rank, if one cannot write.
         """
         self._session.memory.ready("export_hf()", SEND_WEIGHTS)
-        source = self._config.model_name
-        transport = HfDirectory(path, source, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+        transport = HfDirectory(path, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
         export_directory(transport, self._session.exporter, self._session.state.steps)
 
     def export_peft(self, path: str | PathLike[str], *, overwrite: bool = False) -> None:
         """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads. It
         appears only when complete; an existing one is refused unless `overwrite`. ConfigError
-        without adapters, or where `path` is taken; ExportError, on every rank, if rank 0 cannot
-        write.
+        without adapters, or where `path` is taken or overlaps the policy's model or reference;
+        ExportError, on every rank, if rank 0 cannot write.
         """
         self._session.memory.ready("export_peft()", SEND_WEIGHTS)
         exporter = self._session.exporter.select(adapters=True)

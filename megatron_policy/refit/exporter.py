@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
+from megatron_policy.converters.files.contained import expanded
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import Adapters, TrainingEngine
@@ -24,6 +27,31 @@ from megatron_policy.refit.rounds import make_rounds, stream_together
 from megatron_policy.refit.sources import Filled, Place, Sources, stream_alone
 
 _KEPT_PLANS = 64
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The models that a policy was made from, directories or names on the hub, and the tokenizer
+    that it was given.
+    """
+
+    model: str
+    """Its weights at the start; directories get its config, and its tokenizer if none was given."""
+    reference: str | None = None
+    """The weights of the reference, if they are others."""
+    tokenizer: Any = None
+
+    def check_apart(self, path: Path) -> None:
+        """ConfigError for a destination that is one of the models, lies in one or holds one."""
+        final = Path(os.path.realpath(path))
+        named = {"policy.model_name": self.model, "policy.reference_model_name": self.reference}
+        for key, name in named.items():
+            own = None if name is None else Path(os.path.realpath(expanded(name)))
+            if own is not None and (final.is_relative_to(own) or own.is_relative_to(final)):
+                raise ConfigError(
+                    f"{path} overlaps {name}, which is {key}: a resumed policy would start from "
+                    "what replaces it, or compare with that. Choose a path apart from it"
+                )
 
 
 class Exporter:
@@ -39,16 +67,16 @@ class Exporter:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         dtype: torch.dtype | None = None,
-        tokenizer: Any = None,
+        origin: Origin,
     ) -> Exporter:
         """The exporter of the model. No collective waits longer than `timeout_s` seconds, and none
         moves more than `bucket_bytes` plus 2 %. Engines get `dtype`; None: the checkpoint's own.
-        Directories get the files of `tokenizer`; None: those of the model.
+        Directories get the files of `origin`, and are apart from its models.
         """
         place, table, own = engine.place, engine.table, engine.adapters
         ranks = RefitRanks(place.topology, place.coords, timeout_s)
         sources = Sources(engine.held, table.architecture, own)
-        make = partial(cls, ranks, sources, own, bucket_bytes, dtype, tokenizer)
+        make = partial(cls, ranks, sources, own, bucket_bytes, dtype, origin)
         model = RefitModel(
             table, place.split, engine.source_dtypes, engine.precision, place.topology
         )
@@ -65,7 +93,7 @@ class Exporter:
         adapters: Adapters | None,
         bucket_bytes: int,
         dtype: torch.dtype | None,
-        tokenizer: Any,
+        origin: Origin,
         model: RefitModel,
         served_model: ServedModel,
         alone: Exporter | None,
@@ -73,7 +101,7 @@ class Exporter:
         """`alone` is the exporter of the adapters; see `of`."""
         self.ranks, self.topology, self.coords = ranks, ranks.topology, ranks.coords
         self.rank, self.timeout_s = ranks.rank, ranks.timeout_s
-        self.bucket_bytes, self.dtype, self.tokenizer = bucket_bytes, dtype, tokenizer
+        self.bucket_bytes, self.dtype, self.origin = bucket_bytes, dtype, origin
         self.table, self.source_dtypes, self.adapters = model.table, model.dtypes, adapters
         self.served_model = served_model
         """What an engine has to set up for what is exported."""

@@ -50,7 +50,7 @@ class Reference:
         restored afterwards.
         """
         if self._active:
-            raise RuntimeError("the reference policy is active already; its context does not nest")
+            raise ConfigError("the reference policy is active already: leave its context first")
         self._active = True
         try:
             with ExitStack() as stack:

@@ -116,7 +116,7 @@ def trained(config: dict[str, Any], loss: str, folder: str, engine: str = "") ->
         seen["logprobs"], seen["shown"] = policy.logprobs(texts), repr(policy)
         seen["reference"] = policy.reference_logprobs(texts)
         policy.export_hf(f"{folder}/exported")
-        policy.refit(HfDirectory(f"{folder}/refit", config["model_name"]))
+        policy.refit(HfDirectory(f"{folder}/refit"))
         lengths = torch.tensor([5, 3] * (texts.size // 2))
         prompts = {"input_ids": own["input_ids"][:, :5], "input_lengths": lengths}
         seen["written"] = policy.generate(BatchedDataDict(prompts), greedy=True)

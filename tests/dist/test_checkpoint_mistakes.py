@@ -75,6 +75,9 @@ def fail_alone(config: dict[str, Any], root: Path) -> None:
         assert "Not a directory" in said
         said = heard(lambda: save(host_data={"a": {1}} if first else {}))
         assert "host_data['a'] is a set" in said
+        assert "host_data is a list: give a dict" in heard(lambda: save(host_data=[]))
+        said = heard(lambda: policy.save_checkpoint(root / "file"))
+        assert f"{root / 'file'} is a file: give a directory to save checkpoints in" in said
         said = heard(lambda: save(hf_export=root / "weights" / "x"))
         assert "choose a separate directory" in said
         elsewhere = paths(root / "other" if first else root)
@@ -266,12 +269,21 @@ def test_state_that_a_killed_save_put_aside_comes_back_before_anything_is_remove
 
 def export_without_the_model(config: dict[str, Any], model: Path, root: Path) -> None:
     """A save with an export says that the model's directory has gone; one without succeeds."""
+    moved = model.with_name("moved")
     with open_policy(config, init_reference_model=False) as policy:
-        torch.distributed.barrier()
-        if policy.rank == 0:
-            shutil.move(model, model.with_name("moved"))
-        torch.distributed.barrier()
         save = partial(policy.save_checkpoint, **paths(root))
+
+        def rename(old: Path, new: Path) -> None:
+            torch.distributed.barrier()
+            if policy.rank == 0:
+                shutil.move(old, new)
+            torch.distributed.barrier()
+
+        rename(model / "config.json", moved)
+        said = heard(lambda: save(hf_export=root / "hf"))
+        assert f"{model} no longer has its config.json: put it back" in said
+        rename(moved, model / "config.json")
+        rename(model, moved)
         assert f"model {str(model)!r} is not a directory" in heard(
             lambda: save(hf_export=root / "hf")
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -15,12 +17,13 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.verifying import verify as verify_save
 from megatron_policy.convert import check, convert
 from megatron_policy.converters.formats.hf_files import HfReader
-from megatron_policy.errors import ConfigError, ExportError
+from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.refit.transports.disk import HfDirectory
+from megatron_policy.refit.transports.peft import PeftDirectory
 from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import LAYOUTS, LENGTH, VOCAB
+from tests.dist.layouts import LAYOUTS, LENGTH, SIZES, VOCAB
 from tests.exact import Exact, assert_equal
 from tests.soak.exports import MODEL, soak
 
@@ -118,7 +121,7 @@ def write_everywhere(config: dict[str, Any], folder: Path) -> None:
     given.pad_token = given.eos_token
     with open_policy(config, tokenizer=given, init_reference_model=False) as policy:
         policy.export_hf(folder / "export")
-        policy.refit(HfDirectory(folder / "refit", config["model_name"]))
+        policy.refit(HfDirectory(folder / "refit"))
         if policy.rank == 0:
             shutil.rmtree(source / "assets")
             (source / "config.json").rename(source / "elsewhere")
@@ -165,6 +168,55 @@ def test_a_path_that_cannot_be_made_fails_on_every_rank_alike(ranks, checkpoints
     config = policy_config(checkpoints[True], LAYOUTS["TP2"].megatron)
     for message in ranks.run(2, fail_to_export, config, Path("/proc/nowhere/exported")):
         assert message.startswith("rank 0: ")
+
+
+def export_onto_what_it_is_made_of(config: dict[str, Any], link: Path, away: Path) -> None:
+    """Nothing is written over the policy's model or reference, or into or around them, by any way
+    to write a directory.
+    """
+    model, reference = Path(config["model_name"]), Path(config["reference_model_name"])
+    before = [bits_of(model), bits_of(reference)]
+    destinations = {
+        model: "policy.model_name",
+        model / "exported": "policy.model_name",
+        model.parent: "policy.model_name",
+        link: "policy.model_name",
+        Path(os.path.relpath(model)): "policy.model_name",
+        reference: "policy.reference_model_name",
+    }
+    with open_policy(config) as policy:
+        for path, key in destinations.items():
+            said = rf"{re.escape(str(path))} overlaps .*, which is {key}.*Choose a path apart from"
+            for export in (policy.export_hf, policy.export_peft):
+                with pytest.raises(ConfigError, match=said):
+                    export(path, overwrite=True)
+            with pytest.raises(RefitError, match=said):
+                policy.refit(HfDirectory(path, overwrite=True))
+            with pytest.raises(RefitError, match=said):
+                policy.refit(PeftDirectory(path, overwrite=True), adapters=True)
+            with pytest.raises(ConfigError, match=said):
+                policy.save_checkpoint(away, hf_export=path)
+        assert not away.exists()
+    assert [bits_of(model), bits_of(reference)] == before
+
+
+def bits_of(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("layout", ["TP2", "one process"])
+def test_no_export_replaces_what_its_policy_was_made_from(
+    ranks, checkpoint, tmp_path: Path, layout: str
+) -> None:
+    source = checkpoint("qwen2", **SIZES)
+    model, reference = (tmp_path / each / each for each in ("model", "reference"))
+    for each in (model, reference):
+        shutil.copytree(source, each)
+    link, away = tmp_path / "link", tmp_path / "away"
+    link.symlink_to(model)
+    megatron = LAYOUTS[layout].megatron | {"peft": {"enabled": True, "dim": 2, "alpha": 2}}
+    config = policy_config(model, megatron, reference_model_name=str(reference))
+    ranks.run(LAYOUTS[layout].world, export_onto_what_it_is_made_of, config, link, away)
 
 
 @pytest.mark.parametrize("ranks_of_each", [1, 2])

@@ -243,7 +243,7 @@ def reported(config: dict[str, Any], root: Path) -> Any:
         assert (saved is not None) == waits
         finished = policy.finalize_async_save()
         assert (finished is None) == waits
-        manifest = policy.refit(HfDirectory(root / "hf", config["model_name"]))
+        manifest = policy.refit(HfDirectory(root / "hf"))
         return saved or finished, manifest.speed
 
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import exchange
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.memory import host_copies
 from megatron_policy.memory.states import IDLE, LOGPROB, TRAIN
 from megatron_policy.policy import MegatronPolicy
@@ -359,7 +359,7 @@ def ask_for_too_much(config: dict[str, Any]) -> None:
             (lambda: policy.topk_logits(DATA, VOCAB + 1), "vocabulary"),
             (lambda: policy.train(DATA, loss, eval_mode=True, gbs=3), "multiple"),
         ):
-            with pytest.raises((RuntimeError, ValueError), match=reason):
+            with pytest.raises((ConfigError, BatchError), match=reason):
                 attempt()
         policy.train(DATA, loss, eval_mode=True)
 

@@ -17,6 +17,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from megatron_policy.convert import check
 from megatron_policy.converters.files import publishing
 from megatron_policy.converters.formats import hf_writing
 from megatron_policy.errors import ConfigError, ExportError, RefitError
@@ -25,14 +26,16 @@ from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from megatron_policy.refit.transports.peft import PeftDirectory
 from tests.dist.cases import open_policy, policy_config
-from tests.dist.layouts import LAYOUTS, SIZES
+from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, SIZES
 from tests.dist.resuming import large_files_forbidden, replaced
 from tests.dist.test_adapter_handover import ANEW
 from tests.dist.test_adapters import adapted
 from tests.dist.test_export import assert_same_tensors, tensors_of
+from tests.dist.test_fsdp2_unlisted import make
 from tests.ranks import RankFailure, RankPool
 from tests.refit_engine import SmallEngine, bits
 from tests.small_disk import small_disk
+from tests.unit.edited import edit
 
 UNUSED = {"init_optimizer": False, "init_reference_model": False}
 SHARD = 50_000
@@ -118,7 +121,7 @@ def fail_to_write(config: dict[str, Any], path: Path, culprit: int) -> list[str]
     with open_policy(config, **UNUSED) as policy:
 
         def refit() -> None:
-            policy.refit(HfDirectory(path, config["model_name"], max_shard_bytes=SHARD))
+            policy.refit(HfDirectory(path, max_shard_bytes=SHARD))
 
         with large_files_forbidden(policy.rank == culprit):
             with pytest.raises(RefitError) as of_refit:
@@ -179,7 +182,7 @@ def stall_while_writing(config: dict[str, Any], path: Path) -> float:
         return call
 
     with open_policy(config | {"refit_timeout_s": TIMEOUT_S}, **UNUSED) as policy:
-        policy.refit(HfDirectory(path, config["model_name"], max_shard_bytes=SHARD))
+        policy.refit(HfDirectory(path, max_shard_bytes=SHARD))
         started = time.monotonic()
         with replaced(hf_writing.ShardFile, "put", stalling), pytest.raises(ExportError):
             policy.export_hf(path, max_shard_bytes=SHARD, overwrite=True)
@@ -205,11 +208,11 @@ def test_a_rank_that_stalls_while_it_writes_fails_the_others_in_time(
 def refuse_to_replace(config: dict[str, Any], path: Path) -> list[str]:
     with open_policy(config, **UNUSED) as policy:
         with pytest.raises(RefitError) as of_refit:
-            policy.refit(HfDirectory(path, config["model_name"]))
+            policy.refit(HfDirectory(path))
         with pytest.raises(ConfigError) as of_export:
             policy.export_hf(path)
         assert policy.rank or (path / "notes.txt").exists()
-        policy.refit(HfDirectory(path, config["model_name"], overwrite=True))
+        policy.refit(HfDirectory(path, overwrite=True))
         return [str(of_refit.value), str(of_export.value)]
 
 
@@ -224,6 +227,49 @@ def test_a_directory_is_replaced_on_demand_only(
         assert all(f"{target} exists" in message for message in messages)
     assert not (target / "notes.txt").exists()
     assert_same_tensors(target, path)
+
+
+def take_config_from(config: dict[str, Any], sources: dict[str, Path], box: Path) -> list[str]:
+    """What is said of sources that are other models, by parts of the messages; one has moved."""
+    said = []
+    with open_policy(config, **UNUSED) as policy:
+        policy.refit(HfDirectory(box / "own"))
+        policy.refit(HfDirectory(box / "moved", str(sources.pop("moved"))))
+        for words, source in sources.items():
+            with pytest.raises(RefitError, match=rf"source=.*{words}.*leave it out for") as error:
+                policy.refit(HfDirectory(box / "wrong", str(source)))
+            said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize("kind", ["a family", "unlisted, FSDP2"])
+def test_a_directory_gets_no_config_of_another_model(
+    ranks: RankPool, checkpoint: Any, tmp_path: Path, kind: str
+) -> None:
+    other = checkpoint("llama", vocab=251)
+    if kind == "a family":
+        path = checkpoint("qwen2", tied=True, vocab=251)
+        megatron, what = LAYOUTS["TP2"].megatron, "it is a llama model, not a qwen2 model"
+        changed, field = {"rms_norm_eps": 0.5}, "layernorm_epsilon is 0.5, not 1e-06"
+    else:
+        path = make("stablelm", tmp_path / "stablelm")
+        megatron, what = FSDP2_LAYOUTS["FSDP2 x 2"].megatron, "it is a llama model, not a stablelm"
+        changed, field = {"num_hidden_layers": 3}, "num_layers is 3, not 2"
+    moved = Path(shutil.copytree(path, tmp_path / "elsewhere"))
+    sources = {
+        "moved": moved,
+        what: other,
+        re.escape(field): edit(path, tmp_path / "edited", **changed),
+        "is not a directory": tmp_path / "nowhere" / "at" / "all",
+    }
+    config, box = policy_config(path, megatron, hf_config_overrides={}), tmp_path / "box"
+    for messages in ranks.run(2, take_config_from, config, sources, box):
+        assert len(messages) == 3
+    assert sorted(p.name for p in box.iterdir()) == ["moved", "own"]
+    for name in ("own", "moved"):
+        assert_same_tensors(box / name, path)
+        assert (box / name / "config.json").read_text() == (path / "config.json").read_text()
+        assert check(box / name).problems == ()
 
 
 def misuse(config: dict[str, Any], plain: dict[str, Any], box: Path) -> None:
@@ -241,7 +287,7 @@ def misuse(config: dict[str, Any], plain: dict[str, Any], box: Path) -> None:
         with pytest.raises(ConfigError, match="writes adapters alone: refit with adapters=True"):
             policy.refit(PeftDirectory(new))
         with pytest.raises(ConfigError, match="HfDirectory writes whole models: take PeftDir"):
-            refit(HfDirectory(new, policy.config.model_name))
+            refit(HfDirectory(new))
         with pytest.raises(RefitError, match="exists; choose another path"):
             refit(PeftDirectory(there))
         taken = f"^{there} exists; choose another path, or replace it: overwrite=True$"

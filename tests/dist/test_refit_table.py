@@ -102,7 +102,7 @@ def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> d
         (policy.export_peft if adapters else policy.export_hf)(box / f"export {number}")
         disk = PeftDirectory(box / "disk 0")
         if not adapters:
-            disk = HfDirectory(box / f"disk {number}", policy.config.model_name)
+            disk = HfDirectory(box / f"disk {number}")
         addresses = {rank: f"ipc://{box}/{number}.{rank}" for rank in range(world)}
         transports = {
             "ipc stream": IpcStream(addresses, buffer_bytes=BUCKET),

@@ -53,6 +53,9 @@ def test_a_directory_named_for_a_step_is_taken_at_its_word(run: Path) -> None:
         CheckpointError, match="missing: is the checkpoint complete, and was it written by"
     ):
         manifest.read(find(run / "iter_0000004"))
+    (run / "iter_0000004" / "__0_0.distcp").touch()
+    with pytest.raises(CheckpointError, match=r"start from what `megatron-policy convert .* OUT"):
+        manifest.read(find(run / "iter_0000004"))
 
 
 def test_where_nothing_is_the_error_says_what_to_give(tmp_path: Path) -> None:
@@ -60,6 +63,13 @@ def test_where_nothing_is_the_error_says_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "is a file: give the directory" in refused(tmp_path / "file")
     assert "it has no complete iter_* directory" in refused(tmp_path)
+    (tmp_path / "config.json").touch()
+    assert "a Hugging Face model, which policy.model_name starts from" in refused(tmp_path)
+    (tmp_path / "adapter_config.json").touch()
+    assert "adapters, which policy.megatron_cfg.peft.start_from starts from" in refused(tmp_path)
+    (tmp_path / "__0_0.distcp").touch()
+    convert = f"`megatron-policy convert {tmp_path} OUT --to hf` makes a model of it"
+    assert f"no policy has saved, and it cannot be resumed. {convert}" in refused(tmp_path)
     (tmp_path / ".iter_0000012.partial-0123").mkdir()
     assert "a save to it was not finished, and no other before it" in refused(tmp_path)
 

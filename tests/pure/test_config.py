@@ -402,28 +402,38 @@ def test_who_asks_for_what_would_save_memory_is_told_that_it_does_not(
     assert all(f"policy.{key} has no effect: results are the same" in each for each in said)
 
 
+TORCH, MCORE = "optimizer.kwargs.lr", "Megatron-Core takes"
+BOTH = {OPTIMIZER + "lr": 3e-7, "learning_rate": 5e-6}
+OFF = {MEGATRON + "enabled": False, "dtensor_cfg": FSDP}
+
+
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "other", "said"),
     [
+        ({OPTIMIZER + "lr": 5e-6}, TORCH, f"it is 3e-07; {MCORE} {OPTIMIZER}lr, 5e-06"),
+        ({"learning_rate": 5e-6}, TORCH, f"it is 3e-07; {MCORE} learning_rate, 5e-06"),
+        ({}, TORCH, f"it is 3e-07; {MCORE} {OPTIMIZER}lr, not given"),
+        ({OPTIMIZER + "lr": "3e-7"}, TORCH, None),
+        (BOTH, "learning_rate", f"it is 5e-06; {MCORE} {OPTIMIZER}lr, 3e-07"),
+        (BOTH | {"learning_rate": "3e-7"}, TORCH, None),
+        ({OPTIMIZER + "lr": 5e-6, "optimizer": None}, TORCH, None),
+        ({OPTIMIZER + "lr": 5e-6, **OFF}, TORCH, None),
+        ({"learning_rate": 3e-7, **OFF}, TORCH, None),
+        ({"learning_rate": 5e-6, **OFF, "optimizer": None}, TORCH, None),
         (
-            {OPTIMIZER + "lr": 5e-6},
-            "it is 3e-07; Megatron-Core takes megatron_cfg.optimizer.lr, 5e-06",
+            {"learning_rate": 5e-6, **OFF},
+            "learning_rate",
+            f"it is 5e-06; torch's optimizer takes {TORCH}, 3e-07",
         ),
-        ({"learning_rate": 5e-6}, "it is 3e-07; Megatron-Core takes learning_rate, 5e-06"),
-        ({}, "it is 3e-07; Megatron-Core takes megatron_cfg.optimizer.lr, not given"),
-        ({OPTIMIZER + "lr": "3e-7"}, None),
-        ({OPTIMIZER + "lr": 3e-7, "learning_rate": 5e-6}, None),
-        ({OPTIMIZER + "lr": 5e-6, "optimizer": None}, None),
-        ({OPTIMIZER + "lr": 5e-6, MEGATRON + "enabled": False, "dtensor_cfg": FSDP}, None),
     ],
 )
-def test_a_learning_rate_for_another_engine_is_told_where_megatron_core_trains_with_another(
-    caplog: pytest.LogCaptureFixture, changes: dict[str, Any], said: str | None
+def test_a_learning_rate_without_effect_is_told_where_the_engine_trains_with_another(
+    caplog: pytest.LogCaptureFixture, changes: dict[str, Any], other: str, said: str | None
 ) -> None:
     given = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 3e-7}}}
     PolicyConfig.parse(minimal(**given | changes))
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warned == ([f"policy.optimizer.kwargs.lr has no effect: {said}"] if said else [])
+    assert warned == ([f"policy.{other} has no effect: {said}"] if said else [])
 
 
 def test_everything_wrong_is_said_at_once() -> None:

@@ -227,6 +227,8 @@ def test_rotary_embeddings_that_no_layer_shows_are_in_the_digest(case: Any, tmp_
         ({"n": numpy.float64(1.0)}, r"host_data\['n'\] is a float64"),
         ({"f": (print,)}, r"host_data\['f'\]\[0\] is a builtin_function_or_method"),
         ({(1, 2): 3}, r"the key \(1, 2\)"),
+        ([1], "host_data is a list: give a dict"),
+        (0, "host_data is a int: give a dict"),
     ],
 )
 def test_what_is_not_plain_is_refused_by_its_place(value: Any, place: str) -> None:
@@ -235,7 +237,6 @@ def test_what_is_not_plain_is_refused_by_its_place(value: Any, place: str) -> No
 
 
 def test_plain_values_and_tensors_pass() -> None:
-    check_host_data([1])
     check_host_data({"a": [1, 2.0, None, True, "x", b"y"], 3: {"t": torch.ones(2), "u": (1, ())}})
 
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_policy.estimate.sizes import show_size
-from megatron_policy.formats.manifest import MANIFEST
+from megatron_policy.formats.digests import digest_bytes
+from megatron_policy.formats.manifest import MANIFEST, read_manifest
 from tests.unit.command_line import run
 from tests.unit.edited import Tensors, change_tensors, edit
 from tests.unit.test_package import ROOT
@@ -178,6 +180,36 @@ def test_one_converted_checkpoint_is_compared_with_its_own_digests(
     assert error.startswith(f"error: {back} does not match its digests: ")
     for words in ("lacks model.norm.weight", "another has no digest", f"{NAME} is damaged"):
         assert words in error
+
+
+def with_config_of(other: Path, root: Path) -> None:
+    """Write another model's config.json into a checkpoint, and its digest into the manifest."""
+    shutil.copy(other / "config.json", root / "config.json")
+    found = read_manifest(root)
+    assert found is not None
+    digest = digest_bytes((root / "config.json").read_bytes())
+    changed = replace(found, files={**found.files, "config.json": digest})
+    (root / MANIFEST).write_bytes(changed.encode())
+
+
+def test_undamaged_weights_with_the_config_of_another_model_are_not_complete(
+    checkpoint, there: Path, tmp_path: Path
+) -> None:
+    back = tmp_path / "back"
+    assert run("convert", there, back, "--to", "hf")[0] == 0
+    with_config_of(checkpoint("llama"), back)
+    error = refused("verify", back)
+    assert f"{back}: the checkpoint is not the llama model of its config.json" in error
+    assert "unexpected: model.layers.0.self_attn.k_norm.weight" in error
+    with_config_of(edit(checkpoint("qwen3"), tmp_path / "smaller", vocab_size=90), back)
+    assert "misshapen: model.embed_tokens.weight is" in refused("verify", back)
+    llama, twin = checkpoint("llama"), tmp_path / "twin"
+    assert run("convert", llama, tmp_path / "mcore", "--to", "mcore")[0] == 0
+    assert run("convert", tmp_path / "mcore", twin, "--to", "hf")[0] == 0
+    with_config_of(checkpoint("mistral"), twin)
+    assert "config.json of a mistral model, but weights that were written as those of a llama" in (
+        refused("verify", twin)
+    )
 
 
 def test_one_checkpoint_without_digests_cannot_be_checked(checkpoint, there, tmp_path) -> None:

@@ -430,3 +430,14 @@ def test_overrides_go_with_adapters(checkpoint, tmp_path) -> None:
     convert(tmp_path / "saved", tmp_path / "back", "hf")
     again = read_peft(tmp_path / "back")
     assert again.stated is not None and again.stated.overrides == overrides
+
+
+def test_adapters_are_not_written_over_their_base(stored: Stored, tmp_path: Path) -> None:
+    base = stored.copy("base", tmp_path)
+    said = "{} is inside .*, or contains it: choose another"
+    for merge in (False, True):
+        with pytest.raises(ConfigError, match=said.format(base)):
+            convert(stored.peft, base, "mcore", base=base, merge=merge, overwrite=True)
+    assert {p.name for p in base.iterdir()} == {p.name for p in stored.base.iterdir()}
+    with pytest.raises(ConfigError, match=said.format(stored.base)):  # which they name
+        plan_conversion(stored.saved, stored.base, "hf")

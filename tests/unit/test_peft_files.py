@@ -432,3 +432,27 @@ def test_a_head_that_is_trained_in_full_comes_with_the_adapters(written: Path) -
     changed(written, ADAPTER_CONFIG, modules_to_save=None, task_type="SEQ_CLS")
     found = read_peft(written)
     assert found.settings.of_head and not found.settings.has_head
+
+
+def test_a_directory_that_is_not_there_or_lacks_a_file_is_named_with_what_it_lacks(
+    written: Path,
+) -> None:
+    def refused(path: Path) -> str:
+        with pytest.raises(ConfigError) as error:
+            read_peft(path)
+        return str(error.value)
+
+    give = "give a directory that PEFT's save_pretrained or export_peft wrote"
+    slip = written.with_name("adapter")
+    assert refused(slip) == f"{slip} does not exist (did you mean {written}?): {give}"
+    file = written / ADAPTER_CONFIG
+    assert refused(file) == f"{file} is a file: {give}"
+    (written / ADAPTER_MODEL).unlink()
+    assert refused(written) == f"{written} has no {ADAPTER_MODEL}: {give}"
+    (written / "iter_0000001").mkdir()
+    (written / "iter_0000001" / "__0_0.distcp").touch()
+    file.unlink()
+    assert refused(written) == (
+        f"{written} has no {ADAPTER_CONFIG} and no {ADAPTER_MODEL}: {give}; `megatron-policy "
+        f"convert {written} OUT --to hf` makes one of a training checkpoint"
+    )

@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_policy.config.model_table import check_source
 from megatron_policy.converters.files import publishing
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.formats.hf_config import CONFIG
@@ -151,7 +152,9 @@ class DirectoryTransport(ABC):
     """
 
     def __init__(self, path: str | PathLike[str], overwrite: bool) -> None:
-        """With `overwrite`, a checkpoint at `path` is replaced."""
+        """With `overwrite`, a checkpoint at `path` is replaced, unless it overlaps what the policy
+        was made from.
+        """
         # Absolute: workers, to which it may be sent, run in their own directories.
         self.path, self.overwrite = expanded(path).absolute(), overwrite
         self._prepared: StagedExport | None = None
@@ -203,10 +206,8 @@ class DirectoryTransport(ABC):
     def _make(self, exporter: Exporter, files: ExportPlan) -> StagedExport:
         staged, nbytes = None, 0
         try:
-            contents = self._collect(exporter, files)
+            contents = check_export(self, exporter)
             nbytes = contents.nbytes
-            publishing.check_replaceable(self.path, self.overwrite)
-            publishing.check_room(self.path, nbytes)
             staged = publishing.Staged([self.path], self.overwrite)
             (partial,) = staged.partials
             contents.write(partial)
@@ -224,6 +225,19 @@ class DirectoryTransport(ABC):
         count = len(contents.copied.plan.files)
         place = ExportDestination(str(partial), copied_files=count, nbytes=nbytes)
         return StagedExport(self.path, files, place, contents, staged)
+
+
+def check_export(transport: DirectoryTransport, exporter: Exporter) -> ExportContents:
+    """What rank 0 will add to the policy's tensors, looked up there before anything is written.
+
+    ConfigError where the path is taken or files of the model are missing, ExportError without room
+    on the disk.
+    """
+    exporter.origin.check_apart(transport.path)
+    contents = transport._collect(exporter, transport._files(exporter))
+    publishing.check_replaceable(transport.path, transport.overwrite)
+    publishing.check_room(transport.path, contents.nbytes)
+    return contents
 
 
 class DirectorySession:
@@ -295,19 +309,21 @@ class DirectorySession:
 
 class HfDirectory(DirectoryTransport):
     """A directory that transformers, `megatron-policy` and engines load; see `DirectoryTransport`.
-    Tensors of layers that the policy leaves out are copied from `source`, byte for byte.
+    Config, tokenizer and the tensors of layers that the policy leaves out are copied from its
+    model, byte for byte.
     """
 
     def __init__(
         self,
         path: str | PathLike[str],
-        source: str,
+        source: str | None = None,
         *,
         max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
         overwrite: bool = False,
     ) -> None:
-        """`source` is the model whose config and tokenizer are copied. A file has at most
-        `max_shard_bytes`, or one tensor. With `overwrite`, a checkpoint at `path` is replaced.
+        """`source` is where the policy's model is now, if not at its `model_name` any more; another
+        model is refused. A file has at most `max_shard_bytes`, or one tensor. With `overwrite`, a
+        checkpoint at `path` is replaced.
         """
         super().__init__(path, overwrite)
         self.source, self._max_shard_bytes = source, max_shard_bytes
@@ -343,17 +359,19 @@ class HfDirectory(DirectoryTransport):
 
     def _collect(self, exporter: Exporter, files: ExportPlan) -> ExportContents:
         """Config, tokenizer, and what is copied."""
-        table = exporter.table
-        side = side_files(self.source, table.overrides)
-        copied = CopiedTensors.of(self.source, table, exporter.source_dtypes, self._max_shard_bytes)
-        whole = files.followed_by(copied.plan)
+        table, source = exporter.table, self.source or exporter.origin.model
+        if source != exporter.origin.model:
+            check_source(source, table)
+        side = side_files(source, table.overrides)
         if CONFIG not in {**side.copied, **side.changed}:
-            raise ConfigError(f"{self.source} no longer has its {CONFIG}: put it back")
+            raise ConfigError(f"{source} no longer has its {CONFIG}: put it back")
+        copied = CopiedTensors.of(source, table, exporter.source_dtypes, self._max_shard_bytes)
+        whole = files.followed_by(copied.plan)
         config = json.loads(side.content(CONFIG))
-        origin = describe_origin("policy -> hf", {"path": self.source}, table.family, config)
+        origin = describe_origin("policy -> hf", {"path": source}, table.family, config)
 
         def write(directory: Path) -> None:
-            write_side_files(side, directory, exporter.tokenizer)
+            write_side_files(side, directory, exporter.origin.tokenizer)
             write_index(directory, whole.weight_map, whole.total_bytes)
 
         return ExportContents(whole.total_bytes + side.nbytes, origin, write, copied)
