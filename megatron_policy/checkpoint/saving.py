@@ -216,8 +216,17 @@ class Saver:
                 pairs = zip(job.parts, partials, strict=True)
                 total = sum(self._complete(job, part, partial) for part, partial in pairs)
                 held.close()
+                before = tracker.read_step(roots[-1])
                 for root in roots:
                     tracker.commit(root, job.step)
+                if before is not None and before > job.step:
+                    _log.warning(
+                        "%s: step %d is the one to load now, where step %d was, which stays; load "
+                        "that by its own path",
+                        roots[-1],
+                        job.step,
+                        before,
+                    )
                 for root in roots:
                     clean_leftovers(root)
         job.under.publish("published", str(total))

@@ -21,6 +21,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MAX_TRACKER_BYTES = 2**16
 PATTERN = "iter_*"
 _STEP = re.compile(r"iter_(\d{7,})")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def directory(root: str | Path, step: int) -> Path:
@@ -87,6 +88,15 @@ def commit(root: str | Path, step: int) -> None:
         ) from error
 
 
+def read_step(root: str | Path) -> int | None:
+    """The step that the tracker in `root` names; None if there is none, or it names none."""
+    try:
+        text = contained.read(Path(root) / TRACKER, MAX_TRACKER_BYTES).decode(errors="replace")
+    except (OSError, ConversionError):
+        return None
+    return int(text) if _NUMBER.fullmatch(text.strip()) else None
+
+
 def companion(weights: CheckpointManifest, optimizer_path: str | Path) -> Path:
     """The directory with the optimizer's state of the same save.
 
@@ -145,7 +155,7 @@ def _follow_tracker(root: Path) -> Path:
     except OSError as error:
         raise CheckpointError(f"{tracker} cannot be read: {error.strerror}") from error
     fix = f"write the step of a checkpoint into it ({_instead(root)}), or load one by its path"
-    if not re.fullmatch(r"[0-9]{1,18}", text):
+    if not _NUMBER.fullmatch(text):
         raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is not a step; {fix}")
     found = directory(root, int(text))
     if not found.is_dir():

@@ -5,6 +5,7 @@ together, and what was saved is what was meant.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.checkpoint import manifest, tracker
+from megatron_policy.checkpoint import manifest, saving, tracker
 from megatron_policy.checkpoint.common_state import source_dtypes
 from megatron_policy.convert import convert, verify
 from megatron_policy.errors import CheckpointError, ConfigError, ConversionError
@@ -265,6 +266,39 @@ def test_state_that_a_killed_save_put_aside_comes_back_before_anything_is_remove
     tracker.reunite(weights, optimizer)
     assert tracker.companion(found, optimizer) == place
     assert manifest.read(aside).id != found.id
+
+
+def save_an_older_step(config: dict[str, Any], root: Path) -> list[str]:
+    """The warnings of saves at steps 1, 2 and, after a load of the first, 1 again."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger(saving.__name__)
+    log.addHandler(handler)
+    try:
+        with open_policy(config, tokenizer=TOKENIZER, init_reference_model=False) as policy:
+            for number in range(2):
+                train(policy, [number])
+                policy.save_checkpoint(**paths(root))
+            assert said == []
+            policy.load_checkpoint(iteration(root / "weights", 1), root / "optimizer")
+            policy.save_checkpoint(**paths(root))
+    finally:
+        log.removeHandler(handler)
+    return said
+
+
+def test_a_save_of_an_older_step_is_the_one_to_load_and_says_so(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    first, second = ranks.run(2, save_an_older_step, config_of(model, TP2), tmp_path)
+    weights = tmp_path / "weights"
+    assert first == [
+        f"{weights}: step 1 is the one to load now, where step 2 was, which stays; load that by "
+        "its own path"
+    ]
+    assert second == [] and tracker.find(weights) == iteration(weights, 1)
+    assert tracker.complete(weights) == [iteration(weights, 1), iteration(weights, 2)]
 
 
 def export_without_the_model(config: dict[str, Any], model: Path, root: Path) -> None:
