@@ -1,5 +1,5 @@
-"""What both engines do alike: describe a head, leave parameters to a checkpoint, find memory, and
-read how far a schedule is.
+"""What both engines do alike: describe a head, check what embeds tokens, leave parameters to a
+checkpoint, find memory, and read how far a schedule is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Table
 from megatron_policy.device import current_device
-from megatron_policy.errors import CheckpointError
+from megatron_policy.errors import CheckpointError, ConfigError
+from megatron_policy.interfaces.engine import Embedder
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape
 from megatron_policy.memory.states import Kind, Storages
@@ -36,6 +37,17 @@ def describe_head(
         temperature=(config.generation and config.generation.temperature) or 1.0,
         filters=Filters.of_logprobs(config.generation),
     )
+
+
+def check_embedder(embedder: Embedder, architecture: Architecture) -> None:
+    """ConfigError for attachments that the model declares and its embedder does not read."""
+    if unread := [key for key in architecture.attachments if key not in embedder.attachments]:
+        raise ConfigError(
+            f"the model's architecture declares the attachments {', '.join(unread)}, which what "
+            "embeds its tokens does not read: the model would be computed as if on text alone. "
+            "Leave them out of the family's architecture, or build its engine with an Embedder "
+            "that reads them"
+        )
 
 
 def leave_unfilled(

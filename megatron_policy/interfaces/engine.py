@@ -206,6 +206,10 @@ class Embedder(Protocol):
     `attachments`.
     """
 
+    @property
+    def attachments(self) -> tuple[str, ...]:
+        """Those keys that it reads: all that the architecture declares."""
+
     def embed(self, tokens_RT: torch.Tensor, microbatch: Microbatch | None = None) -> torch.Tensor:
         """The hidden states of `tokens_RT`, this context-parallel rank's tokens of `microbatch`, in
         the form in which the first layer takes them on this rank; only where the embedding is.
@@ -225,6 +229,7 @@ class TokenEmbedder:
 
     compute: Callable[[torch.Tensor], torch.Tensor]
     """From tokens `[R, T]` to hidden states."""
+    attachments: tuple[str, ...] = ()
 
     def embed(self, tokens_RT: torch.Tensor, microbatch: Microbatch | None = None) -> torch.Tensor:
         return self.compute(tokens_RT)

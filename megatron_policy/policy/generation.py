@@ -137,7 +137,8 @@ class TextGenerator:
         """
 
         def cut() -> list[tuple[torch.Tensor, torch.Tensor]]:
-            prompts_BS, lengths_B = check_prompts(data, self._engine.vocab_size, self._longest)
+            size, keys = self._engine.vocab_size, self._engine.table.architecture.attachments
+            prompts_BS, lengths_B = check_prompts(data, size, self._longest, keys)
             rows = self._config.generation_batch_size
             return list(zip(prompts_BS.split(rows), lengths_B.split(rows), strict=True))
 

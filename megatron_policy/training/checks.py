@@ -114,14 +114,20 @@ def _token_ids(data: BatchedDataDict) -> torch.Tensor:
 
 
 def check_prompts(
-    data: BatchedDataDict, vocab_size: int, max_length: int
+    data: BatchedDataDict, vocab_size: int, max_length: int, attachments: Collection[str] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`input_ids` int64 `[B, S]` and `input_lengths` int64 `[B]`, ready for generation.
 
     BatchError naming the key, or the first row whose prompt is empty or leaves no room below
-    `max_length` positions.
+    `max_length` positions; and for the model's `attachments`, which generation does not read.
     """
-    data = check_batch(data, vocab_size)
+    data = check_batch(data, vocab_size, attachments)
+    for key in attachments:
+        if any(each is not None for each in data.get(key, ())):
+            raise BatchError(
+                f"{key!r} is not read by generate(), which continues text alone: leave it out, or "
+                "generate with an inference engine"
+            )
     tokens_BS = data["input_ids"]
     width = tokens_BS.size(1)
     lengths_B = _lengths(data, "which tell where prompts end")

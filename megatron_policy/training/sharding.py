@@ -157,7 +157,7 @@ class BatchDispatcher:
     def to_generate(self, prompts: BatchedDataDict) -> ShardedBatch:
         """Each rank's prompts; BatchError naming one that cannot be continued."""
         prompts = check_batch(prompts, self.vocab_size)
-        check_prompts(prompts, self.vocab_size, self.longest.tokens)
+        check_prompts(prompts, self.vocab_size, self.longest.tokens, self.attachments)
         return ShardedBatch(shard_evenly(prompts, self.topology.dp), prompts.size)
 
 

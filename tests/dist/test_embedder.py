@@ -28,6 +28,7 @@ from megatron_policy.converters.rows import Whole
 from megatron_policy.engines.hugging_face import assemble as hugging_face
 from megatron_policy.engines.megatron import assemble as megatron
 from megatron_policy.engines.megatron.layers.norm import replicated
+from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.interfaces.engine import Embedder
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.groups import Groups
@@ -35,6 +36,7 @@ from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, own_steps, policy_config
 from tests.dist.fsdp_cases import BATCHINGS
 from tests.dist.layouts import LENGTH, OVERLAPPED, SIZES, SP, VOCAB, Layout, layout
+from tests.dist.resuming import TOKENIZER
 from tests.exact import Exact, InDouble, assert_equal, load_hf
 from tests.losses import loss_mask, token_nll
 from tests.margins import check
@@ -136,6 +138,7 @@ class Marked:
     """Whether hidden states are `[R, S, D]`, not `[S, R, D]`."""
     split: bool
     """Whether tensor-parallel ranks have a share of the positions each."""
+    attachments: tuple[str, ...] = ("vectors", "tint")
 
     def embed(self, tokens_RT: torch.Tensor, microbatch: Microbatch | None = None) -> torch.Tensor:
         assert microbatch is not None and self.picture is not None
@@ -165,13 +168,13 @@ class Picture(torch.nn.Module):
 
 
 @contextmanager
-def marked_models(summed: bool = True) -> Iterator[None]:
+def marked_models(summed: bool = True, also: tuple[str, ...] = ()) -> Iterator[None]:
     """In this context models of this process are such; unless `summed`, as if the gradient of the
-    matrix were whole on each rank.
+    matrix were whole on each rank. They declare attachments that nothing reads `also`.
     """
 
     def architecture(fields: Any) -> Any:
-        return replace(qwen2.architecture(fields), attachments=("vectors", "tint"))
+        return replace(qwen2.architecture(fields), attachments=("vectors", "tint", *also))
 
     row = Whole(f"embedding.{WEIGHT}", (WEIGHT,), ("hidden_size", FEATURES))
     family = replace(
@@ -285,3 +288,21 @@ def test_a_partial_gradient_of_the_matrix_would_be_seen(ranks, marked, hf) -> No
         apart = (rank["weights"][WEIGHT].double() - hf.exact.weights[WEIGHT]).abs().max()
         assert apart > 100 * hf.rounding.weights
         check("weights without the sum", hf.rounding.weights, float(apart) / 100)
+
+
+def leave_attachments_unread(config: dict[str, Any]) -> None:
+    unread = r"declares the attachments sound, which what embeds its tokens does not read"
+    refused = pytest.raises(ConfigError, match=unread)
+    with marked_models(also=("sound",)), refused, open_policy(config):
+        pass
+    prompts = BatchedDataDict({key: data()[key][:2] for key in ("input_ids", "input_lengths")})
+    seen = BatchedDataDict({**prompts, "tint": data()["tint"][:2]})
+    refused = pytest.raises(BatchError, match=r"'tint' is not read by generate\(\)")
+    with marked_models(), open_policy(config, tokenizer=TOKENIZER) as policy, refused:
+        policy.generate(seen)
+
+
+@pytest.mark.parametrize("name", ["one process", "FSDP2"])
+def test_attachments_that_nothing_would_read_are_refused(ranks, marked, name: str) -> None:
+    config = configured(marked, name) | {"generation": {"max_new_tokens": 2}}
+    ranks.run(1, leave_attachments_unread, config)

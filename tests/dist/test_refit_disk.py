@@ -21,6 +21,7 @@ from megatron_policy.convert import check
 from megatron_policy.converters.files import publishing
 from megatron_policy.converters.formats import hf_writing
 from megatron_policy.errors import ConfigError, ExportError, RefitError
+from megatron_policy.refit.digest import Digests
 from megatron_policy.refit.receive.receiver import Receiver
 from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
@@ -203,6 +204,37 @@ def test_a_rank_that_stalls_while_it_writes_fails_the_others_in_time(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "second"]
     for written in ("first", "second"):
         assert_same_tensors(tmp_path / written, path)
+
+
+def fail_before_a_file_is_filled(config: dict[str, Any], path: Path, culprit: int) -> str:
+    """What this rank hears of a refit in which a rank fails beside its transport's session."""
+
+    def failing(add: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            if policy.rank == culprit:
+                raise MemoryError("no room for a digest")
+            add(*args)
+
+        return call
+
+    with open_policy(config | {"refit_timeout_s": TIMEOUT_S}, **UNUSED) as policy:
+        transport = HfDirectory(path, max_shard_bytes=SHARD)
+        with replaced(Digests, "add", failing), pytest.raises(RefitError) as error:
+            policy.refit(transport)
+        policy.refit(HfDirectory(path.with_name("second"), max_shard_bytes=SHARD))
+        return str(error.value)
+
+
+@pytest.mark.parametrize("culprit", [1, 0])
+def test_a_rank_that_fails_before_its_transport_does_not_let_the_others_wait(
+    ranks: RankPool, checkpoint: Any, tmp_path: Path, culprit: int
+) -> None:
+    path = checkpoint("qwen2", tied=True, vocab=251)
+    config = policy_config(path, LAYOUTS["DP2"].megatron)
+    said = ranks.run(2, fail_before_a_file_is_filled, config, tmp_path / "first", culprit)
+    assert said == [f"rank {culprit}: MemoryError: no room for a digest"] * 2
+    assert [p.name for p in tmp_path.iterdir()] == ["second"]
+    assert_same_tensors(tmp_path / "second", path)
 
 
 def refuse_to_replace(config: dict[str, Any], path: Path) -> list[str]:

@@ -149,6 +149,7 @@ OTHERWISE: dict[str, str] = {
         cli.*:* convert.*:* estimate.plan:* parity.*:* pictures.*:*
     """,
     "what a model's code passes to its attention": "engines.hugging_face.attention:*",
+    "what a family's code declares and no engine reads": "engines.shared:check_embedder",
     "a file of keys, which the check reads too": "config.composed:* config.yaml_file:*",
     "the model's files, which the check reads too": """
         config.model_table:_refuse_other_architecture config.model_table:_refuse_head

@@ -42,7 +42,7 @@ from megatron_policy.engines.hugging_face.tensor_plan import plan_of
 from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion
 from megatron_policy.engines.hugging_face.tensor_split import split
 from megatron_policy.engines.hugging_face.text_length import TextLength, untold
-from megatron_policy.engines.shared import describe_head, leave_unfilled
+from megatron_policy.engines.shared import check_embedder, describe_head, leave_unfilled
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
@@ -78,9 +78,11 @@ def build(
     refuse_unmatched(module, sources, names)
     groups = make_groups(topology, copies, timeout_s)
     try:
-        return _build(
+        engine = _build(
             config, table, topology, groups, module, sources, init_optimizer, source_dtypes
         )
+        check_embedder(engine.embedder, table.architecture)
+        return engine
     except BaseException:
         groups.close()
         raise

@@ -42,7 +42,7 @@ from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.engines.megatron.process_groups import drop_groups, make_groups
 from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.megatron.trainable import freeze, make_trainable
-from megatron_policy.engines.shared import describe_head, leave_unfilled
+from megatron_policy.engines.shared import check_embedder, describe_head, leave_unfilled
 from megatron_policy.interfaces.engine import TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.parallel.groups import Groups
@@ -82,7 +82,9 @@ def build(
     """Build and load this rank's part of the model; see `EngineBuilder`."""
     groups = make_groups(topology, timeout_s)
     try:
-        return _build(config, table, topology, groups, init_optimizer, source_dtypes)
+        engine = _build(config, table, topology, groups, init_optimizer, source_dtypes)
+        check_embedder(engine.pipeline.embedder, table.architecture)
+        return engine
     except BaseException:
         drop_groups()
         raise

@@ -244,7 +244,8 @@ class DirectorySession:
     """A rank's end of a `DirectoryTransport`, a `TransportSession`: writes its files; rank 0
     publishes the directory.
 
-    A failure in a file is kept until `finish`, which is collective and tells all ranks.
+    A failure in a file is kept until `finish`, which is collective and tells all ranks; `close`
+    does in its place if this rank has not come to it.
     """
 
     def __init__(self, export: StagedExport, exporter: Exporter) -> None:
@@ -254,6 +255,7 @@ class DirectorySession:
         self._writer = DirectoryWriter(export.partial, own, exporter.ranks.alive)
         self._digests: dict[str, int] = {}
         self._failure: Exception | None = None
+        self._told = False
         try:
             self._buffer = Buffer.on(exporter.device, self._writer.largest_bytes)
         except RuntimeError as error:
@@ -288,8 +290,7 @@ class DirectorySession:
                 self._failure = error
         if isinstance(self._failure, OSError):
             self._failure = export.not_written(self._failure)
-        own = self._digests if self._failure is None else None
-        parts = ranks.gather_text(json.dumps(own))
+        parts = self._tell(self._digests if self._failure is None else None)
         if self._failure is not None:
             raise self._failure
         digests = [json.loads(part) for part in parts]
@@ -304,7 +305,18 @@ class DirectorySession:
     def close(self) -> None:
         """An incomplete directory is removed."""
         self._writer.close()
-        self._export.drop()
+        try:
+            if not self._told:
+                self._tell(None)
+        finally:
+            self._export.drop()
+
+    def _tell(self, digests: Mapping[str, int] | None) -> list[str]:
+        """Send rank 0 the digests of this rank's tensors, or that it has failed; return on rank 0
+        what each has sent.
+        """
+        self._told = True
+        return self._exporter.ranks.gather_text(json.dumps(digests))
 
 
 class HfDirectory(DirectoryTransport):
