@@ -50,6 +50,7 @@ MODULES = {
     "megatron_policy.hosts.nemo_rl": None,
     "megatron_policy.hosts.nemo_rl.refit": ("cpu_address",),
     "megatron_policy.inference.vllm.engine": ("EXTENSION", "VllmEngine"),
+    "megatron_policy.inference.vllm.process": ("EngineProcess",),
     "megatron_policy.inference.vllm.worker": ("RefitExtension", "make_plain"),
     "megatron_policy.interfaces.engine": ("EngineBuilder", "Trainable", "TrainingEngine"),
     "megatron_policy.interfaces.host": ("Host", "find_host"),

@@ -180,7 +180,9 @@ def _check_apart(
     """ConfigError if the destination overlaps what is converted, or the base of adapters."""
     final = Path(os.path.realpath(expanded(destination)))
     named = None if checkpoint.spec is None else checkpoint.spec.model
-    for source in filter(None, (checkpoint.root, base, named)):
+    for source in (checkpoint.root, base, named):
+        if source is None:
+            continue
         root = Path(os.path.realpath(expanded(source)))
         if final.is_relative_to(root) or root.is_relative_to(final):
             raise ConfigError(f"{destination} is inside {source}, or contains it: choose another")

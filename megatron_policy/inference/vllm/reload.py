@@ -30,7 +30,7 @@ class ModelReload:
         self._keeps_tensors = keeps_tensors
         self._under_way = False
         self._kernels: dict[Any, Any] = {}
-        self._tied: list[nn.Module] = []
+        self._tied: list[Any] = []
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some tensors of the set by Hugging Face name; any error of vLLM's loader."""
