@@ -12,6 +12,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,21 +125,24 @@ def play(address: str, path: Path, transport: str, count: int, folder: Path) -> 
     return seen if policy.rank == 0 else None
 
 
-def soak(transport: str, count: int, root: Path) -> Outcome:
-    """`count` refits over that transport, into an engine of its own."""
+def soak(transports: Iterable[str], count: int, root: Path) -> Iterator[Outcome]:
+    """`count` refits over each of these transports, one after the other into one engine."""
     path = make_checkpoint(root / "model", "qwen2", **SIZES)
     (root / "engine").mkdir()
     engine = EngineProcess(path, root / "engine", **options_of("qwen2"))
-    ranks = RankPool()
+    ranks, world = RankPool(), LAYOUTS[LAYOUT][0]
     try:
-        arguments: Any = (engine.address, path, transport, count, root)
-        outcome, *_ = ranks.run(LAYOUTS[LAYOUT][0], play, *arguments, timeout=count * 60.0)
+        for transport in transports:
+            folder = root / transport
+            folder.mkdir()
+            arguments: Any = (engine.address, path, transport, count, folder)
+            outcome, *_ = ranks.run(world, play, *arguments, timeout=count * 60.0)
+            ends = [exact_of(each, FIXED).rounding for each in (path, folder / "end")]
+            outcome.rounding = min(ends)
+            yield outcome
     finally:
         ranks.end()
         engine.close()
-    found = [exact_of(each, FIXED).rounding for each in (path, root / "end")]
-    outcome.rounding = min(found)
-    return outcome
 
 
 def main() -> None:
@@ -150,12 +154,11 @@ def main() -> None:
     chosen = options.parse_args()
     if find_python() is None:
         sys.exit("vLLM's environment is missing: make vllm-env, or VLLM_PYTHON=/its/python")
-    failed = 0
-    for transport in chosen.transport or TRANSPORTS:
-        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-            outcome = soak(transport, chosen.count, Path(folder))
-        print(outcome.line(min(chosen.warm_up, chosen.count // 2)), flush=True)
-        failed += len(outcome.failures) + outcome.wrong
+    failed, warm_up = 0, min(chosen.warm_up, chosen.count // 2)
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        for outcome in soak(chosen.transport or TRANSPORTS, chosen.count, Path(folder)):
+            print(outcome.line(warm_up), flush=True)
+            failed += len(outcome.failures) + outcome.wrong
     sys.exit(1 if failed else 0)
 
 

@@ -22,6 +22,7 @@ class InFlight:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._requests: list[Future[Any]] = []
+        self._tokens: list[int] = []
         self._engine = self._run(self._start(path, options))
 
     async def _start(self, path: str, options: dict[str, Any]) -> AsyncVllmEngine:
@@ -34,13 +35,24 @@ class InFlight:
     def ask(self, prompts: list[list[int]], **sampling: Any) -> None:
         """Begin a request for each prompt."""
         for prompt in prompts:
-            begun = self._engine.generate(prompt, **sampling)
+            begun = self._follow(len(self._requests), prompt, sampling)
+            self._tokens.append(0)
             self._requests.append(asyncio.run_coroutine_threadsafe(begun, self._loop))
+
+    async def _follow(self, number: int, prompt: list[int], sampling: dict[str, Any]) -> Any:
+        async for done in self._engine.stream(prompt, **sampling):
+            self._tokens[number] = len(done.token_ids)
+        return done
+
+    def tokens(self) -> list[int]:
+        """How many each of them has by now."""
+        return list(self._tokens)
 
     def completions(self) -> list[dict[str, Any]]:
         """Those of all requests that were begun since the last call, when they are complete."""
-        requests, self._requests = self._requests, []
-        return [asdict(request.result()) for request in requests]
+        found = [asdict(request.result()) for request in self._requests]
+        self._requests, self._tokens = [], []
+        return found
 
     def under_way(self) -> int:
         """How many of them are not complete."""

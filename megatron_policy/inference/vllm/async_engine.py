@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,6 +90,13 @@ class AsyncVllmEngine:
 
     async def generate(self, prompt: Sequence[int], **sampling: Any) -> Completion:
         """One completion; `sampling` are fields of vLLM's `SamplingParams`."""
+        done = Completion()
+        async for growing in self.stream(prompt, **sampling):
+            done = growing
+        return done
+
+    async def stream(self, prompt: Sequence[int], **sampling: Any) -> AsyncIterator[Completion]:
+        """The same while it grows: the completion after each step of the engine."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -104,7 +111,7 @@ class AsyncVllmEngine:
             done.logprobs.extend(logprobs[token].logprob for token, logprobs in found)
             done.steps.extend([self._step] * len(new.token_ids))
             done.finish_reason = new.finish_reason
-        return done
+            yield done
 
     async def _call(self, method: str, *arguments: Any) -> None:
         read_answers(await self.llm.collective_rpc(method, args=arguments))

@@ -180,7 +180,7 @@ class RefitExtension:
         secret: str | None = None,
     ) -> None:
         """Join a group with the trainer, with the arguments of its `init_collective`; leave the one
-        joined before.
+        joined before. The engine is prepared by then: it waits as long as that says.
 
         `rank` is that of the first worker, the others follow. `secret` is the driver's
         `get_refit_secret()`.
@@ -188,8 +188,9 @@ class RefitExtension:
         if (before := getattr(self, "refit_group", None)) is not None:
             before.close()
         own = rank + torch.distributed.get_rank()
+        limit_s = self._refit_prepared().timeout_s
         self.refit_group: CollectiveGroup = join_collective(
-            ip, port, own, world_size, train_world_size, secret=secret
+            ip, port, own, world_size, train_world_size, limit_s, secret=secret
         )
 
     @_answering
