@@ -32,7 +32,6 @@ from tests.vllm.sessions import (
     LAYOUTS,
     LENGTH,
     SIZES,
-    TIMEOUT_S,
     TRANSPORTS,
     Session,
     make_config,
@@ -102,7 +101,7 @@ def play(address: str, path: Path, transport: str, count: int, folder: Path) -> 
     try:
         with EngineCaller(address) if policy.rank == 0 else nullcontext() as engine:
             session = Session(policy, engine, 1, folder)
-            session.call("prepare", policy.exporter.plan().info(), TIMEOUT_S, False)
+            session.prepare(staged=False, base=transport == "adapters")
             for number in range(count):
                 session.train()
                 began = time.monotonic()

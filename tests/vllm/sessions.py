@@ -37,7 +37,7 @@ BUFFER = 64 * 1024
 TIMEOUT_S = 60.0
 TIMES = {"refit_timeout_s": TIMEOUT_S, "refit_bucket_bytes": BUFFER}
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}
-PEFT = {"enabled": True, "dim": 4, "alpha": 6.0, "lora_B_init_method": "normal"}
+PEFT = {"enabled": True, "dim": 4, "alpha": 6.0}
 
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "tp2": (2, "qwen2", OF_REFITS["tp2"][1], {}),
@@ -85,21 +85,31 @@ class Session:
     step: int = field(default=0)
 
     def train(self) -> None:
-        """One step on rows of several lengths."""
+        """One step on rows of several lengths, of which each data-parallel rank has its share."""
         self.step += 1
         generator = torch.Generator().manual_seed(self.step)
         tokens = torch.randint(VOCAB, (ROWS, 24), generator=generator)
         lengths = torch.tensor([24, 9, 15, 20])
         mask = (torch.arange(24) < lengths[:, None]).float()
+        exporter = self.policy.exporter
+        own = slice(exporter.coords.dp, None, exporter.topology.dp)
         self.policy.train(
             BatchedDataDict(
-                input_ids=tokens,
-                input_lengths=lengths,
-                token_mask=mask,
-                sample_mask=torch.ones(ROWS),
+                input_ids=tokens[own],
+                input_lengths=lengths[own],
+                token_mask=mask[own],
+                sample_mask=torch.ones(ROWS)[own],
             ),
             TokenNLL(),
         )
+
+    def prepare(self, staged: bool, base: bool = False) -> None:
+        """Let the engine expect this policy's weights; give it those under adapters, which change
+        nothing before the first step, as its own can be of another policy.
+        """
+        self.call("prepare", self.policy.exporter.plan().info(), TIMEOUT_S, staged)
+        if base:
+            by_stream(self)
 
     def hand_over(self, transport: str) -> Any:
         """One refit; rank 0's result is what the engine returned."""
@@ -247,7 +257,7 @@ def follow(
     try:
         with EngineCaller(address) if policy.rank == 0 else nullcontext() as engine:
             session = Session(policy, engine, workers, folder)
-            session.call("prepare", policy.exporter.plan().info(), TIMEOUT_S, staged)
+            session.prepare(staged, base=adapters)
             try:
                 for transport in transports:
                     session.train()

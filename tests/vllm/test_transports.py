@@ -29,7 +29,7 @@ CELLS: list[tuple[str, int, list[str]]] = [
     ("fsdp2", 2, ["stream", "directory"]),
     ("packed", 1, ["stream", "handles"]),
     ("packed", 2, ["collective", "directory"]),
-    ("tp2", 1, ["adapters"]),
+    ("tp2", 1, ["adapters", "adapters"]),
     ("pp2", 2, ["adapters"]),
     ("packed", 1, ["adapters"]),
 ]
