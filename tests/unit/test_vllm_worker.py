@@ -44,7 +44,7 @@ def test_a_worker_that_is_not_prepared_says_so(worker: Worker) -> None:
         worker.refit_drop_handles(),
     )
     for answer in asked:
-        with pytest.raises(RefitError, match="worker 0: prepare the engine .*refit_prepare first"):
+        with pytest.raises(RefitError, match=r"worker 0: prepare .*refit_prepare first"):
             read_answers([answer])
     assert worker.refit_state() == (None, False)
 
