@@ -81,13 +81,18 @@ class Outcome:
 
 
 def _growth(taken: list[int]) -> str:
-    """From first to last, and the slope of the line through all."""
-    if len(taken) < 2:
+    """From first to last, and the slopes of the lines through each half: what is a leak goes on."""
+    if len(taken) < 4:
         return "not measured"
+    half = len(taken) // 2
+    slopes = ", ".join(f"{_slope(part) / 1024:+.1f}" for part in (taken[:half], taken[half:]))
+    return f"{taken[0] / MIB:.1f} to {taken[-1] / MIB:.1f} MiB ({slopes} KiB a refit in each half)"
+
+
+def _slope(taken: list[int]) -> float:
     times, sizes = torch.arange(len(taken)).double(), torch.tensor(taken).double()
     times = times - times.mean()
-    slope = float((times * sizes).sum() / (times * times).sum())
-    return f"{taken[0] / MIB:.1f} to {taken[-1] / MIB:.1f} MiB ({slope / 1024:+.1f} KiB a refit)"
+    return float((times * sizes).sum() / (times * times).sum())
 
 
 def play(address: str, path: Path, transport: str, count: int, folder: Path) -> Outcome | None:
