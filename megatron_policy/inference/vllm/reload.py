@@ -21,7 +21,7 @@ class ModelReload:
     each layer has all of its new weights, or its old ones.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: Any, *, keeps_tensors: bool) -> None:
+    def __init__(self, model: Any, vllm_config: Any, *, keeps_tensors: bool) -> None:
         """`model` is the worker's. `keeps_tensors` says that what `load` is given stays as it is
         until `finish`; else it is copied, as vLLM reads a tensor only when its layer is complete.
         """
