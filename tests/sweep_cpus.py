@@ -20,14 +20,15 @@ LIMIT = 0.5
 
 
 def comparing_tests() -> list[str]:
-    """All that compare by `tests.exact`, but for those that need GPUs."""
+    """All that compare by `tests.exact`, but for those that need GPUs or other environments."""
     uses = r"^from tests\.(exact|margins) import|^from tests import .*margins|oracle\.Learned"
     names = [
         file.relative_to(ROOT).as_posix()
         for file in sorted((ROOT / "tests").rglob("test_*.py"))
         if re.search(uses, file.read_text(encoding="utf-8"), re.MULTILINE)
     ]
-    return [name for name in names if not name.startswith(("tests/gpu/", "tests/hosts/real/"))]
+    elsewhere = ("tests/gpu/", "tests/hosts/real/", "tests/vllm/")
+    return [name for name in names if not name.startswith(elsewhere)]
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,13 @@ def decode(fields: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(made[name] for name in _FIELDS)
 
 
+def rebuild_function() -> Callable[..., Tensor]:
+    """The function that `share` returns."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    return rebuild_cuda_tensor
+
+
 def open_tensor(arguments: Sequence[Any]) -> Tensor:
     """The tensor that another process has shared, on this process's GPU: the same GPU by UUID,
     whatever its number in either process.

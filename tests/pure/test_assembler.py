@@ -199,6 +199,27 @@ def test_a_load_that_raises_is_a_refusal_with_its_reason() -> None:
     assert receiver.mixed and receiver.step is None
 
 
+@pytest.mark.parametrize("staged", [True, False])
+def test_an_engine_hears_of_the_beginning_and_the_end_of_each_set_it_loads(staged: bool) -> None:
+    heard: list[str] = []
+    receiver = Receiver(
+        lambda tensors: heard.append(tensors[0][0]),
+        begin=lambda: heard.append("begin"),
+        finish=lambda: heard.append("finish"),
+        staged=staged,
+    )
+    first, *others = NEW.items()
+    receiver.assembler().take([first])  # is never completed
+    assembler = receiver.assembler()
+    assembler.take([first])
+    assembler.take(others)
+    assembler.finish(manifest_of(NEW))
+    if staged:
+        assert heard == ["begin", first[0], "finish"]
+    else:
+        assert heard == ["begin", first[0], "begin", first[0], others[0][0], "finish"]
+
+
 def test_the_memory_kept_between_refits_is_used_again_and_can_be_released() -> None:
     places: list[dict[str, int]] = []
     receiver = Receiver(lambda tensors: places.append({n: t.data_ptr() for n, t in tensors}))

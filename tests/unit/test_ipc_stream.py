@@ -21,13 +21,20 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.manifest import RefitManifest, ServedModel
-from megatron_policy.refit.transports.ipc.protocol import Dialect, PackMessage, parse_request
-from megatron_policy.refit.transports.ipc.shared_memory import ExportedBuffer
+from megatron_policy.refit.transports.ipc.protocol import (
+    Dialect,
+    PackMessage,
+    decode_handles,
+    encode_handles,
+    parse_request,
+)
+from megatron_policy.refit.transports.ipc.shared_memory import ExportedBuffer, rebuilt
 from megatron_policy.refit.transports.ipc.sockets.link import Link, parse_address
 from megatron_policy.refit.transports.ipc.sockets.request_reply import ReplySocket, RequestSocket
 from megatron_policy.refit.transports.ipc.transport import IpcStream, address_of
@@ -503,6 +510,21 @@ def test_a_handle_of_gpu_memory_is_let_through() -> None:
         said["handle"]["device"][field] = other
         with pytest.raises(RefitError, match="cannot be read"):
             parse_request(json.dumps(said).encode())
+
+
+def test_handles_that_a_caller_carries_are_plain_on_the_way() -> None:
+    storage = torch.storage.TypedStorage, torch.uint8, 0, b"handle", 8, 0, False, b"c", 0, b"", True
+    on_device = rebuild_cuda_tensor, (torch.Tensor, torch.Size([8]), (1,), 0, *storage)
+    on_host = rebuilt, (1, 2, 3, 4, 5, torch.bfloat16, 0)
+    handles = {
+        "GPU-0": (True, [(torch.float32, on_device)], {"a": 0}),
+        "host": (True, [(torch.bfloat16, on_host)], {"a": 0, "b": 512}),
+    }
+    sent = encode_handles(handles)
+    assert decode_handles(sent) == handles
+    for wrong in ("", "[]", "{", sent.replace("512", "-1"), sent.replace("bfloat16", "load")):
+        with pytest.raises(RefitError, match="handles of weights cannot be read"):
+            decode_handles(wrong)
 
 
 HOST = {"pid": 1, "started": 1, "fd": 1, "inode": 1, "nbytes": 1}

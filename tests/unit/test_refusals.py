@@ -128,7 +128,7 @@ OTHERWISE: dict[str, str] = {
     "the arguments, the order or the data of a call": """
         checkpoint.report:* config.model_table:check_reference
         config.model_table:check_source
-        config.policy_config:PolicyConfig.parse coordination.*:* memory.*:*
+        config.policy_config:PolicyConfig.parse coordination.*:* inference.*:* memory.*:*
         monitoring.metrics_log:checked_metrics parallel.topology:Topology.__post_init__
         policy.checkpointing:* policy.generation:* policy.profiling:* policy.session:* refit.*:*
         training.accumulate:* training.checks:check_head training.losses:LossNormalization.*

@@ -14,6 +14,16 @@ from typing import Any
 
 from megatron_policy.inference.vllm.engine import EXTENSION, VllmEngine
 
+PLAIN: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_num_seqs": 8,
+    "max_model_len": 64,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+    "worker_extension_cls": EXTENSION,
+}
+
 
 class Engine(VllmEngine):
     """What tests ask besides."""
@@ -21,37 +31,61 @@ class Engine(VllmEngine):
     def __init__(self, path: str, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        plain = {
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_num_seqs": 8,
-            "max_model_len": 64,
-            "skip_tokenizer_init": True,
-            "disable_log_stats": True,
-            "worker_extension_cls": EXTENSION,
-        }
-        super().__init__(LLM(path, **plain | options))
+        super().__init__(LLM(path, **PLAIN | options))
+        self._forgets = True
 
     def sample(self, prompts: list[list[int]], count: int, **sampling: Any) -> list[Any]:
         """`count` tokens after each prompt, with the engine's own log-probability of each."""
         done = self.generate(prompts, max_tokens=count, min_tokens=count, **sampling)
-        return [
-            (
-                list(output.token_ids),
-                [
-                    found[token].logprob
-                    for token, found in zip(output.token_ids, output.logprobs, strict=True)
-                ],
-            )
-            for output in done
-        ]
+        return [_read(output) for output in done]
+
+    def forget(self, forgets: bool) -> None:
+        """Whether a refit lets go of what is cached."""
+        self._forgets = forgets
+
+    def forget_cached(self) -> None:
+        if self._forgets:
+            super().forget_cached()
+
+    def begin_steps(self, prompts: list[list[int]], count: int, steps: int) -> list[int]:
+        """Begin to generate `count` tokens after each prompt; how many there are after so many
+        steps of the engine.
+        """
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=count, min_tokens=count, logprobs=0, detokenize=False)
+        for number, prompt in enumerate(prompts):
+            self.llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        self._stepped: dict[str, Any] = {}
+        for _ in range(steps):
+            self._step()
+        return [len(output.token_ids) for _, output in sorted(self._stepped.items())]
+
+    def end_steps(self) -> list[Any]:
+        """The tokens of all of them, and their log-probabilities."""
+        while self.llm.llm_engine.has_unfinished_requests():
+            self._step()
+        return [_read(output) for _, output in sorted(self._stepped.items())]
+
+    def _step(self) -> None:
+        for output in self.llm.llm_engine.step():
+            self._stepped[output.request_id] = output.outputs[0]
+
+    def workers(self, method: str, *arguments: Any) -> list[Any]:
+        """What that method of the workers' extension returns."""
+        return self.llm.collective_rpc(method, args=arguments)
 
     def modules(self) -> list[str]:
         """Top-level names of all modules that this process has imported."""
         return sorted({name.partition(".")[0] for name in sys.modules})
 
 
-def serve(engine: Engine, listener: Listener) -> None:
+def _read(output: Any) -> tuple[list[int], list[float]]:
+    found = zip(output.token_ids, output.logprobs, strict=True)
+    return list(output.token_ids), [logprobs[token].logprob for token, logprobs in found]
+
+
+def serve(engine: Any, listener: Listener) -> None:
     """Call the methods that callers name, one caller after another."""
     while True:
         with listener.accept() as caller, contextlib.suppress(EOFError):

@@ -22,6 +22,19 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+OPTIONS: dict[str, Any] = {
+    "block_size": 32,
+    "max_model_len": 128,
+    "worker_extension_cls": "tests.vllm.extension.BreakingExtension",
+}
+LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+
+
+def options_of(family: str, workers: int = 1) -> dict[str, Any]:
+    """One engine for each family and number of workers, for all tests of refits."""
+    several = {"tensor_parallel_size": workers} if workers > 1 else {}
+    return OPTIONS | several | (LORA if family == "qwen2" else {})
+
 
 def find_python() -> Path | None:
     """The interpreter of vLLM's environment: VLLM_PYTHON, or that of `make vllm-env`."""
@@ -72,9 +85,12 @@ class EngineCaller:
 class EngineProcess:
     """An engine in vLLM's environment. It ends with this process, or in `close`."""
 
-    def __init__(self, path: Path, folder: Path, **options: Any) -> None:
+    def __init__(
+        self, path: Path, folder: Path, module: str = "engine_process", **options: Any
+    ) -> None:
         """Start it with the checkpoint at `path`; `options` are those of vLLM's `LLM`, in JSON.
-        `folder`, a short path, gets its socket and its output. EngineError if it does not start.
+        `folder`, a short path, gets its socket and its output; `module`, of this package, is what
+        it runs. EngineError if it does not start.
         """
         python = find_python()
         assert python is not None
@@ -83,7 +99,7 @@ class EngineProcess:
         alone = options.get("tensor_parallel_size", 1) == 1
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(CHECKOUT)}
         environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if alone else {}
-        command = ["-m", "tests.vllm.engine_process", path, self.address, json.dumps(options)]
+        command = ["-m", f"tests.vllm.{module}", path, self.address, json.dumps(options)]
         with self._log.open("w") as output:
             self.process = subprocess.Popen(
                 [python, *command],

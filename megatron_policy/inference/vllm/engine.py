@@ -5,19 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_policy.errors import RefitError
-from megatron_policy.inference.vllm.worker import make_plain
+from megatron_policy.inference.vllm.worker import (
+    ADAPTERS,
+    make_plain,
+    read_answers,
+    read_state,
+    read_step,
+)
+from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.transports.ipc.protocol import encode_handles
 
 EXTENSION = "megatron_policy.inference.vllm.worker.RefitExtension"
 """What vLLM's option `worker_extension_cls` has to be."""
 
 
 class VllmEngine:
-    """Calls the workers of an `LLM` together, and samples and scores with it."""
+    """Calls the workers of an `LLM` together, and samples and scores with it.
+
+    All methods that receive return the trainer's step, and raise RefitError, as the trainer does,
+    if the refit is refused. Requests that the `LLM` has begun go on afterwards: what they have
+    generated stays, and is read again with the new weights.
+    """
 
     def __init__(self, llm: Any) -> None:
         """`llm` was made with `worker_extension_cls=EXTENSION`."""
         self.llm = llm
+        self._adapters: Any = None  # vLLM's request for them, while the engine has any
 
     def prepare(
         self,
@@ -28,7 +41,7 @@ class VllmEngine:
         """Prepare for what will be sent; see `RefitExtension.refit_prepare`. `info` is what the
         trainer's `prepare_refit_info` has returned.
         """
-        self.llm.collective_rpc("refit_prepare", args=(make_plain(info), timeout_s, staged))
+        self._call("refit_prepare", make_plain(info), timeout_s, staged)
 
     def join(
         self,
@@ -40,13 +53,10 @@ class VllmEngine:
         secret: str | None = None,
     ) -> None:
         """Let all workers join a group with the trainer; see `RefitExtension.refit_join`."""
-        arguments = (rank, ip, port, world_size, train_world_size, secret)
-        self.llm.collective_rpc("refit_join", args=arguments)
+        self._call("refit_join", rank, ip, port, world_size, train_world_size, secret)
 
     def receive_stream(self, addresses: str | Sequence[str] | Mapping[str, str]) -> int:
-        """One refit over sockets; returns the trainer's step, as all refits do. See
-        `RefitExtension.refit_from_stream`.
-        """
+        """One refit over sockets; see `RefitExtension.refit_from_stream`."""
         return self._receive("refit_from_stream", addresses)
 
     def receive_group(self) -> int:
@@ -57,14 +67,41 @@ class VllmEngine:
         """One refit from a directory that the trainer has published."""
         return self._receive("refit_from_directory", path)
 
-    def state(self) -> tuple[int | None, bool]:
-        """The step of the weights of all workers, and whether they are mixed: within one worker, or
-        from worker to worker. The step is None before the first refit, and where workers differ.
+    def receive_handles(self, handles: Mapping[str, Any]) -> None:
+        """Some weights of a refit: what the trainer's `get_weights_ipc_handles` has returned. See
+        `RefitExtension.refit_from_handles`; `finish_handles` or `drop_handles` is to follow.
         """
-        states = self.llm.collective_rpc("refit_state")
-        steps = {step for step, _ in states}
-        alike = len(steps) == 1
-        return steps.pop() if alike else None, not alike or any(mixed for _, mixed in states)
+        self._call("refit_from_handles", encode_handles(handles))
+
+    def finish_handles(self, manifest: RefitManifest) -> int:
+        """End a refit by `receive_handles`."""
+        return self._receive("refit_finish_handles", manifest.encode().decode())
+
+    def drop_handles(self) -> None:
+        """Give up a refit by `receive_handles`, which the trainer will not end."""
+        try:
+            self._call("refit_drop_handles")
+        finally:
+            self.forget_cached()
+
+    def receive_adapters(self, path: str) -> int:
+        """One refit of adapters alone, from the directory of a `PeftDirectory`; see
+        `RefitExtension.refit_from_adapters`. What follows is computed with them, until whole
+        weights are received.
+        """
+        from vllm.lora.request import LoRARequest
+
+        step = self._receive("refit_from_adapters", path)
+        self._adapters = LoRARequest("policy", ADAPTERS, path)
+        return step
+
+    def state(self) -> tuple[int | None, bool]:
+        """The step of the weights of all workers, and whether they are mixed; see `read_state`."""
+        return read_state(self.llm.collective_rpc("refit_state"))
+
+    def forget_cached(self) -> None:
+        """Let nothing be read that was computed with the weights before."""
+        self.llm.reset_prefix_cache(reset_running_requests=True)
 
     def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability in fp32 of each token but the first of its row, given those before; by
@@ -93,15 +130,18 @@ class VllmEngine:
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs: list[Any] = self.llm.generate(inputs, params, use_tqdm=False)
+        outputs: list[Any] = self.llm.generate(
+            inputs, params, use_tqdm=False, lora_request=self._adapters
+        )
         return outputs
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        read_answers(self.llm.collective_rpc(method, args=arguments))
 
     def _receive(self, method: str, *arguments: Any) -> int:
         try:
-            steps: set[int] = set(self.llm.collective_rpc(method, args=arguments))
+            step = read_step(self.llm.collective_rpc(method, args=arguments))
         finally:
-            # It was computed with the old weights; a refit that failed can have loaded some.
-            self.llm.reset_prefix_cache()
-        if len(steps) > 1:
-            raise RefitError(f"vLLM's workers have accepted weights of several steps: {steps}")
-        return steps.pop()
+            self.forget_cached()  # also if it failed: some can have been loaded
+        self._adapters = None
+        return step

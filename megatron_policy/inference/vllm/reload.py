@@ -17,8 +17,8 @@ from megatron_policy.errors import RefitError
 
 
 class ModelReload:
-    """Reloads one model, set after set. A set that ends without `finish` leaves the model usable,
-    with weights of several sets.
+    """Reloads one model, set after set. A set that ends without `finish` leaves the model usable:
+    each layer has all of its new weights, or its old ones.
     """
 
     def __init__(self, model: Any, vllm_config: Any, *, keeps_tensors: bool) -> None:
@@ -32,52 +32,58 @@ class ModelReload:
         self._kernels: dict[Any, Any] = {}
         self._tied: list[Any] = []
 
+    def begin(self) -> None:
+        """Begin a set, and drop one that was not finished."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.close()
+        self._under_way = True
+        self._tied = list(_find_tied(self._model))
+        # A method that has a kernel copies new weights into its memory in the checkpoint's order,
+        # and leaves out the packing that this kind of experts wants: without a kernel it makes a
+        # new one, as it did at first.
+        for method in _find_packing_methods(self._model):
+            self._kernels[method], method.moe_kernel = method.moe_kernel, None
+        with self._configured():
+            initialize_layerwise_reload(self._model)
+
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some tensors of the set by Hugging Face name; any error of vLLM's loader."""
         with self._configured():
-            if not self._under_way:
-                self._begin()
             self._model.load_weights(weights if self._keeps_tensors else _copies(weights))
 
     def finish(self) -> None:
         """End a complete set. RefitError if vLLM has parameters that it did not fill from it."""
         missing = list(_find_missing(self._model, self._tied))
-        self.close()
         if missing and self._config.model_config.quantization is None:
             raise RefitError(
                 f"vLLM has loaded nothing into {len(missing)} of its parameters: "
                 f"{', '.join(missing[:4])}"
             )
+        self._finalize()
 
     def close(self) -> None:
-        """Give layers back to their kernels, with what has been loaded, if a set is under way."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
+        """Drop a set that was begun and not finished, if there is one: what vLLM has not completed
+        gets back what it had.
+        """
         if not self._under_way:
             return
-        try:
-            with self._configured():
-                finalize_layerwise_reload(self._model, self._config.model_config)
-                # A tied head has a packed copy of its own, and nothing was loaded into it.
-                for layer in self._tied:
-                    layer.quant_method.process_weights_after_loading(layer)
-        finally:
-            self._under_way = False
-            for method, kernel in self._kernels.items():
-                method.moe_kernel = method.moe_kernel or kernel  # if the layer was not loaded
-            self._kernels.clear()
+        for layer in self._model.modules():
+            _forget_loaded(layer)
+        self._finalize()
 
-    def _begin(self) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+    def _finalize(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        self._under_way = True
-        # A method that has a kernel copies new weights into its memory in the checkpoint's order,
-        # and leaves out the packing that this kind of experts wants: without a kernel it makes a
-        # new one, as it did at first.
-        self._tied = list(_find_tied(self._model))
-        for method in _find_packing_methods(self._model):
-            self._kernels[method], method.moe_kernel = method.moe_kernel, None
-        initialize_layerwise_reload(self._model)
+        with self._configured():
+            finalize_layerwise_reload(self._model, self._config.model_config)
+            # A tied head has a packed copy of its own, and nothing was loaded into it.
+            for layer in self._tied:
+                layer.quant_method.process_weights_after_loading(layer)
+        for method, kernel in self._kernels.items():
+            method.moe_kernel = method.moe_kernel or kernel  # if the layer was not loaded
+        self._kernels.clear()
+        self._under_way = False
 
     def _configured(self) -> Any:
         from vllm.config import set_current_vllm_config
@@ -125,6 +131,17 @@ def _find_missing(model: nn.Module, tied: Container[nn.Module]) -> Iterator[str]
                 for name, parameter in layer.named_parameters(recurse=False)
                 if name not in SKIP_TENSORS | filled and parameter.numel()
             )
+
+
+def _forget_loaded(layer: nn.Module) -> None:
+    """Let vLLM take a layer that is not complete for one that nothing was loaded into: it would
+    complete half of a layer with unwritten memory.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    info = get_layerwise_info(layer)
+    if info.can_load():
+        info.loaded_weights, info.load_numel, info.load_numel_total = [], 0, 0
 
 
 def _copies(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

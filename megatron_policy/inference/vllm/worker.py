@@ -3,24 +3,37 @@
     vllm serve MODEL --worker-extension-cls megatron_policy.inference.vllm.worker.RefitExtension
 
 or `LLM(MODEL, worker_extension_cls=...)`. vLLM makes its worker class inherit from the named one,
-and `collective_rpc(METHOD, args=...)` calls a method of every worker. Run with vLLM 0.31.0 on CPUs.
+and `collective_rpc(METHOD, args=...)` calls a method of every worker; `read_answers` reads what it
+returns. Run with vLLM 0.31.0 on CPUs.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron_policy import device
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.inference.vllm.reload import ModelReload
 from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.receive.assembler import MIXED
 from megatron_policy.refit.receive.collective import CollectiveGroup, join_collective
 from megatron_policy.refit.receive.receiver import Receiver
+from megatron_policy.refit.transports.ipc.protocol import decode_handles
 
 PlainInfo = dict[str, tuple[list[int], str]]
+
+Answer = dict[str, Any]
+"""What a worker's method has returned, `{"value": ..}`, or why it failed, `{"refused": ".."}`."""
+
+ADAPTERS = 1
+"""vLLM's number of the policy's adapters."""
+
+log = logging.getLogger(__name__)
 
 
 def make_plain(info: Mapping[str, Sequence[Any]]) -> PlainInfo:
@@ -33,16 +46,65 @@ def make_plain(info: Mapping[str, Sequence[Any]]) -> PlainInfo:
     }
 
 
+def read_answers(answers: Sequence[Answer]) -> list[Any]:
+    """What the workers' methods have returned. RefitError with the reasons if any has failed."""
+    refused = [(rank, said["refused"]) for rank, said in enumerate(answers) if "refused" in said]
+    if refused:
+        reasons = "; ".join(f"vLLM's worker {rank}: {reason}" for rank, reason in refused)
+        raise RefitError(reasons)
+    return [said["value"] for said in answers]
+
+
+def read_step(answers: Sequence[Answer]) -> int:
+    """The step of the weights that all workers have accepted; RefitError otherwise."""
+    steps: set[int] = set(read_answers(answers))
+    if len(steps) > 1:
+        raise RefitError(f"vLLM's workers have accepted weights of several steps: {sorted(steps)}")
+    return steps.pop()
+
+
+def read_state(states: Sequence[Sequence[Any]]) -> tuple[int | None, bool]:
+    """The step of the weights of all workers, and whether they are mixed: within one worker, or
+    from worker to worker. The step is None before the first refit, and where workers differ.
+    """
+    steps = {step for step, _ in states}
+    alike = len(steps) == 1
+    return steps.pop() if alike else None, not alike or any(mixed for _, mixed in states)
+
+
+def _answering(method: Callable[..., Any]) -> Callable[..., Answer]:
+    """Returns errors. Of workers that raise, vLLM reads the answer of the first alone, and takes
+    those of the others for answers to its next calls.
+    """
+
+    @functools.wraps(method)
+    def answer(*args: Any, **keywords: Any) -> Answer:
+        try:
+            return {"value": method(*args, **keywords)}
+        except Exception as error:
+            log.warning("%s failed", method.__name__, exc_info=True)
+            ours = isinstance(error, RefitError | ConfigError)
+            return {"refused": str(error) if ours else f"{type(error).__name__}: {error}"}
+
+    return answer
+
+
 class RefitExtension:
     """Mixed into vLLM's worker; all names begin with `refit` to avoid the worker's own.
 
-    All methods that receive return the trainer's step, and raise RefitError, as the trainer does,
-    if the refit is refused. Without a complete refit `refit_state` tells what the engine holds.
+    All methods but `refit_state` return an `Answer`: `read_answers` raises RefitError, as the
+    trainer does, if a refit is refused; of those that end a refit `read_step` returns the trainer's
+    step. Without a complete refit `refit_state` tells what the engine holds.
     """
 
     model_runner: Any  # vLLM's
     vllm_config: Any
+    add_lora: Callable[[Any], bool]
 
+    refit_receiver: Receiver | None = None
+    refit_adapters: Receiver | None = None
+
+    @_answering
     def refit_prepare(
         self, info: PlainInfo, timeout_s: float = 120.0, staged: bool = False
     ) -> None:
@@ -57,6 +119,7 @@ class RefitExtension:
         )
         self.refit_receiver = Receiver(
             self.refit_model.load,
+            begin=self.refit_model.begin,
             finish=self.refit_model.finish,
             expected={
                 name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in info.items()
@@ -64,7 +127,9 @@ class RefitExtension:
             timeout_s=timeout_s,
             staged=staged,
         )
+        self.refit_adapters = None
 
+    @_answering
     def refit_from_stream(self, addresses: str | Sequence[str] | Mapping[str, str]) -> int:
         """One refit from a training rank on this machine.
 
@@ -73,8 +138,38 @@ class RefitExtension:
         `stream_weights_via_ipc_zmq`, or at the same time.
         """
         address = _choose_address(addresses, torch.distributed.get_rank())
-        return self._refit_by(lambda: self.refit_receiver.receive_ipc_stream(address))
+        return self._refit_by(lambda receiver: receiver.receive_ipc_stream(address))
 
+    @_answering
+    def refit_from_handles(self, handles: str) -> None:
+        """Some weights of a refit from this machine: `encode_handles` of what the trainer's
+        `get_weights_ipc_handles` has returned. Where no GPU is shared, each of vLLM's workers takes
+        the entry of its number, or the only one.
+
+        Until `refit_finish_handles`, or `refit_drop_handles`, nothing may be generated.
+        """
+        received = decode_handles(handles)
+        chosen = _choose_handles(list(received), torch.distributed.get_rank())
+        try:
+            self._refit_prepared().receive_ipc_handles(received, chosen)
+        except BaseException:
+            self._refit_end()
+            raise
+        device.synchronize()
+
+    @_answering
+    def refit_finish_handles(self, manifest: str) -> int:
+        """End a refit by `refit_from_handles`; `manifest` is the trainer's, encoded."""
+        sent = RefitManifest.decode(manifest.encode())
+        return self._refit_by(lambda receiver: receiver.finish_ipc(sent))
+
+    @_answering
+    def refit_drop_handles(self) -> None:
+        """Give up a refit by `refit_from_handles` that the trainer will not end."""
+        self._refit_prepared().release()
+        self._refit_end()
+
+    @_answering
     def refit_join(
         self,
         rank: int,
@@ -84,39 +179,82 @@ class RefitExtension:
         train_world_size: int | None = None,
         secret: str | None = None,
     ) -> None:
-        """Join a group with the trainer, with the arguments of its `init_collective`.
+        """Join a group with the trainer, with the arguments of its `init_collective`; leave the one
+        joined before. The engine is prepared by then: it waits as long as that says.
 
         `rank` is that of the first worker, the others follow. `secret` is the driver's
         `get_refit_secret()`.
         """
+        if (before := getattr(self, "refit_group", None)) is not None:
+            before.close()
         own = rank + torch.distributed.get_rank()
+        limit_s = self._refit_prepared().timeout_s
         self.refit_group: CollectiveGroup = join_collective(
-            ip, port, own, world_size, train_world_size, secret=secret
+            ip, port, own, world_size, train_world_size, limit_s, secret=secret
         )
 
+    @_answering
     def refit_from_group(self) -> int:
         """One refit over the group."""
-        return self._refit_by(lambda: self.refit_receiver.receive_collective(self.refit_group))
+        return self._refit_by(lambda receiver: receiver.receive_collective(self.refit_group))
 
+    @_answering
     def refit_from_directory(self, path: str) -> int:
         """One refit from a directory that the trainer has published."""
-        return self._refit_by(lambda: self.refit_receiver.receive_directory(path))
+        return self._refit_by(lambda receiver: receiver.receive_directory(path))
+
+    @_answering
+    def refit_from_adapters(self, path: str) -> int:
+        """One refit of adapters alone, from the directory of a `PeftDirectory`, in place of those
+        before: vLLM's own, number `ADAPTERS`, of an engine with `enable_lora`.
+        """
+        from vllm.lora.request import LoRARequest
+
+        if self.refit_adapters is None:
+            self.refit_adapters = Receiver(lambda weights: None, staged=False)
+        before = self.refit_adapters.step
+        manifest = self.refit_adapters.receive_directory(path)
+        try:
+            self.add_lora(LoRARequest("policy", ADAPTERS, path, load_inplace=True))
+        except BaseException as error:
+            self.refit_adapters.step = before
+            raise RefitError(
+                f"vLLM refuses the adapters in {path}: {error}. It keeps those it had"
+            ) from error
+        return manifest.step
 
     def refit_state(self) -> tuple[int | None, bool]:
         """The step of the weights, and whether they are mixed: after a refit without `staged` has
-        failed, do not generate before the next one.
+        failed, do not generate before the next one. Of an engine with adapters, it is their step.
         """
-        return self.refit_receiver.step, self.refit_receiver.mixed
+        receivers = [self.refit_adapters, self.refit_receiver]
+        steps = [of.step for of in receivers if of is not None and of.step is not None]
+        mixed = self.refit_receiver is not None and self.refit_receiver.mixed
+        return (steps[0] if steps else None), mixed
 
-    def _refit_by(self, receive: Callable[[], RefitManifest]) -> int:
+    def _refit_prepared(self) -> Receiver:
+        if self.refit_receiver is None:
+            raise ConfigError("prepare the engine for what will be sent: call refit_prepare first")
+        return self.refit_receiver
+
+    def _refit_by(self, receive: Callable[[Receiver], RefitManifest]) -> int:
+        receiver = self._refit_prepared()
         try:
-            manifest = receive()
+            manifest = receive(receiver)
+        except RefitError as error:
+            if not receiver.mixed or MIXED in str(error):
+                raise
+            raise RefitError(f"{error}. {MIXED}") from error
         finally:
-            self.refit_model.close()
-            device.synchronize()
+            self._refit_end()
+        self.refit_adapters = None
+        return manifest.step
+
+    def _refit_end(self) -> None:
+        self.refit_model.close()
+        device.synchronize()
         # Adapters that were merged or cached belong to the weights before.
         self.model_runner.reset_lora_state()
-        return manifest.step
 
 
 def _choose_address(addresses: str | Sequence[str] | Mapping[str, str], rank: int) -> str:
@@ -136,3 +274,10 @@ def _choose_address(addresses: str | Sequence[str] | Mapping[str, str], rank: in
             f"vLLM's worker {rank} has no address: {len(addresses)} are given, and each needs one"
         )
     return addresses[rank]
+
+
+def _choose_handles(devices: Sequence[str], rank: int) -> str | None:
+    """Whose handles vLLM's worker `rank` takes; None: those of its own device."""
+    if device.is_accelerated() or not devices:
+        return None
+    return devices[rank] if rank < len(devices) else devices[0]

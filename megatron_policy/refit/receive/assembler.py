@@ -24,8 +24,13 @@ from megatron_policy.refit.manifest import (
 Load = Callable[[list[tuple[str, Tensor]]], object]
 """Copies weights, by Hugging Face name, into an engine, which must not keep the tensors."""
 
+Begin = Callable[[], object]
+"""Prepares an engine for the first weights of a set."""
+
 Finish = Callable[[], object]
 """Ends a set of weights that has arrived whole and was loaded."""
+
+MIXED = "The engine's weights are mixed until the next complete refit"
 
 
 @dataclass
@@ -38,6 +43,7 @@ class EngineState:
     """
 
     load: Load
+    begin: Begin
     finish: Finish
     expected: RefitInfo | None = None
     staged: bool = True
@@ -58,6 +64,7 @@ class WeightAssembler:
         self._digests = None if algorithm is None else Digests(algorithm)
         self._forms: Mapping[str, Form] | None = engine.expected
         self._model = None if engine.expected is None else engine.expected.model
+        self._begun = False
 
     @property
     def staged(self) -> bool:
@@ -151,6 +158,9 @@ class WeightAssembler:
 
     def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
         self._engine.mixed, self._engine.model = True, self._model
+        if not self._begun:
+            self._call_engine(self._engine.begin)
+            self._begun = True
         self._call_engine(lambda: self._engine.load(tensors))
 
     def _call_engine(self, call: Callable[[], object]) -> None:
@@ -189,9 +199,5 @@ class WeightAssembler:
             raise self._refusal(f"these are not the weights of the engine's model: {problems}")
 
     def _refusal(self, why: str) -> RefitError:
-        state = (
-            "The engine's weights are mixed until the next complete refit"
-            if self._engine.mixed
-            else "The engine keeps the weights it had"
-        )
+        state = MIXED if self._engine.mixed else "The engine keeps the weights it had"
         return RefitError(f"{why}. {state}")

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.refit.manifest import RefitManifest, ServedModel, parse_info
 from megatron_policy.refit.receive.assembler import (
+    Begin,
     EngineState,
     Finish,
     Load,
@@ -30,14 +31,16 @@ class Receiver:
         self,
         load: Load,
         *,
+        begin: Begin = lambda: None,
         finish: Finish = lambda: None,
         expected: Mapping[str, Sequence[Any]] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         staged: bool = True,
     ) -> None:
         """`load` is called with [(Hugging Face name, tensor), ...] and must copy them: the memory
-        is reused when it returns. It raises if it cannot load them. `finish` is called when a set
-        is complete and loaded, before the trainer hears that it was accepted; it may raise too.
+        is reused when it returns. It raises if it cannot load them. `begin` is called before it is
+        given the first of a set, also if the set before was never completed; `finish` when a set is
+        complete and loaded, before the trainer hears that it was accepted. Both may raise too.
 
         `expected` is what the trainer's `prepare_refit_info` returned: {name: (shape, dtype, ...)}
         and its `model`.
@@ -47,7 +50,7 @@ class Receiver:
         """
         self.timeout_s = checked_timeout(timeout_s)
         self._engine = EngineState(
-            load, finish, None if expected is None else parse_info(expected), staged
+            load, begin, finish, None if expected is None else parse_info(expected), staged
         )
         self._unfinished: WeightAssembler | None = None
 

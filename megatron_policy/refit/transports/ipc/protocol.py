@@ -29,7 +29,7 @@ from megatron_policy.device import shared as on_gpu
 from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.manifest import Form, RefitInfo, RefitManifest, ServedModel
-from megatron_policy.refit.transports.ipc.shared_memory import Handle
+from megatron_policy.refit.transports.ipc.shared_memory import Handle, make_rebuild, read_handle
 
 VERSION = 3
 ACK = b"ack"
@@ -70,8 +70,7 @@ class Dialect:
         """The request for a pack."""
         handle, names = pack.handle, list(pack.names)
         if self.end is None:
-            is_host = isinstance(handle, Handle)
-            plain = {"host": asdict(handle)} if is_host else {"device": on_gpu.encode(handle[0])}
+            plain = _plain_handle(handle)
             return _encode(_PACK, handle=plain, names=names, used_bytes=pack.used_bytes)
         own = (_HOST_MEMORY, *astuple(handle)) if isinstance(handle, Handle) else handle
         return pickle.dumps((own, names, pack.used_bytes))
@@ -123,8 +122,39 @@ def check_answer(answer: bytes) -> None:
         raise RefitError(f"the engine refused the weights: {reason}")
 
 
+def encode_handles(handles: Mapping[str, Any]) -> str:
+    """What `IpcHandles.weights` returned, as JSON, for engines whose messages hold plain values."""
+    plain = {}
+    for device, (_, rebuilds, offsets) in handles.items():
+        memory = [[name_dtype(dtype), _plain_handle(read_handle(of))] for dtype, of in rebuilds]
+        plain[device] = {"memory": memory, "offsets": offsets}
+    return json.dumps(plain, ensure_ascii=False)
+
+
+def decode_handles(content: str) -> dict[str, Any]:
+    """The inverse of `encode_handles`. RefitError for anything else."""
+    try:
+        found = {}
+        for device, fields in json.loads(content).items():
+            memory = [(dtype_named(dtype), _parse_handle(of)) for dtype, of in fields["memory"]]
+            offsets = {name: _parse_count(offset) for name, offset in fields["offsets"].items()}
+            rebuilds = [(dtype, make_rebuild(handle, dtype)) for dtype, handle in memory]
+            found[device] = (True, rebuilds, offsets)
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise RefitError(
+            f"handles of weights cannot be read: {content[:80]!a}: {error}. {_SAME}"
+        ) from error
+    return found
+
+
 def _encode(say: str, **content: Any) -> bytes:
     return json.dumps({"say": say, **content}, ensure_ascii=False).encode()
+
+
+def _plain_handle(handle: Any) -> dict[str, Any]:
+    if isinstance(handle, Handle):
+        return {"host": asdict(handle)}
+    return {"device": on_gpu.encode(handle[0])}
 
 
 def _parse_handle(fields: Any) -> object:

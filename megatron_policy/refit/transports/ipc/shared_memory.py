@@ -10,7 +10,7 @@ import os
 import stat
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy
@@ -281,3 +281,10 @@ def read_handle(rebuild: Any) -> object:
     if not known:
         raise RefitError(f"a handle of weights asks to call {function}, which is refused")
     return Handle(*arguments[:5]) if function is rebuilt else (arguments,)
+
+
+def make_rebuild(handle: Any, dtype: torch.dtype) -> Rebuild:
+    """The inverse of `read_handle`, of memory that holds that dtype."""
+    if isinstance(handle, Handle):
+        return rebuilt, (*astuple(handle), dtype, 0)
+    return on_gpu.rebuild_function(), tuple(handle[0])

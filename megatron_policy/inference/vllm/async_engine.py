@@ -1,0 +1,127 @@
+"""One vLLM `AsyncLLM` that follows a policy while it answers requests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_policy.inference.vllm.worker import (
+    make_plain,
+    read_answers,
+    read_state,
+    read_step,
+)
+
+InFlight = Literal["keep", "abort", "wait"]
+"""What becomes of requests that are under way when weights arrive. They are kept, and what they
+have generated is read again with the new weights; ended with the tokens they have; or waited for.
+"""
+
+
+@dataclass
+class Completion:
+    """One completion; of each token its log-probability and the step of the weights that drew it,
+    None before the first refit.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    steps: list[int | None] = field(default_factory=list)
+    finish_reason: str | None = None
+    """vLLM's; `abort` if a refit has ended it."""
+
+
+class AsyncVllmEngine:
+    """Calls the workers of an `AsyncLLM` together, and samples with it.
+
+    All methods that receive pause it, return the trainer's step, and raise RefitError, as the
+    trainer does, if the refit is refused. If that leaves mixed weights, the `AsyncLLM` stays paused
+    until the next complete refit.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        """`llm` was made with `worker_extension_cls=EXTENSION`."""
+        self.llm = llm
+        self._step: int | None = None
+        self._numbers = itertools.count()
+
+    async def prepare(
+        self,
+        info: Mapping[str, Sequence[Any]],
+        timeout_s: float = 120.0,
+        staged: bool = False,
+    ) -> None:
+        """Prepare for what will be sent; see `VllmEngine.prepare`."""
+        await self._call("refit_prepare", make_plain(info), timeout_s, staged)
+
+    async def join(
+        self,
+        rank: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int | None = None,
+        secret: str | None = None,
+    ) -> None:
+        """Let all workers join a group with the trainer; see `RefitExtension.refit_join`."""
+        await self._call("refit_join", rank, ip, port, world_size, train_world_size, secret)
+
+    async def receive_stream(
+        self,
+        addresses: str | Sequence[str] | Mapping[str, str],
+        in_flight: InFlight = "keep",
+    ) -> int:
+        """One refit over sockets; see `RefitExtension.refit_from_stream`."""
+        return await self._receive(in_flight, "refit_from_stream", addresses)
+
+    async def receive_group(self, in_flight: InFlight = "keep") -> int:
+        """One refit over the group."""
+        return await self._receive(in_flight, "refit_from_group")
+
+    async def receive_directory(self, path: str, in_flight: InFlight = "keep") -> int:
+        """One refit from a directory that the trainer has published."""
+        return await self._receive(in_flight, "refit_from_directory", path)
+
+    async def state(self) -> tuple[int | None, bool]:
+        """The step of the weights of all workers, and whether they are mixed; see `read_state`."""
+        return read_state(await self.llm.collective_rpc("refit_state"))
+
+    async def generate(self, prompt: Sequence[int], **sampling: Any) -> Completion:
+        """One completion; `sampling` are fields of vLLM's `SamplingParams`."""
+        done = Completion()
+        async for growing in self.stream(prompt, **sampling):
+            done = growing
+        return done
+
+    async def stream(self, prompt: Sequence[int], **sampling: Any) -> AsyncIterator[Completion]:
+        """The same while it grows: the completion after each step of the engine."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        plain = {"logprobs": 0, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
+        params = SamplingParams(**plain | sampling)
+        inputs, number = {"prompt_token_ids": list(prompt)}, f"policy-{next(self._numbers)}"
+        done = Completion()
+        async for output in self.llm.generate(inputs, params, number):
+            (new,) = output.outputs
+            done.token_ids.extend(new.token_ids)
+            found = zip(new.token_ids, new.logprobs or (), strict=True)
+            done.logprobs.extend(logprobs[token].logprob for token, logprobs in found)
+            done.steps.extend([self._step] * len(new.token_ids))
+            done.finish_reason = new.finish_reason
+            yield done
+
+    async def _call(self, method: str, *arguments: Any) -> None:
+        read_answers(await self.llm.collective_rpc(method, args=arguments))
+
+    async def _receive(self, in_flight: InFlight, method: str, *arguments: Any) -> int:
+        # Clears what is cached; nothing is computed until it is resumed.
+        await self.llm.pause_generation(mode=in_flight, clear_cache=True)
+        try:
+            self._step = read_step(await self.llm.collective_rpc(method, args=arguments))
+        finally:
+            if not (await self.state())[1]:
+                await self.llm.resume_generation()
+        return self._step

@@ -1,0 +1,75 @@
+"""A process of vLLM's environment with an `AsyncLLM`, whose requests go on while it is called."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from concurrent.futures import Future
+from dataclasses import asdict
+from multiprocessing.connection import Listener
+from typing import Any
+
+from megatron_policy.inference.vllm.async_engine import AsyncVllmEngine
+from tests.vllm.engine_process import PLAIN, end_with_owner, serve
+
+
+class InFlight:
+    """Runs the engine's coroutines in a thread of their own."""
+
+    def __init__(self, path: str, options: dict[str, Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._requests: list[Future[Any]] = []
+        self._tokens: list[int] = []
+        self._engine = self._run(self._start(path, options))
+
+    async def _start(self, path: str, options: dict[str, Any]) -> AsyncVllmEngine:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = AsyncEngineArgs(model=path, **PLAIN | options)
+        return AsyncVllmEngine(AsyncLLM.from_engine_args(arguments))
+
+    def ask(self, prompts: list[list[int]], **sampling: Any) -> None:
+        """Begin a request for each prompt."""
+        for prompt in prompts:
+            begun = self._follow(len(self._requests), prompt, sampling)
+            self._tokens.append(0)
+            self._requests.append(asyncio.run_coroutine_threadsafe(begun, self._loop))
+
+    async def _follow(self, number: int, prompt: list[int], sampling: dict[str, Any]) -> Any:
+        async for done in self._engine.stream(prompt, **sampling):
+            self._tokens[number] = len(done.token_ids)
+        return done
+
+    def tokens(self) -> list[int]:
+        """How many each of them has by now."""
+        return list(self._tokens)
+
+    def completions(self) -> list[dict[str, Any]]:
+        """Those of all requests that were begun since the last call, when they are complete."""
+        found = [asdict(request.result()) for request in self._requests]
+        self._requests, self._tokens = [], []
+        return found
+
+    def under_way(self) -> int:
+        """How many of them are not complete."""
+        return sum(not request.done() for request in self._requests)
+
+    def engine(self, method: str, *arguments: Any) -> Any:
+        """What that method of the engine returns."""
+        return self._run(getattr(self._engine, method)(*arguments))
+
+    def _run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with_owner, daemon=True).start()
+    path, address, options = sys.argv[1:]
+    made = InFlight(path, json.loads(options))
+    with Listener(address, "AF_UNIX") as ready:
+        print("ready", flush=True)
+        serve(made, ready)
