@@ -66,6 +66,10 @@ class VllmEngine:
         alike = len(steps) == 1
         return steps.pop() if alike else None, not alike or any(mixed for _, mixed in states)
 
+    def mark_mixed(self) -> None:
+        """Mark the weights of all workers as not to be used, until the next complete refit."""
+        self.llm.collective_rpc("refit_mark_mixed")
+
     def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability in fp32 of each token but the first of its row, given those before; by
         vLLM's `prompt_logprobs`, which are those of the model itself: no temperature, no filters.

@@ -48,7 +48,7 @@ class ModelReload:
             )
 
     def close(self) -> None:
-        """Give all layers back to their kernels, with what has been loaded; nothing between sets."""
+        """Give all layers back to their kernels, with what was loaded; nothing between sets."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if not self._under_way:

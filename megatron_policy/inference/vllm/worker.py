@@ -108,6 +108,12 @@ class RefitExtension:
         """
         return self.refit_receiver.step, self.refit_receiver.mixed
 
+    def refit_mark_mixed(self) -> None:
+        """Say that the weights are not to be used until the next complete refit: a probe has found
+        that the engine computes with others.
+        """
+        self.refit_receiver.mark_mixed()
+
     def _refit_by(self, receive: Callable[[], RefitManifest]) -> int:
         try:
             manifest = receive()

@@ -36,8 +36,8 @@ class Receiver:
         staged: bool = True,
     ) -> None:
         """`load` is called with [(Hugging Face name, tensor), ...] and must copy them: the memory
-        is reused when it returns. It raises if it cannot load them. `finish` is called when a set is
-        complete and loaded, before the trainer hears that it was accepted; it may raise too.
+        is reused when it returns. It raises if it cannot load them. `finish` is called when a set
+        is complete and loaded, before the trainer hears that it was accepted; it may raise too.
 
         `expected` is what the trainer's `prepare_refit_info` returned: {name: (shape, dtype, ...)}
         and its `model`.
@@ -69,6 +69,12 @@ class Receiver:
         was not completed. The next complete refit fixes it.
         """
         return self._engine.mixed
+
+    def mark_mixed(self) -> None:
+        """Make `mixed` true until the next complete refit: a probe has found that the engine does
+        not compute with what it was sent.
+        """
+        self._engine.mixed = True
 
     @property
     def model(self) -> ServedModel | None:
