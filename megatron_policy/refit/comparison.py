@@ -83,11 +83,18 @@ class Tolerance:
 class Comparison:
     """What two sides say of the same rows."""
 
-    tokens: int
+    all_tokens: tuple[Token, ...]
+    """Those that are furthest apart first."""
     mean: float
-    worst: tuple[Token, ...]
-    """The tokens that are furthest apart, those first."""
     tolerance: Tolerance
+
+    @property
+    def tokens(self) -> int:
+        return len(self.all_tokens)
+
+    @property
+    def worst(self) -> tuple[Token, ...]:
+        return self.all_tokens[:WORST]
 
     @property
     def largest(self) -> float:
@@ -148,8 +155,7 @@ def compare(rows: Rows, policy: Any, engine: Any, tolerance: Tolerance) -> Compa
         )
     ]
     mean = math.fsum(token.distance for token in found) / len(found)
-    worst = sorted(found, key=lambda token: -token.distance)[:WORST]
-    return Comparison(len(found), mean, tuple(worst), tolerance)
+    return Comparison(tuple(sorted(found, key=lambda t: -t.distance)), mean, tolerance)
 
 
 def checked(rows: Rows, answer: Any, side: str) -> Logprobs:
