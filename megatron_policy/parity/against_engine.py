@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from megatron_policy.config import PolicyConfig
@@ -22,11 +23,15 @@ from megatron_policy.parity.engine_side import EngineJob, EngineReading, read_en
 from megatron_policy.parity.policy_side import make_policy_section, read_policy
 from megatron_policy.parity.ranks import read_on_ranks
 from megatron_policy.parity.result import Job
-from megatron_policy.refit.comparison import Comparison, Tolerance, compare, draw_rows
+from megatron_policy.refit.comparison import Comparison, Token, Tolerance, compare, draw_rows
 
 ROWS = 8
 ENGINE_S = 1800.0
 """The longest time that an engine may take, its start included."""
+_FAR = 10.0
+"""A token differs in its own right if it is so many times as far as the others in the middle."""
+_LARGE_ROUNDING = 4.0
+"""A 16-bit dtype hardly makes so many times the mean that is allowed."""
 TEXT = "The sum of two and two"
 
 
@@ -133,25 +138,38 @@ def _causes(
             "reads it: a temperature, top_p, top_k, min_p or a penalty is in the former (vLLM's "
             "logprobs_mode), or its decoding computes otherwise than its prefill"
         )
-    far = [token for token in prompts.all_tokens if token.distance > prompts.tolerance.token]
-    near = [token for token in prompts.all_tokens if token.distance <= prompts.tolerance.token]
-    names = {token.token for token in far}
-    if far and len(names) <= 2 and len(far) < len(prompts.all_tokens) // 2:
+    if (row := _head_row(prompts)) is not None:
         yield (
-            f"of {len(prompts.all_tokens)} tokens only {', '.join(map(str, sorted(names)))} "
-            f"is beyond the limit, {len(far)} times: the head's row of that token differs, or its "
-            "embedding's"
+            f"the head's row of token {row}: its log-probabilities are far, and those of other "
+            "tokens only as far as it takes probability from them"
         )
-    first = min((token.position for token in far), default=0)
-    if near and first > 2 and sum(token.position >= first for token in far) > ROWS:
+    far = [token.position for token in prompts.all_tokens if not _is_near(token, prompts)]
+    first = min(far, default=0)
+    if first > 2 and len(far) > ROWS:
         yield f"no token before position {first} is beyond the limit: a window, or a length"
     if any(isinstance(rope.scaling, DynamicScaling | LongScaling) for rope in arch.ropes):
         yield (
             "the rotary frequencies of this model depend on the length of text: here both sides "
             f"take texts of up to {job.tokens + 1} tokens (rope_length: maximum, max_model_len)"
         )
-    if job.dtype != "float32":
+    if job.dtype != "float32" and prompts.mean <= _LARGE_ROUNDING * prompts.tolerance.mean:
         yield f"rounding of {job.dtype}, if it is gone with --dtype float32"
+
+
+def _is_near(token: Token, found: Comparison) -> bool:
+    return token.distance <= found.tolerance.token
+
+
+def _head_row(found: Comparison) -> int | None:
+    """The token whose row of the head differs, if the others are much nearer."""
+    distances: dict[int, list[float]] = {}
+    for token in found.all_tokens:
+        distances.setdefault(token.token, []).append(token.distance)
+    means = {token: fmean(own) for token, own in distances.items()}
+    largest = max(means, key=means.__getitem__)
+    others = [token.distance for token in found.all_tokens if token.token != largest]
+    alone = means[largest] > found.tolerance.mean and len(others) > len(distances[largest])
+    return largest if alone and means[largest] > _FAR * median(others) else None
 
 
 def _notes(read: EngineReading, path: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ def test_a_driver_finds_what_is_stale(checkpoint: Callable[..., Path], tmp_path:
     with opened(config, init_reference_model=False) as policy:
 
         def hand_over() -> int:
-            step = policy.refit(HfDirectory(tmp_path / "sent", path, overwrite=True)).step
+            step = policy.refit(HfDirectory(tmp_path / "sent", str(path), overwrite=True)).step
             for name, tensor in tensors_of(tmp_path / "sent").items():
                 engine.load(name, tensor)
             return step

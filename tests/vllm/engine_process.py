@@ -59,7 +59,9 @@ class Engine(VllmEngine):
         name, row, column, by = where
 
         def change(model: Any) -> None:
-            dict(model.named_parameters())[name].data[row, column] += by
+            layer = model.get_submodule(name.removesuffix(".weight"))
+            layer.weight.data[row, column] += by
+            layer.quant_method.process_weights_after_loading(layer)
 
         self.llm.apply_model(change)
 

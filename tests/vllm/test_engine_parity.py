@@ -49,13 +49,13 @@ def test_one_changed_element_of_the_head(
     checkpoint: Callable[..., Path], tmp_path: Path, dtype: str
 ) -> None:
     path = checkpoint("qwen2", **SIZES, dtype=dtype)
-    other = changed(path, tmp_path / "other", row=77, by=4.0 if dtype == "float32" else 40.0)
+    other = changed(path, tmp_path / "other", row=77, by=0.5 if dtype == "float32" else 4.0)
     code, said, _ = run(path, "--dtype", dtype, "--reference", str(other), "--json")
     found = json.loads(said)
     print(found)
     assert code == 1 and not found["holds"]
     assert found["prompts"]["worst"][0]["token"] == 77
-    assert "only 77 is beyond the limit" in found["error"]
+    assert found["causes"][0].startswith("the head's row of token 77: its log-probabilities are")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -66,13 +66,3 @@ def test_equal_weights(checkpoint: Callable[..., Path], dtype: str) -> None:
     print(said)
     assert code == 0, error
     assert "its own samples" in said and "beyond" not in said
-
-
-def test_vllms_own_words_when_it_cannot(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    path = checkpoint("qwen2", **SIZES)
-    broken = tmp_path / "broken"
-    shutil.copytree(path, broken)
-    next(broken.glob("*.safetensors")).unlink()
-    code, _, error = run(path, "--reference", str(broken))
-    print(error)
-    assert code == 2 and "vLLM cannot run" in error
