@@ -100,7 +100,7 @@ class EngineProbing:
         return value
 
     def together(self, hand_over: Callable[[], object]) -> None:
-        """Call it on all ranks; all raise if one does, each its own error if it has one."""
+        """Call it on all ranks; all raise if one does."""
         failure: Exception | None = None
         try:
             hand_over()
@@ -110,7 +110,8 @@ class EngineProbing:
         try:
             self._session.exporter.agree(failure)
         except RefitError as error:
-            raise failure or error from None
+            # That of a refit is alike on all ranks already.
+            raise failure if isinstance(failure, RefitError) else error from None
 
 
 def _said_by(call: Callable[[], object]) -> str:

@@ -287,9 +287,13 @@ class _Probing:
 
     def _mark(self) -> str:
         """Mark the engine; in words, if that fails."""
-        mark = self.probe.mark_mixed
+
+        def mark() -> None:
+            if self.probe.mark_mixed is not None:
+                self.probe.mark_mixed()
+
         try:
-            self.policy.once(lambda: None if mark is None else mark() and None)
+            self.policy.once(mark)
         except RefitError as error:
             return f". It could not be marked as mixed: {error}"
         return ""
