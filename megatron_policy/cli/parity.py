@@ -73,11 +73,11 @@ def parity(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare logits and logprobs of Hugging Face and Megatron-Core on random tokens, or logprobs
-    of an inference engine and Megatron-Core on what the engine samples.
+    """Compare logits and logprobs of Hugging Face and Megatron-Core on random tokens.
 
     Holds the model in memory, one side after the other; with --tp and --pp the ranks are processes
-    on this machine, on its GPUs if there are any. Exits with 1 beyond the tolerance.
+    on this machine, on its GPUs if there are any. With --engine, compares with an inference
+    engine's logprobs of what it samples itself. Exits with 1 beyond the tolerance.
     """
     sizes = {"tp": tp, "pp": pp, "ep": ep, "etp": etp, "sequence_parallel": sequence_parallel}
     common = {"dtype": dtype.value, "tokens": tokens, "seed": seed, "tolerance": tolerance}

@@ -93,8 +93,7 @@ class MegatronPolicy:
         If it can be saved (`save_pretrained`), exports and checkpoints have it in place of the
         model's own.
         With `weights_path` the policy starts from a checkpoint, whose report is `loaded`; the
-        reference is `config.model_name`, whose weights are not needed without a reference, or
-        `config.reference_model_name`.
+        reference is `config.reference_model_name`, else `config.model_name`, read only for it.
         No collective waits longer than `timeout_s` seconds, by default the config's
         `collective_timeout_s`. `engine` builds this rank's part of the model, by default of
         Megatron-Core. `writers`, and those of `config.metrics`, get the policy's metrics: only
