@@ -5,7 +5,7 @@ which kind of them. Digests say what has arrived, not what kernels read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -28,8 +28,12 @@ from megatron_policy.refit.comparison import (
 
 T = TypeVar("T")
 ROWS, LENGTH = 8, 32  # of a probe that is given no rows
-FACTOR = 2.0
+DOUBLE, SHRINK = 2.0, 2.0**-60
 """Weights are changed by a power of two, which is undone without a copy, bit for bit."""
+BRANCHES = ("attention", "mlp", "experts", "shared experts")
+"""Kinds without which a model still computes: shrunk, they add nothing, in whatever form kernels
+read them. Others are doubled.
+"""
 LEAST_SHARE = 0.1
 """An engine that moves by less than this share of what the policy does has not followed."""
 _OF_ROLES = {
@@ -176,28 +180,65 @@ class Disturbance:
     """Changed parameters, until they are restored, bit for bit."""
 
     def __init__(self, held: Iterable[tuple[Entry, Tensor]], kind: str) -> None:
-        """Change all parameters of that kind that can be seen to: those of zeros to ones, if they
-        are no matrices, others by `FACTOR`.
+        """Change all parameters of that kind: those of zeros to ones, if they are no matrices or
+        belong to adapters, others by a factor.
         """
         own = {
             parameter.data_ptr(): (entry, parameter.detach())
             for entry, parameter in held
             if kind_of(entry) == kind and parameter.is_floating_point() and parameter.numel()
         }
-        self._scaled, self._filled = list[Tensor](), list[Tensor]()
+        self._scaled = list[tuple[Tensor, float]]()
+        self._copied = list[tuple[Tensor, Tensor]]()
         for entry, tensor in own.values():
             can_fill = entry.adapts or entry.row.role is not Role.MATRIX
             if can_fill and not tensor.contiguous().view(torch.uint8).any():
-                self._filled.append(tensor.fill_(1.0))
-            elif tensor.abs().max() < torch.finfo(tensor.dtype).max / FACTOR:
-                self._scaled.append(tensor.mul_(FACTOR))
+                self._scaled.append((tensor.fill_(1.0), math.inf))
+                continue
+            factor = SHRINK if kind in BRANCHES and not entry.adapts else DOUBLE
+            if torch.equal((tensor * factor).div_(factor), tensor):
+                self._scaled.append((tensor.mul_(factor), factor))
+            else:  # too small, or too large
+                self._copied.append((tensor, tensor.cpu().clone()))
+                tensor.mul_(factor)
 
     def undo(self) -> None:
         """Restore what was changed."""
         while self._scaled:
-            self._scaled.pop().div_(FACTOR)
-        while self._filled:
-            self._filled.pop().zero_()
+            tensor, factor = self._scaled.pop()
+            tensor.div_(factor)  # ones by infinity are zeros
+        while self._copied:
+            tensor, before = self._copied.pop()
+            tensor.copy_(before)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What experiments show: kinds that the engine does not follow, those without which it agrees,
+    and those of which nothing can be said.
+    """
+
+    stale: list[str] = field(default_factory=list)
+    needless: list[str] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+
+    def conclude(self, again: Comparison) -> str:
+        """In words; `again` is what was found in the end."""
+        if self.stale:
+            words = f"It does not follow its {', '.join(self.stale)}: these arrive, and it "
+            words += "computes with others"
+        elif again.agrees:
+            words = "Another refit has put it right: weights that had arrived were changed, or "
+            words += "not taken"
+        elif self.needless:
+            words = f"Without its {' or its '.join(self.needless)} it agrees: its kernels read "
+            words += "them in another form, a part of them is stale, or their router or rotary "
+            words += "embedding is another"
+        else:
+            words = "It follows each kind of weights: a part of one is stale, or it computes "
+            words += "another model (its config.json, the rotary embedding, filters, a dtype)"
+        unseen = f". Nothing can be said of its {', '.join(self.unseen)}" if self.unseen else ""
+        return f". {words}{unseen}"
 
 
 @dataclass(frozen=True)
@@ -214,19 +255,19 @@ class _Probing:
         probe = self.probe
         found = self._first()
         thorough = probe.thorough and not probe.probes
-        words, stale = str(found), list[str]()
+        words, seen = str(found), _Seen()
         if not found.agrees:
             words += self._mark()
         if probe.hand_over is not None and (thorough or not found.agrees):
             try:
-                again, stale, unseen = self._experiment(always=thorough)
+                again, seen = self._experiment(always=thorough)
             except Exception as error:
                 words += self._mark()
                 raise RefitError(f"{words}. The search for the reason failed: {error}") from error
-            words += _conclude(again, stale, unseen)
-            if stale or not again.agrees:
+            words += seen.conclude(again)
+            if seen.stale or not again.agrees:
                 words += self._mark()
-        if stale or not found.agrees:
+        if seen.stale or not found.agrees:
             step = self.facts.step
             raise RefitError(
                 f"the engine does not compute with the policy's weights of step {step}: {words}"
@@ -241,27 +282,28 @@ class _Probing:
             self._mark()
             raise
 
-    def _experiment(self, *, always: bool) -> tuple[Comparison, list[str], list[str]]:
+    def _experiment(self, *, always: bool) -> tuple[Comparison, _Seen]:
         """Refit again and, if that does not help, or `always`, with each kind of weights changed,
-        then without. What is found in the end, which kinds the engine does not follow, and of which
-        nothing can be said.
+        then without. What is found in the end, and what was seen of the kinds.
         """
-        stale, unseen = list[str](), list[str]()
-        before = self._read_anew()
+        seen, before = _Seen(), self._read_anew()
         again = self._compare(*before)
         if again.agrees and not always:
-            return again, stale, unseen
+            return again, seen
         try:
             for kind in self.facts.kinds:
                 self.policy.disturb_weights(kind, self.probe.adapters)
-                ours, theirs = map(_distance, self._read_anew(), before)
+                after = self._read_anew()
+                ours, theirs = map(_distance, after, before)
                 if not self.tolerance.token < ours < math.inf:
-                    unseen.append(kind)
+                    seen.unseen.append(kind)
                 elif theirs < LEAST_SHARE * ours:
-                    stale.append(kind)
+                    seen.stale.append(kind)
+                elif kind in BRANCHES and theirs < math.inf and self._compare(*after).agrees:
+                    seen.needless.append(kind)
         finally:
             self.policy.disturb_weights(None, self.probe.adapters)
-        return self._compare(*self._read_anew()), stale, unseen
+        return self._compare(*self._read_anew()), seen
 
     def _read_anew(self) -> tuple[Logprobs, Logprobs]:
         assert self.probe.hand_over is not None
@@ -304,22 +346,3 @@ def _distance(after: Logprobs, before: Logprobs) -> float:
     pairs = [pair for rows in zip(after, before, strict=True) for pair in zip(*rows, strict=True)]
     apart = math.fsum(abs(new - old) for new, old in pairs) / len(pairs)
     return apart if math.isfinite(apart) else math.inf
-
-
-def _conclude(again: Comparison, stale: Sequence[str], unseen: Sequence[str]) -> str:
-    """What the experiments say."""
-    if stale:
-        words = (
-            f". It does not follow its {', '.join(stale)}: these arrive, and it computes with "
-            "others"
-        )
-    elif again.agrees:
-        words = (
-            ". Another refit has put it right: weights that had arrived were changed, or not taken"
-        )
-    else:
-        words = (
-            ". It follows each kind of weights: a part of one is stale, or it computes another "
-            "model (its config.json, the rotary embedding, filters, a dtype)"
-        )
-    return words + (f". Nothing can be said of its {', '.join(unseen)}" if unseen else "")

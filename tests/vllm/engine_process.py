@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -87,10 +88,11 @@ def serve(engine: Engine, listener: Listener) -> None:
 def end_with_owner() -> None:
     """End this process when the one that started it closes its standard input, or dies."""
     sys.stdin.buffer.read()
-    os._exit(0)
+    os.killpg(os.getpgid(0), signal.SIGKILL)  # vLLM's own processes too
 
 
 if __name__ == "__main__":
+    os.setsid()
     threading.Thread(target=end_with_owner, daemon=True).start()
     path, address, options = sys.argv[1:]
     made = Engine(path, json.loads(options))
