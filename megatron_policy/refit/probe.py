@@ -190,17 +190,23 @@ class Disturbance:
         }
         self._scaled = list[tuple[Tensor, float]]()
         self._copied = list[tuple[Tensor, Tensor]]()
-        for entry, tensor in own.values():
-            can_fill = entry.adapts or entry.row.role is not Role.MATRIX
-            if can_fill and not tensor.contiguous().view(torch.uint8).any():
-                self._scaled.append((tensor.fill_(1.0), math.inf))
-                continue
-            factor = SHRINK if kind in BRANCHES and not entry.adapts else DOUBLE
-            if torch.equal((tensor * factor).div_(factor), tensor):
-                self._scaled.append((tensor.mul_(factor), factor))
-            else:  # too small, or too large
-                self._copied.append((tensor, tensor.cpu().clone()))
-                tensor.mul_(factor)
+        try:
+            for entry, tensor in own.values():
+                factor = SHRINK if kind in BRANCHES and not entry.adapts else DOUBLE
+                can_fill = bool(entry.adapts) or entry.row.role is not Role.MATRIX
+                self._change(tensor, factor, can_fill)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _change(self, tensor: Tensor, factor: float, can_fill: bool) -> None:
+        if can_fill and not tensor.contiguous().view(torch.uint8).any():
+            self._scaled.append((tensor.fill_(1.0), math.inf))
+        elif torch.equal((tensor * factor).div_(factor), tensor):
+            self._scaled.append((tensor.mul_(factor), factor))
+        else:  # too small, or too large
+            self._copied.append((tensor, tensor.cpu().clone()))
+            tensor.mul_(factor)
 
     def undo(self) -> None:
         """Restore what was changed."""

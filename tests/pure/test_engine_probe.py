@@ -146,6 +146,10 @@ def test_what_is_disturbed_is_restored_bit_for_bit(dtype: torch.dtype) -> None:
     changed.undo()
     for (_, tensor), bits in zip(held, before, strict=True):
         assert torch.equal(tensor.view(torch.uint8), bits)
+    unfit = torch.ones(3, dtype=dtype).expand(2, 3)  # cannot be written to
+    with pytest.raises(RuntimeError):
+        Disturbance([*held, (Entry(Role.MATRIX), unfit)], "mlp")  # type: ignore[arg-type]
+    assert torch.equal(numbers.view(torch.uint8), before[0])
     biases = [(Entry(Role.BIAS), torch.full((4,), float(number))) for number in (0, 3)]
     changed = Disturbance(biases, "biases")  # type: ignore[arg-type]
     assert [tensor[0].item() for _, tensor in biases] == [1.0, 6.0]
