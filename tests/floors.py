@@ -30,9 +30,11 @@ PURE += (
     "lm_head*",
     "packing*",
     "parallel*",
+    "refit.comparison",
     "refit.manifest",
     "refit.plan",
     "refit.planning",
+    "refit.probe",
     "weights.geometry",
 )
 PURE_IMPORTS = sys.stdlib_module_names | {PACKAGE, "torch", "triton", "numpy", "pydantic", "yaml"}

@@ -60,6 +60,7 @@ MODULES = {
     "megatron_policy.refit.delivery": ("Transport", "TransportSession"),
     "megatron_policy.refit.receive.collective": ("CollectiveGroup", "join_collective"),
     "megatron_policy.refit.manifest": ("RefitInfo", "ServedModel"),
+    "megatron_policy.refit.probe": ("EngineProbe",),
     "megatron_policy.refit.receive.receiver": ("Receiver",),
     "megatron_policy.refit.transports.collective.transport": ("Collective",),
     "megatron_policy.refit.transports.disk": ("HfDirectory",),

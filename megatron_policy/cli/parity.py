@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,32 @@ from megatron_policy.cli.report import CommandReport, show
 
 if TYPE_CHECKING:
     from megatron_policy.parity import Deviation, Parity
+    from megatron_policy.parity.against_engine import EngineParity
+    from megatron_policy.refit.comparison import Comparison
+
+
+class EngineName(StrEnum):
+    """Inference engines that a policy can be compared with."""
+
+    vllm = "vllm"
+
+
+Reference = Annotated[
+    str | None,
+    typer.Option(
+        help="Hugging Face directory to compare with, or for the engine to serve; HF_DIR itself if "
+        "not given."
+    ),
+]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Largest difference of a logit or a logprob: 1e-4 in float32, in bfloat16 three "
+        "times Hugging Face's own distance from float32. With --engine, of a logprob: 2e-4 in "
+        "float32 and 1e-5 on average, in bfloat16 1 and 0.05.",
+    ),
+]
 
 
 def parity(
@@ -30,50 +57,53 @@ def parity(
     dtype: Annotated[
         Precision, typer.Option(help="Dtype that both models compute in.")
     ] = Precision.float32,
-    tokens: Annotated[int, typer.Option(min=2, help="Length of the two random sequences.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the random sequences.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens.")] = 0,
     per_layer: Annotated[
         bool, typer.Option("--per-layer", help="Also compare the output of every decoder layer.")
     ] = False,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            help="Largest difference of a logit or a logprob: 1e-4 in float32, in bfloat16 three "
-            "times Hugging Face's own distance from float32.",
-        ),
+    tolerance: Tolerance = None,
+    reference: Reference = None,
+    engine: Annotated[
+        EngineName | None,
+        typer.Option(help="Compare with this inference engine's logprobs of its own samples."),
     ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(help="Hugging Face directory to compare with; HF_DIR itself if not given."),
+    engine_python: Annotated[
+        str | None, typer.Option(help="The interpreter of the environment that has the engine.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare logits and logprobs of Hugging Face and Megatron-Core on random tokens.
 
     Holds the model in memory, one side after the other; with --tp and --pp the ranks are processes
-    on this machine, on its GPUs if there are any. Exits with 1 beyond the tolerance.
+    on this machine, on its GPUs if there are any. With --engine, compares with an inference
+    engine's logprobs of what it samples itself. Exits with 1 beyond the tolerance.
     """
-    with one_line_errors(as_json):
+    sizes = {"tp": tp, "pp": pp, "ep": ep, "etp": etp, "sequence_parallel": sequence_parallel}
+    common = {"dtype": dtype.value, "tokens": tokens, "seed": seed, "tolerance": tolerance}
+    with one_line_errors(as_json), keys_as_options():
+        _check_engine(engine, engine_python, per_layer)
         _be_quiet()
-        from megatron_policy.parity import compare
+        if engine is None:
+            from megatron_policy.parity import compare
 
-        with keys_as_options():
-            result = compare(
-                model,
-                tp=tp,
-                pp=pp,
-                ep=ep,
-                etp=etp,
-                sequence_parallel=sequence_parallel,
-                dtype=dtype.value,
-                tokens=tokens,
-                seed=seed,
-                per_layer=per_layer,
-                tolerance=tolerance,
-                reference=reference,
-            )
-        show(report_parity(result), as_json)
+            far = compare(model, per_layer=per_layer, reference=reference, **sizes, **common)
+            report = report_parity(far)
+        else:
+            from megatron_policy.parity.against_engine import compare_with_engine
+
+            served = {"served": reference, "python": engine_python}
+            report = report_engine(compare_with_engine(model, sizes=sizes, **served, **common))
+    show(report, as_json)
+
+
+def _check_engine(engine: EngineName | None, python: str | None, per_layer: bool) -> None:
+    from megatron_policy.errors import ConfigError
+
+    if engine is None and python is not None:
+        raise ConfigError("--engine-python is for --engine vllm: give both or neither")
+    if engine is not None and per_layer:
+        raise ConfigError("--per-layer is without --engine: an engine shows no layer's output")
 
 
 def _be_quiet() -> None:
@@ -154,3 +184,66 @@ def _complaint(result: Parity) -> str:
     if result.first_layer_apart is not None:
         far.append(f"layer {result.first_layer_apart} is the first whose output differs")
     return "the models do not agree: " + "; ".join(far)
+
+
+def report_engine(result: EngineParity) -> CommandReport:
+    """Report how far the policy is from an engine, and as an error what is beyond its limit."""
+    sides = {"prompts": result.prompts, "samples": result.samples}
+    far = [f"{name}: {found}" for name, found in sides.items() if not found.agrees]
+    error = None
+    if far:
+        causes = result.causes or ("none is known: compare the files by verify, then the configs",)
+        error = "the engine does not agree: " + "; ".join([*far, *(f"cause: {c}" for c in causes)])
+    return CommandReport(lambda: _engine_data(result, error), _engine_lines(result), error)
+
+
+def _engine_lines(result: EngineParity) -> Iterator[str]:
+    job = result.job
+    yield (
+        f"{result.family}, {job.num_layers} layers, tp {job.tp} x pp {job.pp}, {job.dtype}: "
+        f"{job.rows} rows of {job.tokens} tokens, the second half sampled by vLLM "
+        f"{result.version}, seed {job.seed}"
+    )
+    yield f"{'logprobs of':<18}{'tokens':>8}{'mean':>10}{'limit':>10}{'max':>10}{'limit':>10}"
+    for name, found in (("whole rows", result.prompts), ("its own samples", result.samples)):
+        limits = found.tolerance
+        numbers = (found.mean, limits.mean, found.largest, limits.token)
+        cells = "".join(f"{number:10.1e}" for number in numbers)
+        yield f"{name:<18}{found.tokens:>8}{cells}" + ("" if found.agrees else "  beyond")
+    yield "the tokens that are furthest apart:"
+    for token in result.prompts.worst:
+        yield f"  {token.distance:.1e}: {token}"
+    yield from (f"cause: {cause}" for cause in result.causes)
+    yield from (f"note: {note}" for note in result.notes)
+
+
+def _engine_data(result: EngineParity, error: str | None) -> dict[str, Any]:
+    job = result.job
+    etp = job.tp if job.etp is None else job.etp
+    return {
+        "engine": "vllm",
+        "version": result.version,
+        "family": result.family,
+        "layout": {"tp": job.tp, "pp": job.pp, "ep": job.ep, "etp": etp},
+        "dtype": job.dtype,
+        "rows": job.rows,
+        "tokens": job.tokens,
+        "seed": job.seed,
+        "holds": result.holds,
+        "prompts": _compared(result.prompts),
+        "samples": _compared(result.samples),
+        "causes": list(result.causes),
+        "notes": list(result.notes),
+        "error": error,
+    }
+
+
+def _compared(found: Comparison) -> dict[str, Any]:
+    return {
+        "tokens": found.tokens,
+        "mean": found.mean,
+        "mean_limit": found.tolerance.mean,
+        "max": found.largest,
+        "limit": found.tolerance.token,
+        "worst": [token._asdict() | {"distance": token.distance} for token in found.worst],
+    }

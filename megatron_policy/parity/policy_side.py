@@ -38,8 +38,10 @@ def read_policy(job: Job) -> ModelOutputs:
                 for number, layer in policy.decoder_layers():
                     hook = layer.register_forward_hook(keep_output(layers, number))
                     hooks.callback(hook.remove)
-            values, indices = policy.topk_logits(data, job.vocab_size, micro_batch_size=job.rows)
-        logits_BSV = torch.empty_like(values).scatter_(-1, indices, values)
+            logits_BSV = torch.empty(0)
+            if job.sequences is None:
+                found, order = policy.topk_logits(data, job.vocab_size, micro_batch_size=job.rows)
+                logits_BSV = torch.empty_like(found).scatter_(-1, order, found)
         logprobs_BS = policy.logprobs(data, micro_batch_size=job.rows)[:, 1:]
         rows_first = {n: hidden_SBD.transpose(0, 1) for n, hidden_SBD in layers.items()}
         return ModelOutputs(logits_BSV, logprobs_BS, rows_first)
@@ -67,6 +69,7 @@ def make_policy_section(job: Job) -> dict[str, Any]:
         job.rows,
         keys_of_sizes(asdict(job)),
         train_micro_batch_size=job.rows,
-        max_total_sequence_length=job.tokens,
-        rope_length="batch",  # as transformers has it
+        max_total_sequence_length=job.tokens + (job.sequences is not None),
+        # As transformers has it; as engines have it, which are made for so many tokens.
+        rope_length="batch" if job.sequences is None else "maximum",
     )

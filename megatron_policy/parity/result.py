@@ -33,9 +33,13 @@ class Job:
     timeout_s: float
     ep: int = 1
     etp: int | None = None
+    sequences: list[list[int]] | None = None
+    """Rows to read in place of random ones, of which only the logprobs are wanted."""
 
     def draw(self) -> torch.Tensor:
         """The token ids, int64 `[B, S]`, the same on every rank."""
+        if self.sequences is not None:
+            return torch.tensor(self.sequences)
         random = torch.Generator().manual_seed(self.seed)
         return torch.randint(0, self.vocab_size, (self.rows, self.tokens), generator=random)
 

@@ -33,6 +33,7 @@ from megatron_policy.policy.checkpointing import AnyPath, Checkpoints, source_dt
 from megatron_policy.policy.driver_names import delegate
 from megatron_policy.policy.generation import TextGenerator
 from megatron_policy.policy.monitoring import PolicyMonitoring
+from megatron_policy.policy.probing import EngineProbing
 from megatron_policy.policy.scoring import PolicyScoring
 from megatron_policy.policy.session import Session
 from megatron_policy.policy.weight_exports import WeightExports
@@ -65,6 +66,7 @@ class MegatronPolicy:
             `offload`.
         exporter (Exporter): plans and streams the weights as Hugging Face tensors;
             `exporter.plan()` is what a refit sends.
+        probing (EngineProbing): what a driver's probe of an engine asks of a rank.
         loaded (LoadReport | None): what a checkpoint has restored; None for a policy that starts
             from `config.model_name`.
         rank (int): the number of this rank.
@@ -117,6 +119,7 @@ class MegatronPolicy:
         self._scoring = PolicyScoring(self.config, self._session, self._batcher)
         self._monitoring = PolicyMonitoring(self.config, self._session, all_writers)
         self._exports = WeightExports(self._session, self._monitoring.metrics)
+        self.probing = EngineProbing(self.config, self._session, self._batcher)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         empty_steps = EmptySteps.of(self.config, self._engine.table.architecture)
         state = self._session.state
@@ -229,6 +232,7 @@ class MegatronPolicy:
     export_peft = delegate("_exports", WeightExports.export_peft)
     export = delegate("_exports", WeightExports.export)
     refit = delegate("_exports", WeightExports.refit)
+    probe = delegate("probing", EngineProbing.probe)
     summary = delegate("_monitoring", PolicyMonitoring.summary)
     report = delegate("_monitoring", PolicyMonitoring.report)
     write_metrics = delegate("_monitoring", PolicyMonitoring.write_metrics)

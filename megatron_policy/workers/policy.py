@@ -158,6 +158,7 @@ class Policy(ColocatablePolicyInterface):
     offload_to_cpu = delegate("_batches", BatchDriver.offload_to_cpu)
     get_free_memory_bytes = delegate("_batches", BatchDriver.get_free_memory_bytes)
     refit = delegate("_refits", RefitDriver.refit)
+    probe = delegate("_refits", RefitDriver.probe)
     prepare_refit_info = delegate("_refits", RefitDriver.prepare_refit_info)
     prepare_info_for_collective = delegate("_refits", RefitDriver.prepare_info_for_collective)
     get_refit_addresses = delegate("_refits", RefitDriver.get_refit_addresses)

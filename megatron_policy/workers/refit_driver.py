@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_policy.coordination.authenticated_connection import new_secret
-from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.errors import ConfigError, RefitError, WorkerError
 from megatron_policy.monitoring.metrics_log import MetricsLog
+from megatron_policy.refit.comparison import Comparison, Logprobs, Rows
+from megatron_policy.refit.probe import EngineProbe, ProbeFacts, run_probe
 from megatron_policy.refit.transports.collective.transport import CollectiveTransport
 from megatron_policy.workers.checks import refuse_unknown
 from megatron_policy.workers.cluster.group import WorkerGroup
@@ -16,6 +18,8 @@ from megatron_policy.workers.cluster.group import WorkerGroup
 if TYPE_CHECKING:
     from megatron_policy.refit.delivery import Transport
     from megatron_policy.refit.manifest import RefitInfo, RefitManifest
+
+T = TypeVar("T")
 
 
 class RefitDriver:
@@ -40,6 +44,12 @@ class RefitDriver:
         whole: RefitManifest = replace(sent[0], tensors=tensors, seconds=slowest)
         self._metrics.sent(whole)
         return whole
+
+    def probe(self, probe: EngineProbe) -> Comparison:
+        """Compare what an engine computes with what the workers do, as `MegatronPolicy.probe`;
+        everything that `probe` calls is called here.
+        """
+        return run_probe(probe, _ProbedWorkers(self._workers))
 
     def prepare_refit_info(self, with_numel: bool = False, *, adapters: bool = False) -> RefitInfo:
         """{HF name: (shape, dtype)} of all that is sent, or with the number of elements too, and
@@ -144,6 +154,37 @@ class RefitDriver:
             num_buffers=num_buffers,
             adapters=adapters,
         )
+
+
+class _ProbedWorkers:
+    """Workers that a driver probes with; see `ProbedPolicy`."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers = workers
+
+    def probe_facts(self, adapters: bool) -> ProbeFacts:
+        facts: list[ProbeFacts] = self._workers.run_all("probe_facts", adapters=adapters)
+        return facts[0]
+
+    def probe_logprobs(self, rows: Rows) -> Logprobs:
+        found: list[Logprobs] = self._workers.run_all("probe_logprobs", rows=rows)
+        return found[0]
+
+    def disturb_weights(self, kind: str | None, adapters: bool) -> None:
+        self._workers.run_all("disturb_weights", kind=kind, adapters=adapters)
+
+    def once(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except (RefitError, WorkerError):
+            raise
+        except Exception as error:
+            raise RefitError(
+                f"the engine could not be asked: {type(error).__name__}: {error}"
+            ) from error
+
+    def together(self, hand_over: Callable[[], object]) -> None:
+        hand_over()
 
 
 def unite(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from megatron_policy.memory import move_model
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.policy.driver_names import delegate
+from megatron_policy.policy.probing import EngineProbing
 from megatron_policy.workers.assigned_gpu import find_own_gpu
 from megatron_policy.workers.checks import refuse_unknown
 from megatron_policy.workers.refits import EngineRefits
@@ -137,6 +138,10 @@ class MegatronPolicyWorkerImpl:
     export_hf = delegate("policy", MegatronPolicy.export_hf)
     export_peft = delegate("policy", MegatronPolicy.export_peft)
     refit = delegate("policy", MegatronPolicy.refit)
+    probe = delegate("policy", MegatronPolicy.probe)
+    probe_facts = delegate("policy.probing", EngineProbing.probe_facts)
+    probe_logprobs = delegate("policy.probing", EngineProbing.probe_logprobs)
+    disturb_weights = delegate("policy.probing", EngineProbing.disturb_weights)
     load_checkpoint = delegate("policy", MegatronPolicy.load_checkpoint)
     finalize_async_save = delegate("policy", MegatronPolicy.finalize_async_save)
     summary = delegate("policy", MegatronPolicy.summary)

@@ -292,3 +292,12 @@ def test_another_model_than_the_engine_is_set_up_for_is_refused(said: str) -> No
     again.take(list(NEW.items()))
     again.finish(replace(manifest_of(NEW), model=MODEL))
     assert receiver.model == MODEL
+
+
+def test_an_engine_that_a_probe_has_marked_is_mixed_until_the_next_complete_refit() -> None:
+    _, receiver = make()
+    give(receiver, OLD)
+    receiver.mark_mixed()
+    assert receiver.mixed and receiver.step == 1
+    give(receiver, NEW, 2)
+    assert not receiver.mixed and receiver.step == 2

@@ -75,6 +75,26 @@ class Engine(VllmEngine):
         """What that method of the workers' extension returns."""
         return self.llm.collective_rpc(method, args=arguments)
 
+    def renew_experts(self, renews: bool) -> None:
+        """Whether a refit makes the kernels of experts anew, as it does, or leaves them as they
+        are, as vLLM's own reload does.
+        """
+        from megatron_policy.inference.vllm import reload
+
+        plain = vars(self).setdefault("_find_packing_methods", reload._find_packing_methods)
+        reload._find_packing_methods = plain if renews else lambda model: iter(())
+
+    def damage(self, where: tuple[str, int, int, float]) -> None:
+        """Add to one element of a parameter of the only worker."""
+        name, row, column, by = where
+
+        def change(model: Any) -> None:
+            layer = model.get_submodule(name.removesuffix(".weight"))
+            layer.weight.data[row, column] += by
+            layer.quant_method.process_weights_after_loading(layer)
+
+        self.llm.apply_model(change)
+
     def modules(self) -> list[str]:
         """Top-level names of all modules that this process has imported."""
         return sorted({name.partition(".")[0] for name in sys.modules})

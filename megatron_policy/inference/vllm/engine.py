@@ -103,6 +103,10 @@ class VllmEngine:
         """Let nothing be read that was computed with the weights before."""
         self.llm.reset_prefix_cache(reset_running_requests=True)
 
+    def mark_mixed(self) -> None:
+        """Mark the weights of all workers as not to be used, until the next complete refit."""
+        self._call("refit_mark_mixed")
+
     def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability in fp32 of each token but the first of its row, given those before; by
         vLLM's `prompt_logprobs`, which are those of the model itself: no temperature, no filters.

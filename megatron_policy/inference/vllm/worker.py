@@ -232,6 +232,13 @@ class RefitExtension:
         mixed = self.refit_receiver is not None and self.refit_receiver.mixed
         return (steps[0] if steps else None), mixed
 
+    @_answering
+    def refit_mark_mixed(self) -> None:
+        """Say that the weights are not to be used until the next complete refit: a probe has found
+        that the engine computes with others.
+        """
+        self._refit_prepared().mark_mixed()
+
     def _refit_prepared(self) -> Receiver:
         if self.refit_receiver is None:
             raise ConfigError("prepare the engine for what will be sent: call refit_prepare first")

@@ -73,6 +73,12 @@ class Receiver:
         """
         return self._engine.mixed
 
+    def mark_mixed(self) -> None:
+        """Make `mixed` true until the next complete refit: a probe has found that the engine does
+        not compute with what it was sent.
+        """
+        self._engine.mixed = True
+
     @property
     def model(self) -> ServedModel | None:
         """What the trainer says of the model whose weights are being loaded, or were loaded last:
