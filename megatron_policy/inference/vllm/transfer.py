@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_policy.coordination.timeouts import run_with_timeout, start_thread
 from megatron_policy.dtypes import name_dtype
-from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.errors import RefitError
 from megatron_policy.refit.transports.ipc.protocol import ACK
 from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY
 from megatron_policy.refit.transports.ipc.transport import IpcStream
@@ -86,7 +86,7 @@ class WeightTransfer:
 
     def _connect(self, address: str, timeout_s: float) -> _Calls:
         if self._client is None:
-            raise ConfigError("rank 0 has no client to call vLLM with: give WeightTransfer one")
+            raise RefitError("rank 0 has no client to call vLLM with: give WeightTransfer one")
         self._calls = _Calls(self._client, timeout_s)
         self._calls.begin()
         return self._calls

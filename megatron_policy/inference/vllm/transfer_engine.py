@@ -38,9 +38,7 @@ class TransferInit(WeightTransferInitInfo):
         """The tensors, as a receiver expects them; ValueError if they cannot be read."""
         if self.tensors is None:
             return None
-        forms = {
-            name: (tuple(shape), dtype_named(dtype)) for name, (dtype, shape) in self.tensors.items()
-        }
+        forms = {n: (tuple(shape), dtype_named(d)) for n, (d, shape) in self.tensors.items()}
         return RefitInfo(forms, ServedModel.from_plain(self.model))
 
 
