@@ -49,6 +49,8 @@ MODULES = {
     "megatron_policy.hosts.launch": ("Program", "find", "run"),
     "megatron_policy.hosts.nemo_rl": None,
     "megatron_policy.hosts.nemo_rl.refit": ("cpu_address",),
+    "megatron_policy.inference.vllm.transfer": ("WeightTransfer",),
+    "megatron_policy.inference.vllm.weight_source": ("RefitSource",),
     "megatron_policy.interfaces.engine": ("EngineBuilder", "Trainable", "TrainingEngine"),
     "megatron_policy.interfaces.host": ("Host", "find_host"),
     "megatron_policy.lm_head.logprobs": ("vocab_parallel_logprobs",),

@@ -127,7 +127,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 OTHERWISE: dict[str, str] = {
     "the arguments, the order or the data of a call": """
         checkpoint.report:check_host_data config.model_table:check_reference
-        config.policy_config:PolicyConfig.parse coordination.*:* memory.*:*
+        config.policy_config:PolicyConfig.parse coordination.*:* inference.*:* memory.*:*
         monitoring.metrics_log:checked_metrics parallel.topology:Topology.__post_init__
         policy.checkpointing:* policy.generation:* policy.profiling:* refit.*:*
         training.accumulate:* training.checks:check_head training.losses:LossNormalization.*

@@ -343,6 +343,33 @@ def test_vllms_own_code_knows_from_the_source_who_serves_what(
     assert own_ranks.run(LAYOUTS[layout][0], own, *args) == [owners] * LAYOUTS[layout][0]
 
 
+def dry_run(address: str, path: Path) -> Any:
+    """What vLLM makes of what a source declares; and how it computes after that."""
+    policy, client = make_policy(path, "one"), EngineClient(address)
+    source = RefitSource(policy.exporter, held="stage")
+    declared = source.metadata()
+    client.call("use_backend", "megatron_policy")
+    policy.refit(WeightTransfer(client))
+    made = client.call(
+        "dry_run",
+        [each.name for each in declared],
+        [str(each.dtype).removeprefix("torch.") for each in declared],
+        [list(each.shape) for each in declared],
+    )
+    after = difference(policy, client)
+    client.close()
+    policy.shutdown()
+    return sorted(each.name for each in declared), made, after
+
+
+def test_every_tensor_that_a_source_declares_is_one_that_vllms_loaders_copy_from(
+    own_ranks: RankPool, engine: str, path: Path
+) -> None:
+    ((declared, (copied, planned), after),) = own_ranks.run(1, dry_run, engine, path)
+    assert copied == planned == declared
+    assert after < TOLERANCE
+
+
 def names_of(path: Path) -> list[str]:
     with HfReader(path) as reader:
         return list(reader.shapes)

@@ -1,4 +1,6 @@
-"""vLLM: what its workers load and answer, and what the process that owns an `LLM` calls."""
+"""vLLM: what its workers load and answer, and what the process that owns an `LLM` calls. Read
+`transfer.py` first for its own weight transfer.
+"""
 
 from __future__ import annotations
 

@@ -145,6 +145,10 @@ class RefitSource:
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # would keep tensors alive
             failure = error
+        except BaseException:
+            if self._round is not None:
+                self._round.close()
+            raise
         finally:
             self._sending = False
         current, self._round = self._round or self._begin(), None
