@@ -1,3 +1,4 @@
-"""Inference engines that follow a policy: one folder for each kind, for its own process and for the
-trainer's. Read `vllm/transfer.py` first.
+"""Inference engines that follow a policy; one folder for each kind of engine.
+
+Read `vllm/transfer.py` first.
 """

@@ -42,7 +42,7 @@ ENVIRONMENT = {
 }
 # Plug-ins of an installed package; the last is what only these tests register.
 PLUGINS = """[vllm.general_plugins]
-megatron_policy = megatron_policy.inference.vllm:register
+megatron_policy = megatron_policy.inference.vllm.transfer:register
 gloo = tests.vllm.gloo_backend:register
 """
 

@@ -4,7 +4,7 @@ control plane. The engine's side is `transfer_engine.py`.
     policy.refit(WeightTransfer(client))
 
 A request is one `update_weights`; its tensors are in memory shared with vLLM's workers, as in the
-stream over a socket. This file imports nothing of vLLM.
+stream over a socket. A trainer needs no vLLM for it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_policy.coordination.timeouts import run_with_timeout, start_thread
@@ -36,6 +37,18 @@ _T = TypeVar("_T")
 
 BACKEND = "megatron_policy"
 """The backend of vLLM's `WeightTransferConfig` that receives these."""
+
+
+def register() -> None:
+    """Make our backend known to vLLM, which calls this general plug-in in all of its processes."""
+    try:
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    except ImportError:
+        return  # a release without weight transfer
+    with suppress(ValueError):  # a process may load plug-ins more than once
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "megatron_policy.inference.vllm.transfer_engine", "PolicyTransferEngine"
+        )
 
 
 class WeightTransfer:
