@@ -47,10 +47,6 @@ class Served:
         """Give the workers another engine, as if `weight_transfer_config` had named its backend."""
         self._llm.collective_rpc(_use_backend, args=(name,))
 
-    def dry_run(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> Any:
-        """What vLLM's sharded backend makes of these tensors before it has any of them."""
-        return self._llm.collective_rpc(_dry_run, args=(names, dtypes, shapes))[0]
-
     def sample(self, prompts: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
         """`count` tokens after each prompt, with the engine's own log-probability of each."""
         from vllm import SamplingParams
@@ -83,27 +79,6 @@ def _use_backend(worker: Any, name: str) -> None:
         worker.device,
         worker.model_runner.get_model(),
     )
-
-
-def _dry_run(
-    worker: Any, names: list[str], dtypes: list[str], shapes: list[list[int]]
-) -> tuple[list[str], list[str]]:
-    """The names from which the model's loaders have copied, and those of them whose copies are all
-    that fills a module.
-    """
-    from types import SimpleNamespace
-
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed.weight_transfer.sharded_rdt_engine import ShardedRDTWeightTransferEngine
-
-    worker = getattr(worker, "worker", worker)
-    # Without its `__init__`, which wants workers of Ray.
-    engine: Any = object.__new__(ShardedRDTWeightTransferEngine)
-    engine.model, engine.device = worker.model_runner.get_model(), worker.device
-    engine._name_to_plan = {}
-    with set_current_vllm_config(worker.vllm_config):
-        engine._bake(SimpleNamespace(names=names, dtype_names=dtypes, shapes=shapes))
-    return sorted(engine._live_names), sorted(engine._name_to_plan)
 
 
 class EngineClient:

@@ -2,3 +2,23 @@
 
 Read `transfer.py` first for its own weight transfer.
 """
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+
+def register() -> None:
+    """Make the backend `megatron_policy` known to vLLM's weight transfer. It is a general plug-in,
+    which vLLM calls in all of its processes.
+    """
+    try:
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    except ImportError:
+        return  # a release of vLLM without it
+    with suppress(ValueError):  # a process may load plug-ins more than once
+        WeightTransferEngineFactory.register_engine(
+            "megatron_policy",
+            "megatron_policy.inference.vllm.transfer_engine",
+            "PolicyTransferEngine",
+        )

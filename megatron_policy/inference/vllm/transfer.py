@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_policy.coordination.timeouts import run_with_timeout, start_thread
@@ -37,18 +36,6 @@ _T = TypeVar("_T")
 
 BACKEND = "megatron_policy"
 """The backend of vLLM's `WeightTransferConfig` that receives these."""
-
-
-def register() -> None:
-    """Make our backend known to vLLM, which calls this general plug-in in all of its processes."""
-    try:
-        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    except ImportError:
-        return  # a release without weight transfer
-    with suppress(ValueError):  # a process may load plug-ins more than once
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "megatron_policy.inference.vllm.transfer_engine", "PolicyTransferEngine"
-        )
 
 
 class WeightTransfer:
