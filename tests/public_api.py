@@ -52,6 +52,8 @@ MODULES = {
     "megatron_policy.inference.vllm.engine": ("EXTENSION", "VllmEngine"),
     "megatron_policy.inference.vllm.process": ("EngineProcess",),
     "megatron_policy.inference.vllm.worker": ("RefitExtension", "make_plain"),
+    "megatron_policy.inference.vllm.transfer": ("WeightTransfer",),
+    "megatron_policy.inference.vllm.weight_source": ("RefitSource",),
     "megatron_policy.interfaces.engine": ("EngineBuilder", "Trainable", "TrainingEngine"),
     "megatron_policy.interfaces.host": ("Host", "find_host"),
     "megatron_policy.lm_head.logprobs": ("vocab_parallel_logprobs",),

@@ -49,7 +49,10 @@ class ModelReload:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some tensors of the set by Hugging Face name; any error of vLLM's loader."""
-        with self._configured():
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        # A piece of a set need not have all of a layer for multi-token prediction.
+        with self._configured(), disable_mtp_completeness_check():
             self._model.load_weights(weights if self._keeps_tensors else _copies(weights))
 
     def finish(self) -> None:

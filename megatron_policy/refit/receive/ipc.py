@@ -36,7 +36,7 @@ def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -
             while accepted is None:
                 content = line.receive()
                 try:
-                    accepted = _carry_out(protocol.parse_request(content), assembler)
+                    accepted = carry_out(protocol.parse_request(content), assembler)
                 except Exception as error:
                     line.send(protocol.encode_refusal(error))
                     raise
@@ -49,10 +49,10 @@ def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -
         raise
 
 
-def _carry_out(
+def carry_out(
     request: protocol.PackMessage | RefitInfo | RefitManifest, assembler: WeightAssembler
 ) -> RefitManifest | None:
-    """Carry out a request; return the manifest if it was the last."""
+    """Carry out a request of the stream; return the manifest if it was the last."""
     match request:
         case RefitManifest():
             return assembler.finish(request)

@@ -5,7 +5,7 @@ socket. The messages are in `protocol`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -33,6 +33,28 @@ def address_of(device_id: str) -> str:
     return f"ipc:///tmp/{device_id}.sock"
 
 
+class Line(Protocol):
+    """Carries requests to one engine, and its replies; see `RequestSocket`."""
+
+    def send(self, question: Callable[[], bytes], /) -> None:
+        """Send the request that `question` returns; the previous one has been answered."""
+
+    def receive(self) -> bytes:
+        """The reply."""
+
+    def close(self) -> None:
+        """Called once."""
+
+
+Connect = Callable[[str, float], Line]
+"""Connects to the engine at an address; no wait of the line is longer than the seconds given."""
+
+
+def listen(address: str, timeout_s: float) -> Line:
+    """A socket at the address, to which an engine connects."""
+    return RequestSocket(address, "engine", timeout_s)
+
+
 class IpcStream:
     """A transport: every rank that has an engine on its machine streams all weights to it."""
 
@@ -43,6 +65,7 @@ class IpcStream:
         *,
         dialect: Dialect | None = None,
         directory: str = DIRECTORY,
+        connect: Connect = listen,
     ) -> None:
         """`address` is where rank 0 listens for the only engine, or where each rank listens for
         its own; None: every rank listens at its own device's address.
@@ -50,7 +73,7 @@ class IpcStream:
         `buffer_bytes` are exported to an engine at a time, in two halves (None: 512 MiB of a GPU,
         or 32 MiB of the host, allocated in `directory`); a tensor larger than a half is sent alone,
         in memory of its own size. ConfigError for less than 1024 bytes. Nothing waits longer than
-        the exporter's timeout.
+        the exporter's timeout. `connect` makes the line to an engine.
         """
         if buffer_bytes is not None and buffer_bytes < SMALLEST_BUFFER_BYTES:
             raise ConfigError(
@@ -60,7 +83,7 @@ class IpcStream:
         self._addresses = {0: address} if isinstance(address, str) else address
         self._buffer_bytes = buffer_bytes
         self._dialect = dialect or Dialect()
-        self._directory = directory
+        self._directory, self._connect = directory, connect
 
     def plan(self, exporter: Exporter) -> RefitPlan | None:
         """Everything, on all ranks that gather with one that serves an engine; see `Transport`."""
@@ -87,7 +110,7 @@ class IpcStream:
         buffers = _PackBuffers(
             pack_tensors(plan.tensors, half), half, exporter.device, self._directory
         )
-        line = RequestSocket(address, "engine", exporter.timeout_s * ENGINE_SHARE)
+        line = self._connect(address, exporter.timeout_s * ENGINE_SHARE)
         session = _Session(line, buffers, self._dialect, exporter)
         try:
             opening = self._dialect.encode_opening(plan.info(), exporter.served_model)
@@ -148,7 +171,7 @@ class _Session:
     """One rank's end of one stream; see `TransportSession`."""
 
     def __init__(
-        self, line: RequestSocket, buffers: _PackBuffers, dialect: Dialect, exporter: Exporter
+        self, line: Line, buffers: _PackBuffers, dialect: Dialect, exporter: Exporter
     ) -> None:
         self._exporter = exporter
         self._line, self._buffers, self._dialect = line, buffers, dialect
