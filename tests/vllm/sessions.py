@@ -20,7 +20,7 @@ from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from megatron_policy.refit.transports.peft import PeftDirectory
-from tests.dist.cases import policy_config
+from tests.dist.cases import own_share, policy_config
 from tests.dist.refits import LAYOUTS as OF_REFITS
 from tests.losses import TokenNLL
 from tests.vllm.engines import EngineCaller
@@ -91,17 +91,13 @@ class Session:
         tokens = torch.randint(VOCAB, (ROWS, 24), generator=generator)
         lengths = torch.tensor([24, 9, 15, 20])
         mask = (torch.arange(24) < lengths[:, None]).float()
-        exporter = self.policy.exporter
-        own = slice(exporter.coords.dp, None, exporter.topology.dp)
-        self.policy.train(
-            BatchedDataDict(
-                input_ids=tokens[own],
-                input_lengths=lengths[own],
-                token_mask=mask[own],
-                sample_mask=torch.ones(ROWS)[own],
-            ),
-            TokenNLL(),
+        batch = BatchedDataDict(
+            input_ids=tokens,
+            input_lengths=lengths,
+            token_mask=mask,
+            sample_mask=torch.ones(ROWS),
         )
+        self.policy.train(own_share(self.policy, batch), TokenNLL())
 
     def prepare(self, staged: bool, base: bool = False) -> None:
         """Let the engine expect this policy's weights; give it those under adapters, which change
