@@ -20,7 +20,7 @@ from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from megatron_policy.refit.transports.peft import PeftDirectory
-from tests.dist.cases import own_share, policy_config
+from tests.dist.cases import policy_config
 from tests.dist.refits import LAYOUTS as OF_REFITS
 from tests.losses import TokenNLL
 from tests.vllm.engines import EngineCaller
@@ -97,7 +97,8 @@ class Session:
             token_mask=mask,
             sample_mask=torch.ones(ROWS),
         )
-        self.policy.train(own_share(self.policy, batch), TokenNLL())
+        shares = batch.shard_by_batch_size(self.policy.topology.dp, batch_size=ROWS)
+        self.policy.train(shares[self.policy.coords.dp], TokenNLL())
 
     def prepare(self, staged: bool, base: bool = False) -> None:
         """Let the engine expect this policy's weights; give it those under adapters, which change
