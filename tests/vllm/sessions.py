@@ -91,17 +91,14 @@ class Session:
         tokens = torch.randint(VOCAB, (ROWS, 24), generator=generator)
         lengths = torch.tensor([24, 9, 15, 20])
         mask = (torch.arange(24) < lengths[:, None]).float()
-        exporter = self.policy.exporter
-        own = slice(exporter.coords.dp, None, exporter.topology.dp)
-        self.policy.train(
-            BatchedDataDict(
-                input_ids=tokens[own],
-                input_lengths=lengths[own],
-                token_mask=mask[own],
-                sample_mask=torch.ones(ROWS)[own],
-            ),
-            TokenNLL(),
+        batch = BatchedDataDict(
+            input_ids=tokens,
+            input_lengths=lengths,
+            token_mask=mask,
+            sample_mask=torch.ones(ROWS),
         )
+        shares = batch.shard_by_batch_size(self.policy.topology.dp, batch_size=ROWS)
+        self.policy.train(shares[self.policy.coords.dp], TokenNLL())
 
     def prepare(self, staged: bool, base: bool = False) -> None:
         """Let the engine expect this policy's weights; give it those under adapters, which change
