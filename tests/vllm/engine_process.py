@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 from megatron_policy.inference.vllm.engine import EXTENSION, VllmEngine
@@ -53,15 +53,21 @@ class Engine(VllmEngine):
 def serve(engine: Engine, listener: Listener) -> None:
     """Call the methods that callers name, one caller after another."""
     while True:
-        with listener.accept() as caller, contextlib.suppress(EOFError):
-            while True:
-                method, arguments, keywords = caller.recv()
-                try:
-                    answer = (True, getattr(engine, method)(*arguments, **keywords))
-                except Exception as error:
-                    traceback.print_exc()
-                    answer = (False, f"{type(error).__name__}: {error}")
-                caller.send(answer)
+        with listener.accept() as caller:
+            answer(engine, caller)
+
+
+def answer(engine: Engine, caller: Connection) -> None:
+    """Call the methods that one caller names, until it closes the line."""
+    with contextlib.suppress(EOFError):
+        while True:
+            method, arguments, keywords = caller.recv()
+            try:
+                reply = (True, getattr(engine, method)(*arguments, **keywords))
+            except Exception as error:
+                traceback.print_exc()
+                reply = (False, f"{type(error).__name__}: {error}")
+            caller.send(reply)
 
 
 def end_with_owner() -> None:
