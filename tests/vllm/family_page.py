@@ -17,7 +17,7 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 WRITE = "VLLM_FAMILIES_PAGE"
 """Set in the environment, a run of all cases writes the page."""
 COLUMNS = ("model", "in vLLM", "names", "before", "after")
-REFUSED = "refused, see below"
+REFUSED = "see below"
 
 
 def name_of(case: str) -> str:

@@ -27,7 +27,8 @@ class ModelReload:
         """`model` is the worker's. `keeps_tensors` says that what `load` is given stays as it is
         until `finish`; else it is copied, as vLLM reads a tensor only when its layer is complete.
         """
-        self._model, self._config = model, vllm_config
+        self._model: Any = model  # with `load_weights`
+        self._config = vllm_config
         self._keeps_tensors = keeps_tensors
         self._under_way = False
         self._kernels: dict[Any, Any] = {}
