@@ -27,7 +27,11 @@ def comparing_tests() -> list[str]:
         for file in sorted((ROOT / "tests").rglob("test_*.py"))
         if re.search(uses, file.read_text(encoding="utf-8"), re.MULTILINE)
     ]
-    return [name for name in names if not name.startswith(("tests/gpu/", "tests/hosts/real/"))]
+    return [
+        name
+        for name in names
+        if not name.startswith(("tests/gpu/", "tests/hosts/real/", "tests/vllm/"))
+    ]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ PRINTED = """
 """
 
 
-def test_tests_that_have_tolerances_are_swept_but_for_those_of_gpus_and_verl() -> None:
+def test_tests_that_have_tolerances_are_swept_but_for_those_of_gpus_verl_and_vllm() -> None:
     found = set(comparing_tests())
     assert {"tests/dist/test_invariance.py", "tests/unit/test_merging.py"} <= found
     assert "tests/pure/test_sweep_cpus.py" not in found
