@@ -156,10 +156,10 @@ def render(measured: Measured, further: Mapping[str, str]) -> str:
         lengths=", ".join(map(str, LENGTHS[:ROWS])) + " and " + ", ".join(map(str, LENGTHS[ROWS:])),
         ones=LENGTHS.count(1),
     )
-    return "\n\n".join(map(_wrapped, text.split("\n\n")))
+    return "\n\n".join(map(wrapped, text.split("\n\n")))
 
 
-def _wrapped(paragraph: str) -> str:
+def wrapped(paragraph: str) -> str:
     """A paragraph in lines of 120 characters; tables and headings as they are."""
     if paragraph.startswith(("|", "#")):
         return paragraph

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from tests.vllm.engines import EngineProcess, find_python
+from tests.vllm.forks import EngineForks
+
+MISSING = "needs vLLM's CPU build: `make vllm-env`, or VLLM_PYTHON=/its/python"
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +21,7 @@ def engine() -> Iterator[Callable[..., str]]:
     `EngineCaller`; its weights are those of whoever used it last.
     """
     if find_python() is None:
-        pytest.skip("needs vLLM's CPU build: `make vllm-env`, or VLLM_PYTHON=/its/python")
+        pytest.skip(MISSING)
     running: dict[str, EngineProcess] = {}
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
 
@@ -33,3 +36,14 @@ def engine() -> Iterator[Callable[..., str]]:
         yield start
         for process in running.values():
             process.close()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[str]:
+    """The address of a process that forks engines, for `ForkedEngine`."""
+    if (python := find_python()) is None:
+        pytest.skip(MISSING)
+    with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
+        process = EngineForks(python, Path(folder))
+        yield process.address
+        process.close()

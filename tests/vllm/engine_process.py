@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import traceback
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 from megatron_policy.inference.vllm.engine import EXTENSION, VllmEngine
@@ -108,15 +108,21 @@ def _read(output: Any) -> tuple[list[int], list[float]]:
 def serve(engine: Any, listener: Listener) -> None:
     """Call the methods that callers name, one caller after another."""
     while True:
-        with listener.accept() as caller, contextlib.suppress(EOFError):
-            while True:
-                method, arguments, keywords = caller.recv()
-                try:
-                    answer = (True, getattr(engine, method)(*arguments, **keywords))
-                except Exception as error:
-                    traceback.print_exc()
-                    answer = (False, f"{type(error).__name__}: {error}")
-                caller.send(answer)
+        with listener.accept() as caller:
+            answer(engine, caller)
+
+
+def answer(engine: Engine, caller: Connection) -> None:
+    """Call the methods that one caller names, until it closes the line."""
+    with contextlib.suppress(EOFError):
+        while True:
+            method, arguments, keywords = caller.recv()
+            try:
+                reply = (True, getattr(engine, method)(*arguments, **keywords))
+            except Exception as error:
+                traceback.print_exc()
+                reply = (False, f"{type(error).__name__}: {error}")
+            caller.send(reply)
 
 
 def end_with_owner() -> None:

@@ -3,14 +3,16 @@
 After loading, vLLM packs, shuffles or quantises parameters, which lose their loaders. Its layerwise
 reload gives every layer the parameters of the checkpoint's form back, fills them, processes them
 again, and copies the result into the memory that kernels and graphs read
-(`vllm.model_executor.model_loader.reload`, from vLLM 0.11 on; run with 0.31.0 on CPUs).
+(`vllm.model_executor.model_loader.reload`; run with vLLM 0.31.0 on CPUs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_policy.errors import RefitError
@@ -30,7 +32,10 @@ class ModelReload:
         self._keeps_tensors = keeps_tensors
         self._under_way = False
         self._kernels: dict[Any, Any] = {}
-        self._tied: list[Any] = []
+        self._direct = DirectLoads(model)
+        self._tied = [*_find_tied(model)]
+        self._kinds: set[str] = set()
+        self._unread: list[str] = []
 
     def begin(self) -> None:
         """Begin a set, and drop one that was not finished."""
@@ -38,7 +43,6 @@ class ModelReload:
 
         self.close()
         self._under_way = True
-        self._tied = list(_find_tied(self._model))
         # A method that has a kernel copies new weights into its memory in the checkpoint's order,
         # and leaves out the packing that this kind of experts wants: without a kernel it makes a
         # new one, as it did at first.
@@ -46,6 +50,7 @@ class ModelReload:
             self._kernels[method], method.moe_kernel = method.moe_kernel, None
         with self._configured():
             initialize_layerwise_reload(self._model)
+            self._direct.begin()
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some tensors of the set by Hugging Face name; any error of vLLM's loader."""
@@ -53,16 +58,29 @@ class ModelReload:
 
         # A piece of a set need not have all of a layer for multi-token prediction.
         with self._configured(), disable_mtp_completeness_check():
-            self._model.load_weights(weights if self._keeps_tensors else _copies(weights))
+            known = self._load_new_kinds(weights if self._keeps_tensors else _copies(weights))
+            if known:
+                self._direct.record(self._model.load_weights(known))
 
     def finish(self) -> None:
-        """End a complete set. RefitError if vLLM has parameters that it did not fill from it."""
-        missing = list(_find_missing(self._model, self._tied))
+        """End a complete set. RefitError if vLLM has parameters that it did not fill from it, or
+        none for some of its tensors.
+        """
+        if self._unread:
+            raise RefitError(
+                f"vLLM's {type(self._model).__name__} has no parameters for tensors like "
+                f"{', '.join(self._unread[:8])}: it computes without them, from its start on"
+            )
+        missing = set(_find_missing(self._model)) - self._direct.filled
+        for names in self._tied:
+            missing -= set() if missing.issuperset(names) else set(names)
         if missing and self._config.model_config.quantization is None:
             raise RefitError(
                 f"vLLM has loaded nothing into {len(missing)} of its parameters: "
-                f"{', '.join(missing[:4])}"
+                f"{', '.join(sorted(missing)[:4])}"
             )
+        with self._configured():
+            self._direct.process()
         self._finalize()
 
     def close(self) -> None:
@@ -80,18 +98,135 @@ class ModelReload:
 
         with self._configured():
             finalize_layerwise_reload(self._model, self._config.model_config)
-            # A tied head has a packed copy of its own, and nothing was loaded into it.
-            for layer in self._tied:
-                layer.quant_method.process_weights_after_loading(layer)
+            self._process_tied()
         for method, kernel in self._kernels.items():
             method.moe_kernel = method.moe_kernel or kernel  # if the layer was not loaded
         self._kernels.clear()
         self._under_way = False
 
+    def _load_new_kinds(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Load the first tensor of each kind alone, and return all others: the loaders of vLLM's
+        models pass over names that they do not know, and say only what they have loaded.
+        """
+        others = []
+        for name, tensor in weights:
+            kind = _kind_of(name)
+            if kind in self._kinds:
+                others.append((name, tensor))
+                continue
+            into = self._model.load_weights([(name, tensor)])
+            if self._direct.find_lost(into):
+                into = self._model.load_weights([(name, tensor)])
+            self._direct.record(into)
+            read = into is None or bool(into)
+            if read or not self._may_be_elsewhere(name):
+                self._kinds.add(kind)
+                self._unread += [] if read or self._is_for_drafts(name) else [name]
+        return others
+
+    def _may_be_elsewhere(self, name: str) -> bool:
+        """Whether another worker may have the layer or the expert."""
+        parallel = self._config.parallel_config
+        return parallel.pipeline_parallel_size > 1 or (
+            parallel.enable_expert_parallel and ".experts." in name
+        )
+
+    def _is_for_drafts(self, name: str) -> bool:
+        """Whether it is of a layer for multi-token prediction, which vLLM has in another model."""
+        layers = self._config.model_config.hf_text_config.num_hidden_layers
+        number = re.match(r"model\.layers\.(\d+)\.", name)
+        return "mtp_layers." in name or (number is not None and int(number[1]) >= layers)
+
+    def _process_tied(self) -> None:
+        """Pack weights again for all modules that share them: the reload does it for the one that
+        the checkpoint names, an embedding, and a head on the CPU goes on with its old packed copy.
+        """
+        for names in self._tied:
+            for name in names:
+                module = self._model.get_submodule(name.rpartition(".")[0])
+                if (method := getattr(module, "quant_method", None)) is not None:
+                    method.process_weights_after_loading(module)
+
     def _configured(self) -> Any:
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self._config)
+
+
+class DirectLoads:
+    """Parameters that a model's `load_weights` fills itself (`param.copy_`), with no loader that
+    the layerwise reload could wrap: it has put them on torch's meta device, where all is lost, as
+    with the experts and the sinks of `GptOssForCausalLM`. They get memory while they are loaded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kinds: set[str] = set()
+        self.filled: set[str] = set()
+        """Names of those that have been loaded of the set that is under way."""
+
+    def begin(self) -> None:
+        """Begin a set, when the reload has begun it."""
+        self.filled.clear()
+        self._give_memory()
+
+    def find_lost(self, into: set[str] | None) -> bool:
+        """Whether what was loaded into these parameters is lost; they have memory from now on."""
+        lost = {_kind_of(name) for name in into or () if self._is_lost(name)}
+        self._kinds |= lost
+        self._give_memory()
+        return bool(lost)
+
+    def record(self, into: set[str] | None) -> None:
+        """These parameters were loaded."""
+        self.filled |= {name for name in into or () if _kind_of(name) in self._kinds}
+
+    def process(self) -> None:
+        """Process them for their kernels, as the reload does with those that it has loaded."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        for name in dict.fromkeys(name.rpartition(".")[0] for name in sorted(self.filled)):
+            layer = self._model.get_submodule(name)
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                with torch.no_grad():
+                    layerwise._layerwise_process(layer, info)
+
+    def _is_lost(self, name: str) -> bool:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        prefix, _, own = name.rpartition(".")
+        try:
+            layer = self._model.get_submodule(prefix)
+        except AttributeError:
+            return False  # some models return names of the checkpoint's
+        info, parameter = get_layerwise_info(layer), layer._parameters.get(own)
+        kept = {loaded for loaded, _ in info.loaded_weights}
+        return parameter is not None and parameter.is_meta and own not in kept
+
+    def _give_memory(self) -> None:
+        from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+
+        for prefix, layer in self._model.named_modules() if self._kinds else ():
+            for name, parameter in [*layer._parameters.items()]:
+                own = parameter is not None and _kind_of(f"{prefix}.{name}") in self._kinds
+                if own and parameter.is_meta:
+                    setattr(layer, name, materialize_meta_tensor(parameter))
+
+
+def _kind_of(name: str) -> str:
+    """A tensor's name without the numbers of its layer and its expert."""
+    return re.sub(r"\d+", "#", name)
+
+
+def _find_tied(model: nn.Module) -> Iterator[list[str]]:
+    """Names of each parameter that several modules have."""
+    names: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), []).append(f"{prefix}.{name}")
+    yield from (same for same in names.values() if len(same) > 1)
 
 
 def _find_packing_methods(model: nn.Module) -> Iterator[Any]:
@@ -110,24 +245,14 @@ def _find_packing_methods(model: nn.Module) -> Iterator[Any]:
                 yield method
 
 
-def _find_tied(model: nn.Module) -> Iterator[nn.Module]:
-    """Layers with a method of their own for parameters that an earlier layer has too."""
-    seen: set[int] = set()
-    for layer in model.modules():
-        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
-        if own and own <= seen and hasattr(layer, "quant_method"):
-            yield layer
-        seen |= own
-
-
-def _find_missing(model: nn.Module, tied: Container[nn.Module]) -> Iterator[str]:
+def _find_missing(model: nn.Module) -> Iterator[str]:
     """Parameters into which nothing has been loaded, of a set that is under way."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
     for prefix, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if info.can_load() and layer not in tied:  # a complete layer was processed at once
+        if info.can_load():  # a complete layer was processed at once
             filled = {name for name, _ in info.loaded_weights}
             yield from (
                 f"{prefix}.{name}"

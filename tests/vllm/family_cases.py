@@ -1,0 +1,149 @@
+"""The tiny models with which tests show vLLM each family: as small as its kernels for CPUs take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from tests.checkpoints import make_checkpoint
+from tests.families import SAMPLES
+from tests.families.deepseek_v3 import SCALED
+from tests.mtp_checkpoints import add_mtp_layers
+from tests.quantised import quantise_fp8, quantise_mxfp4
+
+VOCAB = 256
+ROWS, LENGTH = 4, 24  # what models are compared on
+SIZES: dict[str, Any] = {"hidden": 128, "heads": 4, "groups": 2, "ffn": 64, "vocab": VOCAB}
+"""Heads of 32, and all widths multiples of 32."""
+EXPERTS = {"moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+}
+"""The compressed keys and values have the only sizes for which there is a kernel."""
+PUBLISHED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""What published configs say, vLLM needs, and transformers takes for granted. So are fields of
+`minimax_m2` below.
+"""
+MIMO = """from transformers import Qwen2Config
+
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+"""
+"""In place of the makers' code, for which vLLM looks in the checkpoint."""
+EPSILON = {"rms_norm_eps": 1e-5}
+"""As published: vLLM's model has that number in its code."""
+OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": EXPERTS | LATENT | PUBLISHED | {"rope_scaling": SCALED},
+    "ernie4_5_moe": EXPERTS,
+    "glm4_moe": EXPERTS,
+    "glm4_moe_lite": EXPERTS | LATENT,
+    "gpt_oss": EPSILON,
+    "kimi_k2": EXPERTS
+    | LATENT
+    | PUBLISHED
+    | {"rope_scaling": SCALED | {"beta_fast": 1.0, "beta_slow": 1.0}},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "olmoe": EPSILON,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64},
+    "qwen3_moe": EXPERTS,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    # vLLM's rotary kernel for CPUs takes the heads of queries to follow each other in memory, but
+    # those of latent attention have parts that do not rotate between them. Scaled rotations do not
+    # use that kernel, and neither do any without the custom operator.
+    "glm4_moe_lite": {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
+    "mimo": {"trust_remote_code": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint of a family; `kind` says what it has that the family's plain one has not."""
+
+    family: str
+    kind: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+    mtp: bool = False
+    quantised: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {self.kind}".rstrip()
+
+    def make(self, folder: Path) -> Path:
+        """Write the checkpoint below `folder`."""
+        path = folder / "source"
+        fields = SIZES | {"layers": 2, "tied": is_tied(self.family)} | OWN.get(self.family, {})
+        make_checkpoint(path, self.family, tokenizer=False, **fields | self.fields)
+        if self.family == "mimo":
+            (path / "configuration_mimo.py").write_text(MIMO)
+        if self.mtp:
+            add_mtp_layers(path)
+        if self.quantised:
+            quantise = {"fp8": quantise_fp8, "mxfp4": quantise_mxfp4}[self.quantised]
+            return quantise(path, folder / self.quantised)
+        return path
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What an engine is started with."""
+        return OPTIONS.get(self.family, {})
+
+
+def is_tied(family: str) -> bool:
+    """Whether the family's embedding is its head, as published."""
+    samples = SAMPLES[family]
+    fields = next(iter(samples.published.values()), {})
+    plain = AutoConfig.for_model(samples.hf_model_type or family).tie_word_embeddings
+    return bool(fields.get("tie_word_embeddings", plain))
+
+
+def list_cases() -> Iterator[Case]:
+    """Every family as published, and again with what only some of its models have."""
+    for family, samples in SAMPLES.items():
+        yield Case(family)
+        fields = {name: value for name, value in samples.full.items() if "bias" in name}
+        if fields and family not in ("glm4", "starcoder2"):  # which have them as published
+            yield Case(family, "with biases", fields)
+        if "num_nextn_predict_layers" in samples.full:
+            yield Case(family, "with MTP layers", mtp=True)
+    yield Case("qwen3", "untied", {"tied": False})
+    yield Case("llama", "tied", {"tied": True})
+    yield Case("qwen3_moe", "from fp8", quantised="fp8")
+    yield Case("deepseek_v3", "from fp8", quantised="fp8")
+    yield Case("gpt_oss", "from mxfp4", quantised="mxfp4")
+
+
+CASES = [*list_cases()]
+UNREAD = "has no parameters for tensors like"
+FAR = "before any refit"
+BF16 = "vLLM computes with the numbers of this activation in bf16, whatever the model's dtype"
+REFUSED: dict[str, tuple[str, str]] = {
+    "apertus": (FAR, BF16),
+    "apertus with biases": (FAR, BF16),
+    "cohere with biases": (UNREAD, "vLLM's attention of this family has no biases"),
+    "ernie4_5 with biases": (UNREAD, "vLLM's layers of this family have no biases"),
+    "ernie4_5_moe": (
+        FAR,
+        "vLLM's router for CPUs leaves out correction biases of a softmax, without an error",
+    ),
+    "minimax_m2": (
+        "AssertionError",
+        "vLLM's router for CPUs has no sigmoid of experts without groups, and an empty message",
+    ),
+    "olmoe with biases": (UNREAD, "vLLM's attention of this family has no biases"),
+    "qwen3 with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
+    "qwen3_moe with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
+    "seed_oss with biases": (UNREAD, "vLLM's layers of this family have no such biases"),
+}
+"""By the names of cases: what vLLM or the refit says, and why."""
