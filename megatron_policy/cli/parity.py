@@ -80,7 +80,12 @@ def parity(
     engine's logprobs of what it samples itself. Exits with 1 beyond the tolerance.
     """
     sizes = {"tp": tp, "pp": pp, "ep": ep, "etp": etp, "sequence_parallel": sequence_parallel}
-    common = {"dtype": dtype.value, "tokens": tokens, "seed": seed, "tolerance": tolerance}
+    common: dict[str, Any] = {
+        "dtype": dtype.value,
+        "tokens": tokens,
+        "seed": seed,
+        "tolerance": tolerance,
+    }
     with one_line_errors(as_json), keys_as_options():
         _check_engine(engine, engine_python, per_layer)
         _be_quiet()
@@ -92,7 +97,7 @@ def parity(
         else:
             from megatron_policy.parity.against_engine import compare_with_engine
 
-            served = {"served": reference, "python": engine_python}
+            served: dict[str, Any] = {"served": reference, "python": engine_python}
             report = report_engine(compare_with_engine(model, sizes=sizes, **served, **common))
     show(report, as_json)
 
