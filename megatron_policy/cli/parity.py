@@ -15,7 +15,7 @@ from megatron_policy.cli.report import CommandReport, show
 if TYPE_CHECKING:
     from megatron_policy.parity import Deviation, Parity
     from megatron_policy.parity.against_engine import EngineParity
-    from megatron_policy.refit.comparison import Comparison
+    from megatron_policy.refit.comparison import EngineComparison
 
 
 class EngineName(StrEnum):
@@ -79,7 +79,13 @@ def parity(
     on this machine, on its GPUs if there are any. With --engine, compares with an inference
     engine's logprobs of what it samples itself. Exits with 1 beyond the tolerance.
     """
-    sizes = {"tp": tp, "pp": pp, "ep": ep, "etp": etp, "sequence_parallel": sequence_parallel}
+    sizes: dict[str, Any] = {
+        "tp": tp,
+        "pp": pp,
+        "ep": ep,
+        "etp": etp,
+        "sequence_parallel": sequence_parallel,
+    }
     common: dict[str, Any] = {
         "dtype": dtype.value,
         "tokens": tokens,
@@ -243,7 +249,7 @@ def _engine_data(result: EngineParity, error: str | None) -> dict[str, Any]:
     }
 
 
-def _compared(found: Comparison) -> dict[str, Any]:
+def _compared(found: EngineComparison) -> dict[str, Any]:
     return {
         "tokens": found.tokens,
         "mean": found.mean,

@@ -23,7 +23,7 @@ from megatron_policy.parity.engine_side import EngineJob, EngineReading, read_en
 from megatron_policy.parity.policy_side import make_policy_section, read_policy
 from megatron_policy.parity.ranks import read_on_ranks
 from megatron_policy.parity.result import Job
-from megatron_policy.refit.comparison import Comparison, Token, Tolerance, compare, draw_rows
+from megatron_policy.refit.comparison import EngineComparison, Token, Tolerance, compare, draw_rows
 
 ROWS = 8
 ENGINE_S = 1800.0
@@ -43,9 +43,9 @@ class EngineParity:
     family: str
     version: str
     """The engine's."""
-    prompts: Comparison
+    prompts: EngineComparison
     """Of whole rows, which the engine reads at once."""
-    samples: Comparison
+    samples: EngineComparison
     """Of the tokens that it drew one after another, with what it said then."""
     causes: tuple[str, ...]
     """What a difference comes from, as far as that is known."""
@@ -130,7 +130,7 @@ def _judge(
 
 
 def _causes(
-    job: Job, arch: Architecture, prompts: Comparison, samples: Comparison
+    job: Job, arch: Architecture, prompts: EngineComparison, samples: EngineComparison
 ) -> Iterator[str]:
     if prompts.agrees:
         yield (
@@ -156,11 +156,11 @@ def _causes(
         yield f"rounding of {job.dtype}, if it is gone with --dtype float32"
 
 
-def _is_near(token: Token, found: Comparison) -> bool:
+def _is_near(token: Token, found: EngineComparison) -> bool:
     return token.distance <= found.tolerance.token
 
 
-def _head_row(found: Comparison) -> int | None:
+def _head_row(found: EngineComparison) -> int | None:
     """The token whose row of the head differs, if the others are much nearer."""
     distances: dict[int, list[float]] = {}
     for token in found.all_tokens:

@@ -54,8 +54,9 @@ class EngineReading:
 
 
 def read_engine(job: EngineJob, python: str | None, timeout_s: float) -> EngineReading:
-    """Run the job in vLLM, in a process of the interpreter `python`, by default this one's: so its
-    memory is free again. ConfigError, with vLLM's own words, if it does not take the model.
+    """Run the job in vLLM, in a process that frees its memory at the end: of the interpreter
+    `python`, by default that of this process. ConfigError, with vLLM's own words, if it does not
+    take the model.
     """
     interpreter = _find_interpreter(python)
     with tempfile.TemporaryDirectory(prefix="parity-") as name:

@@ -92,8 +92,7 @@ class MegatronPolicy:
         `tokenizer` is any object with `pad_token_id` and `eos_token_id`; only `generate` needs one.
         If it can be saved (`save_pretrained`), exports and checkpoints have it in place of the
         model's own. With `weights_path` the policy starts from a checkpoint, whose report is
-        `loaded`; the reference is `config.model_name`, whose weights are not needed without a
-        reference, or `config.reference_model_name`.
+        `loaded`; the reference is `config.reference_model_name`, else `config.model_name`.
         No collective waits longer than `timeout_s` seconds, by default the config's
         `collective_timeout_s`. `engine` builds this rank's part of the model, by default of
         Megatron-Core. `writers`, and those of `config.metrics`, get the policy's metrics: only

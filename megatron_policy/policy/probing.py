@@ -13,7 +13,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import RefitError
 from megatron_policy.memory.states import CHANGE_WEIGHTS
 from megatron_policy.policy.session import Session
-from megatron_policy.refit.comparison import Comparison, Logprobs, Rows
+from megatron_policy.refit.comparison import EngineComparison, Logprobs, Rows
 from megatron_policy.refit.probe import (
     Disturbance,
     EngineProbe,
@@ -39,7 +39,7 @@ class EngineProbing:
         self._scorer = Scorer(session.engine, batcher, config.logprob_batch_size, lambda: True)
         self._disturbance: Disturbance | None = None
 
-    def probe(self, probe: EngineProbe) -> Comparison:
+    def probe(self, probe: EngineProbe) -> EngineComparison:
         """Compare what an engine computes with what this policy does; see `EngineProbe`.
         RefitError, on every rank, if the engine does not compute with the policy's weights: it
         names the kind that is stale, as far as refits can find out. The policy stays as it is.

@@ -80,7 +80,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class EngineComparison:
     """What two sides say of the same rows."""
 
     all_tokens: tuple[Token, ...]
@@ -136,7 +136,7 @@ def check_rows(rows: Rows) -> None:
         )
 
 
-def compare(rows: Rows, policy: Any, engine: Any, tolerance: Tolerance) -> Comparison:
+def compare(rows: Rows, policy: Any, engine: Any, tolerance: Tolerance) -> EngineComparison:
     """RefitError unless both sides have a finite number for each token but the first of its row."""
     sides = {"policy": checked(rows, policy, "policy"), "engine": checked(rows, engine, "engine")}
     for side, answer in sides.items():
@@ -155,7 +155,7 @@ def compare(rows: Rows, policy: Any, engine: Any, tolerance: Tolerance) -> Compa
         )
     ]
     mean = math.fsum(token.distance for token in found) / len(found)
-    return Comparison(tuple(sorted(found, key=lambda t: -t.distance)), mean, tolerance)
+    return EngineComparison(tuple(sorted(found, key=lambda t: -t.distance)), mean, tolerance)
 
 
 def checked(rows: Rows, answer: Any, side: str) -> Logprobs:

@@ -16,7 +16,7 @@ from megatron_policy.converters.rows import Role
 from megatron_policy.converters.table import EMBEDDING, HEAD, LAYER, Entry
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.comparison import (
-    Comparison,
+    EngineComparison,
     Logprobs,
     Rows,
     Tolerance,
@@ -142,7 +142,7 @@ class EngineProbe:
         return sent
 
 
-def run_probe(probe: EngineProbe, policy: ProbedPolicy) -> Comparison:
+def run_probe(probe: EngineProbe, policy: ProbedPolicy) -> EngineComparison:
     """Compare the engine with the policy; see `EngineProbe`. RefitError, alike on all ranks, if
     they differ by more than rounding, or the engine does not follow a kind of weights.
     """
@@ -205,8 +205,9 @@ class Disturbance:
         elif torch.equal((tensor * factor).div_(factor), tensor):
             self._scaled.append((tensor.mul_(factor), factor))
         else:  # too small, or too large
-            self._copied.append((tensor, tensor.cpu().clone()))
+            before = tensor.cpu().clone()
             tensor.mul_(factor)
+            self._copied.append((tensor, before))
 
     def undo(self) -> None:
         """Restore what was changed."""
@@ -228,7 +229,7 @@ class _Seen:
     needless: list[str] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
 
-    def conclude(self, again: Comparison) -> str:
+    def conclude(self, again: EngineComparison) -> str:
         """In words; `again` is what was found in the end."""
         if self.stale:
             words = f"It does not follow its {', '.join(self.stale)}: these arrive, and it "
@@ -257,7 +258,7 @@ class _Probing:
     tolerance: Tolerance
     rows: Rows
 
-    def run(self) -> Comparison:
+    def run(self) -> EngineComparison:
         probe = self.probe
         found = self._first()
         thorough = probe.thorough and not probe.probes
@@ -280,7 +281,7 @@ class _Probing:
             )
         return found
 
-    def _first(self) -> Comparison:
+    def _first(self) -> EngineComparison:
         ours, theirs = self._read()
         try:
             return self._compare(ours, theirs)
@@ -288,7 +289,7 @@ class _Probing:
             self._mark()
             raise
 
-    def _experiment(self, *, always: bool) -> tuple[Comparison, _Seen]:
+    def _experiment(self, *, always: bool) -> tuple[EngineComparison, _Seen]:
         """Refit again and, if that does not help, or `always`, with each kind of weights changed,
         then without. What is found in the end, and what was seen of the kinds.
         """
@@ -330,7 +331,7 @@ class _Probing:
         ours, theirs = self.policy.once(ask)
         return ours, theirs
 
-    def _compare(self, ours: Logprobs, theirs: Logprobs) -> Comparison:
+    def _compare(self, ours: Logprobs, theirs: Logprobs) -> EngineComparison:
         return compare(self.rows, ours, theirs, self.tolerance)
 
     def _mark(self) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_policy.coordination.authenticated_connection import new_secret
 from megatron_policy.errors import ConfigError, RefitError, WorkerError
 from megatron_policy.monitoring.metrics_log import MetricsLog
-from megatron_policy.refit.comparison import Comparison, Logprobs, Rows
+from megatron_policy.refit.comparison import EngineComparison, Logprobs, Rows
 from megatron_policy.refit.probe import EngineProbe, ProbeFacts, run_probe
 from megatron_policy.refit.transports.collective.transport import CollectiveTransport
 from megatron_policy.workers.checks import refuse_unknown
@@ -45,7 +45,7 @@ class RefitDriver:
         self._metrics.sent(whole)
         return whole
 
-    def probe(self, probe: EngineProbe) -> Comparison:
+    def probe(self, probe: EngineProbe) -> EngineComparison:
         """Compare what an engine computes with what the workers do, as `MegatronPolicy.probe`;
         everything that `probe` calls is called here.
         """
