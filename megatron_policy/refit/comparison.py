@@ -145,7 +145,7 @@ def compare(rows: Rows, policy: Any, engine: Any, tolerance: Tolerance) -> Engin
                 if not math.isfinite(value):
                     raise RefitError(
                         f"the {side} says {value} of token {rows[number][position]} at position "
-                        f"{position} of row {number}: that is no log-probability to compare"
+                        f"{position} of row {number}: that is not a log-probability to compare"
                     )
     found = [
         Token(number, position, row[position], ours, theirs)
