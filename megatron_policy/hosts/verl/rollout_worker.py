@@ -52,8 +52,9 @@ class RolloutWorker(vLLMColocateWorkerExtension):  # type: ignore[misc]
                 apply_buffer_updates(model, buffers)
                 reload.load(parameters)
             except Exception as error:
-                # verl's sender waits for an answer to every bucket, without a time limit.
-                failures.append(error)
+                # verl's sender waits for an answer to every bucket, without a time limit, and none
+                # comes as long as a traceback holds tensors of a bucket.
+                failures.append(error.with_traceback(None))
 
         receiver = BucketedWeightReceiver(
             zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm
