@@ -8,7 +8,7 @@ again, and copies the result into the memory that kernels and graphs read
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,14 +21,16 @@ class ModelReload:
     with weights of several sets.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: Any, *, keeps_tensors: bool) -> None:
-        """`model` is the worker's. `keeps_tensors` says that what `load` is given stays as it is
-        until `finish`; else it is copied, as vLLM reads a tensor only when its layer is complete.
+    def __init__(self, model: Any, vllm_config: Any, *, keeps_tensors: bool) -> None:
+        """`model` and `vllm_config` are the worker's. `keeps_tensors` says that what `load` gets
+        stays as it is until `finish`; else it is copied, as vLLM reads a tensor only when its layer
+        is complete.
         """
         self._model, self._config = model, vllm_config
         self._keeps_tensors = keeps_tensors
         self._under_way = False
         self._kernels: dict[Any, Any] = {}
+        self._tied: list[nn.Module] = []
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some tensors of the set by Hugging Face name; any error of vLLM's loader."""
@@ -39,7 +41,7 @@ class ModelReload:
 
     def finish(self) -> None:
         """End a complete set. RefitError if vLLM has parameters that it did not fill from it."""
-        missing = list(_find_missing(self._model))
+        missing = list(_find_missing(self._model, self._tied))
         self.close()
         if missing and self._config.model_config.quantization is None:
             raise RefitError(
@@ -48,7 +50,7 @@ class ModelReload:
             )
 
     def close(self) -> None:
-        """Give all layers back to their kernels, with what has been loaded; nothing between sets."""
+        """Give layers back to their kernels, with what has been loaded, if a set is under way."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if not self._under_way:
@@ -56,6 +58,9 @@ class ModelReload:
         try:
             with self._configured():
                 finalize_layerwise_reload(self._model, self._config.model_config)
+                # A tied head has a packed copy of its own, and nothing was loaded into it.
+                for layer in self._tied:
+                    layer.quant_method.process_weights_after_loading(layer)
         finally:
             self._under_way = False
             for method, kernel in self._kernels.items():
@@ -69,6 +74,7 @@ class ModelReload:
         # A method that has a kernel copies new weights into its memory in the checkpoint's order,
         # and leaves out the packing that this kind of experts wants: without a kernel it makes a
         # new one, as it did at first.
+        self._tied = list(_find_tied(self._model))
         for method in _find_packing_methods(self._model):
             self._kernels[method], method.moe_kernel = method.moe_kernel, None
         initialize_layerwise_reload(self._model)
@@ -95,14 +101,24 @@ def _find_packing_methods(model: nn.Module) -> Iterator[Any]:
                 yield method
 
 
-def _find_missing(model: nn.Module) -> Iterator[str]:
+def _find_tied(model: nn.Module) -> Iterator[nn.Module]:
+    """Layers with a method of their own for parameters that an earlier layer has too."""
+    seen: set[int] = set()
+    for layer in model.modules():
+        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        if own and own <= seen and hasattr(layer, "quant_method"):
+            yield layer
+        seen |= own
+
+
+def _find_missing(model: nn.Module, tied: Container[nn.Module]) -> Iterator[str]:
     """Parameters into which nothing has been loaded, of a set that is under way."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
     for prefix, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if info.can_load():  # a complete layer was processed at once
+        if info.can_load() and layer not in tied:  # a complete layer was processed at once
             filled = {name for name, _ in info.loaded_weights}
             yield from (
                 f"{prefix}.{name}"
