@@ -29,10 +29,11 @@ class PlatformCPUWithVllm(PlatformCPU):
 
     def rollout_env_vars(self) -> dict[str, str]:
         return {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             # Each server would take all cores for itself.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
+            # An engine and its worker in one process.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
 
 

@@ -27,6 +27,7 @@ END = "<|im_end|>"
 """verl's tokenization of Qwen's turns wants this token, and one for the end of a line."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
 """verl wants turns to be tokenized alike alone and together: a special token ends each."""
+KEY_VALUE_BYTES = 64 << 20
 ROLLOUT_WORKER = "megatron_policy.hosts.verl.rollout_worker.RolloutWorker"
 SEARCHED = "hydra.searchpath=[pkg://megatron_policy.hosts.verl.conf]"
 
@@ -125,6 +126,8 @@ def with_vllm() -> list[str]:
         # Of CPUs, vLLM gives no memory back between steps.
         *(f"{rollout}.free_cache_engine=False", f"+{rollout}.enable_sleep_mode=False"),
         f"+{rollout}.engine_kwargs.vllm.worker_extension_cls={ROLLOUT_WORKER}",
+        f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
+        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={KEY_VALUE_BYTES}",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=16",
     ]
 

@@ -37,11 +37,15 @@ def environment() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "tied"), [("qwen3_moe", False), ("qwen2", True)])
 def test_a_worker_computes_with_what_verl_has_sent_and_refuses_incomplete_sets(
-    family: str, checkpoint: Callable[..., Path], environment: dict[str, str], tmp_path: Path
+    family: str,
+    tied: bool,
+    checkpoint: Callable[..., Path],
+    environment: dict[str, str],
+    tmp_path: Path,
 ) -> None:
-    model = checkpoint(family, hidden=128, layers=2)
+    model = checkpoint(family, hidden=128, layers=2, tied=tied)
     script = "tests.hosts.real.verl.sent_to_vllm"
     alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [sys.executable, "-m", script, str(model), str(tmp_path)]
