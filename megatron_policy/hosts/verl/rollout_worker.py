@@ -25,7 +25,7 @@ from megatron_policy.inference.vllm.reload import ModelReload
 
 class RolloutWorker(vLLMColocateWorkerExtension):  # type: ignore[misc]
     """Mixed into vLLM's worker. Whole sets of weights go by the reload, which refuses one that
-    leaves a parameter unfilled; adapters go verl's way.
+    leaves a parameter unfilled; adapters, quantised models and drafters go verl's way.
     """
 
     def update_weights_from_ipc(
@@ -35,7 +35,8 @@ class RolloutWorker(vLLMColocateWorkerExtension):  # type: ignore[misc]
         use_shm: bool = False,
     ) -> None:
         """Receive one set from the trainer's rank beside this worker, as verl calls it."""
-        if peft_config:
+        quantised = self.model_runner.vllm_config.model_config.quantization is not None
+        if peft_config or quantised or self._use_mtp_drafter_weight_sync():
             super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
             return
         model = self.model_runner.get_model()
