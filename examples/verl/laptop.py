@@ -1,7 +1,8 @@
 """`python examples/verl/laptop.py`: verl's SFT, then its GRPO trainer, on two CPU processes.
 
 Run it with the Python that has verl. `sft` or `grpo` as the first argument runs that one alone;
-GRPO starts from what SFT has exported. Arguments after it go to verl.
+GRPO starts from what SFT has exported. `grpo-vllm` is GRPO with vLLM's CPU build as the rollout.
+Arguments after it go to verl.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ END = "<|im_end|>"
 """verl's tokenization of Qwen's turns wants this token, and one for the end of a line."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
 """verl wants turns to be tokenized alike alone and together: a special token ends each."""
+KEY_VALUE_BYTES = 64 << 20
+ROLLOUT_WORKER = "megatron_policy.hosts.verl.rollout_worker.RolloutWorker"
 SEARCHED = "hydra.searchpath=[pkg://megatron_policy.hosts.verl.conf]"
 
 
@@ -113,6 +116,22 @@ def grpo(output: Path) -> list[str]:
     ]
 
 
+def with_vllm() -> list[str]:
+    """Overrides of `grpo`: a server of vLLM's CPU build for each rank (`cpu_vllm.py`)."""
+    rollout = "actor_rollout_ref.rollout"
+    return [
+        *(f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=1"),
+        *(f"{rollout}.dtype=float32", f"{rollout}.enforce_eager=True"),
+        *(f"{rollout}.max_model_len=64", f"{rollout}.max_num_seqs=64"),
+        # Of CPUs, vLLM gives no memory back between steps.
+        *(f"{rollout}.free_cache_engine=False", f"+{rollout}.enable_sleep_mode=False"),
+        f"+{rollout}.engine_kwargs.vllm.worker_extension_cls={ROLLOUT_WORKER}",
+        f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend=uni",
+        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={KEY_VALUE_BYTES}",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=16",
+    ]
+
+
 def start_of(output: Path) -> Path:
     """The model that SFT has exported last."""
     steps = sorted(output.glob("sft/global_step_*"), key=lambda each: int(each.name.split("_")[-1]))
@@ -121,12 +140,14 @@ def start_of(output: Path) -> Path:
     return steps[-1] / "huggingface"
 
 
-def environment() -> dict[str, str]:
-    """What verl's processes need to run on CPUs, and to find this package."""
+def environment(rollout: str = "cpu_rollout") -> dict[str, str]:
+    """What verl's processes need to run on CPUs, and to find this package. `rollout` is the module
+    that their rollouts need: `cpu_rollout` or `cpu_vllm`.
+    """
     paths = (str(HERE), str(ROOT), os.environ.get("PYTHONPATH"))
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "VERL_USE_EXTERNAL_MODULES": "cpu_platform,cpu_rollout",
+        "VERL_USE_EXTERNAL_MODULES": f"cpu_platform,{rollout}",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -136,19 +157,21 @@ def environment() -> dict[str, str]:
 def run(arguments: Sequence[str], output: Path) -> int:
     """Train by verl; the exit code of the first command that fails, or 0."""
     alone, *overrides = arguments or [""]
-    if alone not in ("", "sft", "grpo"):
+    if alone not in ("", "sft", "grpo", "grpo-vllm"):
         raise SystemExit(
-            f"unknown argument {alone!r}: pass sft or grpo first, then verl's overrides"
+            f"unknown argument {alone!r}: pass sft, grpo or grpo-vllm first, then verl's overrides"
         )
     output.mkdir(parents=True, exist_ok=True)
-    if alone != "grpo":
+    if alone in ("", "sft"):
         shutil.rmtree(output / "sft", ignore_errors=True)
         prepare(output)
         code = subprocess.run([*sft(output), *overrides], env=environment(), check=False).returncode
         if code or alone:
             return code
-    command = [*grpo(output), *overrides]
-    return subprocess.run(command, env=environment(), check=False).returncode
+    vllm = alone == "grpo-vllm"
+    command = [*grpo(output), *(with_vllm() if vllm else []), *overrides]
+    env = environment("cpu_vllm" if vllm else "cpu_rollout")
+    return subprocess.run(command, env=env, check=False).returncode
 
 
 if __name__ == "__main__":

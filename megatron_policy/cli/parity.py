@@ -79,19 +79,8 @@ def parity(
     on this machine, on its GPUs if there are any. With --engine, compares with an inference
     engine's logprobs of what it samples itself. Exits with 1 beyond the tolerance.
     """
-    sizes: dict[str, Any] = {
-        "tp": tp,
-        "pp": pp,
-        "ep": ep,
-        "etp": etp,
-        "sequence_parallel": sequence_parallel,
-    }
-    common: dict[str, Any] = {
-        "dtype": dtype.value,
-        "tokens": tokens,
-        "seed": seed,
-        "tolerance": tolerance,
-    }
+    sizes = dict[str, Any](tp=tp, pp=pp, ep=ep, etp=etp, sequence_parallel=sequence_parallel)
+    common = dict[str, Any](dtype=dtype.value, tokens=tokens, seed=seed, tolerance=tolerance)
     with one_line_errors(as_json), keys_as_options():
         _check_engine(engine, engine_python, per_layer)
         _be_quiet()

@@ -1,6 +1,7 @@
-"""`megatron-policy run` for a laptop: with an engine on the CPU in the place of vLLM.
+"""`megatron-policy run` for a laptop: with an engine on the CPU in the place of vLLM's GPU worker.
 
 `python run.py SCRIPT [ARGS...]`, for NeMo RL's scripts with `policy.generation.backend=vllm`.
+LAPTOP_ENGINE=vllm takes vLLM's CPU build, if it is installed, and transformers else.
 MEGATRON_POLICY_WORKERS=all is `--workers all`.
 """
 
@@ -12,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 VLLM = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
-ENGINE = "cpu_engine.CpuEngine"
+ENGINES = {"transformers": "cpu_engine.CpuEngine", "vllm": "cpu_vllm.CpuVllm"}
 
 
-def replace_vllm() -> None:
-    """Make NeMo RL start `CpuEngine` where it would start vLLM."""
+def replace_vllm(engine: str) -> None:
+    """Make NeMo RL start the actor `engine` where it would start its own for vLLM."""
     from nemo_rl.distributed import worker_groups
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
 
-    ACTOR_ENVIRONMENT_REGISTRY[ENGINE] = sys.executable
+    ACTOR_ENVIRONMENT_REGISTRY[engine] = sys.executable
     # Workers import it by that name.
     own, known = str(Path(__file__).parent), os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (known, own)))
     original = worker_groups.RayWorkerBuilder.__init__
 
     def __init__(self: Any, name: str, *args: Any, **kwargs: Any) -> None:
-        original(self, ENGINE if name == VLLM else name, *args, **kwargs)
+        original(self, engine if name == VLLM else name, *args, **kwargs)
 
     worker_groups.RayWorkerBuilder.__init__ = __init__
 
@@ -38,7 +39,7 @@ def main() -> None:
     program = launch.Program.parse(sys.argv[1:])
     launch.find(program)
     nemo_rl.install()
-    replace_vllm()
+    replace_vllm(ENGINES[os.environ.get("LAPTOP_ENGINE", "transformers")])
     launch.run(program)
 
 

@@ -145,10 +145,14 @@ def streams() -> None:
     cuda = torch.cuda
     stream = _Stream()
     cuda.Stream = cuda.Event = _Stream
-    cuda.current_stream = cuda.default_stream = lambda *a, **k: stream
+    # A function for each name: torch.compile has its rules by function, and takes none with two.
+    cuda.current_stream = lambda *a, **k: stream
+    cuda.default_stream = lambda *a, **k: stream
     cuda.stream = lambda *a, **k: contextlib.nullcontext()
-    cuda.synchronize = cuda.set_device = lambda *a, **k: None
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *a, **k: None
+    cuda.synchronize = lambda *a, **k: None
+    cuda.set_device = lambda *a, **k: None
+    cuda.nvtx.range_push = lambda *a, **k: None
+    cuda.nvtx.range_pop = lambda *a, **k: None
     cuda.memory_stats = lambda *a, **k: {}
 
 

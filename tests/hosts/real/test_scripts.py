@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ class Laptop:
     host: Path
     env: dict[str, str]
 
-    def run(self, name: str, file: str, out: Path, *arguments: str, engine: bool = False) -> str:
+    def run(self, name: str, file: str, out: Path, *arguments: str, engine: str = "") -> str:
         """Run a script of the host's to its end, with checkpoints and logs in `out`; with `engine`,
-        one on the CPU stands in for vLLM. Our worker replaces all of the host's. What it printed.
+        that one of run.py stands in for vLLM on a GPU. Our worker replaces all of the host's. What
+        it printed.
         """
         launcher = [str(LAPTOP / "run.py")] if engine else ["-m", "megatron_policy", "run"]
         where = [f"checkpointing.checkpoint_dir={out}", f"logger.log_dir={out}/logs"]
@@ -48,7 +50,7 @@ class Laptop:
         done = subprocess.run(
             [sys.executable, *launcher, f"examples/{name}", *config, *where, *arguments],
             cwd=self.host,
-            env=self.env | {"MEGATRON_POLICY_WORKERS": "all"},
+            env=self.env | {"MEGATRON_POLICY_WORKERS": "all", "LAPTOP_ENGINE": engine},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -59,7 +61,7 @@ class Laptop:
         assert "megatron_policy.hosts.nemo_rl.worker.MegatronPolicyWorker" in done.stdout
         return done.stdout
 
-    def go_on(self, kind: str, file: str, out: Path, steps: int, **options: bool) -> str:
+    def go_on(self, kind: str, file: str, out: Path, steps: int, **options: str) -> str:
         """Start a script again that has saved its third step; what it printed."""
         said = self.run(f"run_{kind}.py", file, out, f"{kind}.max_num_steps={steps}", **options)
         assert f"Step 4/{steps}" in said and f"Step 3/{steps}" not in said
@@ -171,7 +173,7 @@ def test_grpo_runs_three_steps_with_rollouts_of_the_policy(laptop: Laptop, tmp_p
 def test_grpo_trains_adapters_and_gives_the_engine_merged_weights(
     laptop: Laptop, tmp_path: Path
 ) -> None:
-    laptop.run(script_for_grpo(), "grpo_lora.yaml", tmp_path, engine=True)
+    laptop.run(script_for_grpo(), "grpo_lora.yaml", tmp_path, engine="transformers")
     assert saved(tmp_path) == ["step_3"]
     check_adapters_alone(tmp_path / "step_3")
     check_rollouts(tmp_path, laptop.tiny / "model", steps=3)
@@ -180,8 +182,19 @@ def test_grpo_trains_adapters_and_gives_the_engine_merged_weights(
 def test_grpo_of_the_dtensor_configuration_gives_the_engine_its_weights(
     laptop: Laptop, tmp_path: Path
 ) -> None:
-    said = laptop.run(script_for_grpo(), "grpo_dtensor.yaml", tmp_path, engine=True)
+    said = laptop.run(script_for_grpo(), "grpo_dtensor.yaml", tmp_path, engine="transformers")
     assert "DTensorPolicyWorker" in said
+    assert saved(tmp_path) == ["step_3"]
+    check_rollouts(tmp_path, laptop.tiny / "model", steps=3)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM's CPU build is not installed")
+def test_grpo_gives_vllm_the_weights_of_every_step(laptop: Laptop, tmp_path: Path) -> None:
+    said = laptop.run(script_for_grpo(), "grpo_vllm.yaml", tmp_path, engine="vllm")
+    # Before each of the three steps, and before validation.
+    steps = [int(found) for found in re.findall(r"vLLM has the weights of step (\d+)", said)]
+    assert steps == sorted(steps) and {0, 1, 2} <= set(steps)
     assert saved(tmp_path) == ["step_3"]
     check_rollouts(tmp_path, laptop.tiny / "model", steps=3)
 
@@ -221,7 +234,7 @@ def test_ppo_trains_a_policy_and_its_value_model_and_goes_on(
 ) -> None:
     if not (checkout() / "examples/run_ppo.py").exists():
         pytest.skip("this NeMo RL has no PPO")
-    said = laptop.run("run_ppo.py", "ppo.yaml", tmp_path, engine=True)
+    said = laptop.run("run_ppo.py", "ppo.yaml", tmp_path, engine="transformers")
     assert "megatron_policy.hosts.nemo_rl.value_worker.MegatronValueWorker" in said
     losses = printed(said, "Value loss")
     assert len(losses) == 6 and all(0 <= loss < losses[0] for loss in losses[1:])
@@ -229,6 +242,6 @@ def test_ppo_trains_a_policy_and_its_value_model_and_goes_on(
     errors = printed(said, "Generation KL Error")
     assert len(errors) == 3 and all(abs(error) < 1e-6 for error in errors)
     assert saved(tmp_path) == saved(tmp_path, "value") == ["step_3"]
-    said = laptop.go_on("ppo", "ppo.yaml", tmp_path, 4, engine=True)
+    said = laptop.go_on("ppo", "ppo.yaml", tmp_path, 4, engine="transformers")
     assert all(0 <= loss < losses[0] for loss in printed(said, "Value loss"))
     assert saved(tmp_path, "value")[-1] == "step_4"

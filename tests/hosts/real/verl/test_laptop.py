@@ -43,15 +43,20 @@ def environment() -> Mapping[str, str]:
 def start(environment: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which SFT has exported a model."""
     output = tmp_path_factory.mktemp("laptop")
+    sft_start(output, environment)
+    return output
+
+
+def sft_start(output: Path, environment: Mapping[str, str]) -> None:
+    """Make data and a model in a folder, and let SFT export one after a few steps."""
     laptop.prepare(output)
     command = [*laptop.sft(output), "trainer.total_training_steps=10"]
     ended = run_to_its_end(command, environment, output, LIMIT_S)
     assert ended.code == 0, ended.said[-4000:]
-    return output
 
 
-def steps_of_grpo(
-    output: Path, environment: Mapping[str, str], steps: int, resume: str
+def run_grpo(
+    output: Path, environment: Mapping[str, str], steps: int, resume: str, *overrides: str
 ) -> list[dict[str, Any]]:
     """The metrics that verl logs in a run of GRPO up to a step."""
     log, reward = output / f"{steps}.jsonl", output / "reward.py"
@@ -61,6 +66,7 @@ def steps_of_grpo(
         *(f"trainer.total_training_steps={steps}", "trainer.test_freq=-1", "trainer.save_freq=1"),
         *("trainer.val_before_train=False", "trainer.logger=[console,file]"),
         *(f"reward.custom_reward_function.path={reward}", f"trainer.resume_mode={resume}"),
+        *overrides,
     ]
     own = {"VERL_FILE_LOGGER_PATH": str(log)}
     ended = run_to_its_end(command, {**environment, **own}, output, LIMIT_S)
@@ -72,14 +78,14 @@ def steps_of_grpo(
 def test_rollouts_have_the_log_probabilities_of_the_engine_after_every_update(
     start: Path, environment: Mapping[str, str]
 ) -> None:
-    found = steps_of_grpo(start, environment, STEPS, "disable")
+    found = run_grpo(start, environment, STEPS, "disable")
     assert [each["step"] for each in found] == list(range(1, STEPS + 1))
     for step in found:
         assert step["training/rollout_probs_diff_max"] <= LOGPROB_TOLERANCE
         assert step["actor/grad_norm"] > 0 and step["actor/entropy"] > 0
     # The reference is where the actor began.
     assert found[0]["actor/kl_loss"] < LOGPROB_TOLERANCE < found[1]["actor/kl_loss"]
-    after = steps_of_grpo(start, environment, STEPS + 1, "auto")
+    after = run_grpo(start, environment, STEPS + 1, "auto")
     assert [each["step"] for each in after] == [STEPS + 1]
     assert after[0]["training/rollout_probs_diff_max"] <= LOGPROB_TOLERANCE
     assert after[0]["actor/kl_loss"] > LOGPROB_TOLERANCE
