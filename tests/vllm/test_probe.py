@@ -8,16 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_policy import MegatronPolicy
+from megatron_policy import BatchedDataDict, MegatronPolicy
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.probe import EngineProbe
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests.dist.refits import LAYOUTS, config_of
+from tests.losses import TokenNLL
 from tests.vllm.engines import EngineCaller
-from tests.vllm.test_refit import train
 
 SIZES = {"hidden": 128, "layers": 2}
+VOCAB = 256
+
+
+def train(policy: MegatronPolicy, seed: int) -> None:
+    """One step on two random rows."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (2, 24), generator=generator)
+    batch = BatchedDataDict(
+        input_ids=tokens,
+        input_lengths=torch.full((2,), tokens.shape[1]),
+        token_mask=torch.ones_like(tokens, dtype=torch.float32),
+        sample_mask=torch.ones(2),
+    )
+    policy.train(batch, TokenNLL())
 
 
 def probed(
@@ -65,7 +80,7 @@ def probed(
     return seen
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.daily), "qwen2"])
 def test_a_probe_closes_a_refit(
     ranks: Any,
     engine: Callable[..., str],

@@ -80,8 +80,14 @@ def check(handed: Handed, step: int, before: Exact | None) -> Exact:
 
 @pytest.mark.parametrize(
     ("layout", "workers", "transports"),
-    CELLS,
-    ids=[f"{layout} to {workers}: {', '.join(of)}" for layout, workers, of in CELLS],
+    [
+        pytest.param(
+            *cell,
+            id=f"{cell[0]} to {cell[1]}: {', '.join(cell[2])}",
+            marks=[pytest.mark.daily] if cell is CELLS[0] else [],
+        )
+        for cell in CELLS
+    ],
 )
 def test_an_engine_computes_what_the_policy_does(
     ranks: Any,
