@@ -56,6 +56,7 @@ class FamilyEngine(Engine):
         model = self._worker.model_runner.get_model()
         load, unread = model.load_weights, []
         reload = ModelReload(model, self._worker.vllm_config, keeps_tensors=True)
+        reload.begin()
         for name, tensor in load_file(f"{path}/model.safetensors").items():
 
             def recorded(weights: Any, name: str = name) -> Any:
