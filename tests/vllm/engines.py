@@ -110,7 +110,7 @@ class EngineProcess:
                 stderr=subprocess.STDOUT,
             )
         deadline = time.monotonic() + ANSWER_S
-        while not Path(self.address).exists():
+        while not listens(self.address):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.close()
                 raise EngineError(f"the engine has not started: {self._log.read_text()[-3000:]}")
@@ -125,3 +125,12 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def listens(address: str) -> bool:
+    """Whether a process answers there: the file of a socket is there before that."""
+    try:
+        Client(address, "AF_UNIX").close()
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    return True

@@ -8,7 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.engines import ANSWER_S, CHECKOUT, ENVIRONMENT, EngineCaller, EngineError
+from tests.vllm.engines import (
+    ANSWER_S,
+    CHECKOUT,
+    ENVIRONMENT,
+    EngineCaller,
+    EngineError,
+    listens,
+)
 
 
 class ForkedEngine(EngineCaller):
@@ -44,7 +51,7 @@ class EngineForks:
                 stderr=subprocess.STDOUT,
             )
         deadline = time.monotonic() + ANSWER_S
-        while not Path(self.address).exists():
+        while not listens(self.address):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.close()
                 raise EngineError(f"vLLM was not imported: {self._log.read_text()[-3000:]}")
