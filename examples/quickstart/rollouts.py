@@ -66,8 +66,10 @@ class VllmRollouts:
 
     def follow(self) -> None:
         self._engine.begin("receive_stream", addresses=self._address)
-        self._policy.refit(IpcStream(self._address))
-        self._engine.result()
+        try:
+            self._policy.refit(IpcStream(self._address))
+        finally:
+            self._engine.result()
 
     def generate(self, prompts: BatchedDataDict) -> BatchedDataDict:
         lengths = prompts["input_lengths"].tolist()

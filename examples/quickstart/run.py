@@ -45,7 +45,7 @@ def main(
     console.print("[bold]GRPO quickstart[/bold]: loading libraries ...")
     make_importable()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from megatron_policy import ConfigError, ConversionError, WorkerError
+    from megatron_policy import ConfigError, ConversionError, RefitError, WorkerError
     from quickstart import demo, report, settings
     from quickstart.display import Display
     from quickstart.journal import Journal
@@ -69,7 +69,7 @@ def main(
     try:
         with Journal(output / "metrics.jsonl") as journal:
             outcome = demo.run(options, problems, display, journal)
-    except (ConfigError, ConversionError, PermissionError, WorkerError) as error:
+    except (ConfigError, ConversionError, PermissionError, RefitError, WorkerError) as error:
         if isinstance(error, WorkerError) and error.cause:
             raise  # with the rank's own traceback
         console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)

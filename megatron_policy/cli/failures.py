@@ -38,6 +38,7 @@ def one_line_errors(as_json: bool = False) -> Iterator[None]:
         errors.CheckpointError,
         errors.ConversionError,
         errors.ExportError,
+        errors.RefitError,
         errors.WorkerError,
     )
     _quiet_libraries()

@@ -184,6 +184,8 @@ def _check_apart(
         if source is None:
             continue
         root = Path(os.path.realpath(expanded(source)))
+        if source is not checkpoint.root and not root.exists():
+            continue  # a name of the hub, or a path of another machine
         if final.is_relative_to(root) or root.is_relative_to(final):
             raise ConfigError(f"{destination} is inside {source}, or contains it: choose another")
 

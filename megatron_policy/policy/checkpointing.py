@@ -21,7 +21,7 @@ from megatron_policy.checkpoint.loading import FoundCheckpoint, Loader, LoadPlan
 from megatron_policy.checkpoint.report import LoadReport, SaveReport, check_host_data
 from megatron_policy.checkpoint.saving import DirectoryContents, SavedModel, Saver
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.files.publishing import is_checkpoint
+from megatron_policy.converters.files.publishing import check_replaceable, is_checkpoint
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.hf_location import locate
 from megatron_policy.converters.formats.side_files import (
@@ -230,10 +230,13 @@ def source_dtypes(
 
 
 def _refuse_overlap(export: AnyPath, origin: Origin, *saved: Path | None) -> None:
-    """ConfigError unless the path is outside what is saved and what the policy was made from."""
+    """ConfigError unless the path is outside what is saved and what the policy was made from, and
+    nothing else is at that path.
+    """
     target = _absolute(export)
     assert target is not None
     origin.check_apart(target)
+    check_replaceable(target, overwrite=True)
     for root in filter(None, saved):
         if target.is_relative_to(root) or root.is_relative_to(target):
             raise ConfigError(

@@ -99,11 +99,11 @@ class EngineProbing:
         value: T = said["value"]
         return value
 
-    def together(self, hand_over: Callable[[], object]) -> None:
-        """Call it on all ranks; all raise if one does."""
+    def together(self, hand_over: Callable[[], T]) -> T:
+        """What it returns here, called on all ranks; all raise if one does."""
         failure: Exception | None = None
         try:
-            hand_over()
+            sent = hand_over()
         except Exception as error:
             failure = error
         self._session.exporter.begin()
@@ -112,6 +112,7 @@ class EngineProbing:
         except RefitError as error:
             # That of a refit is alike on all ranks already.
             raise failure if isinstance(failure, RefitError) else error from None
+        return sent
 
 
 def _said_by(call: Callable[[], object]) -> str:

@@ -46,11 +46,14 @@ class Origin:
         final = Path(os.path.realpath(path))
         named = {"policy.model_name": self.model, "policy.reference_model_name": self.reference}
         for key, name in named.items():
-            own = None if name is None else Path(os.path.realpath(expanded(name)))
-            if own is not None and (final.is_relative_to(own) or own.is_relative_to(final)):
+            if name is None:
+                continue
+            own = Path(os.path.realpath(expanded(name)))
+            # A name of the hub is no path, but one that an export took would be read in its place.
+            if final.is_relative_to(own) or (own.exists() and own.is_relative_to(final)):
                 raise ConfigError(
                     f"{path} overlaps {name}, which is {key}: a resumed policy would start from "
-                    "what replaces it, or compare with that. Choose a path apart from it"
+                    "what replaces it, compare with that, or copy it. Choose a path apart from it"
                 )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_policy.converters.rows import Role
 from megatron_policy.converters.table import EMBEDDING, HEAD, LAYER, Entry
-from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.errors import ConfigError, RefitError, WorkerError
 from megatron_policy.refit.comparison import (
     EngineComparison,
     Logprobs,
@@ -84,7 +84,7 @@ class ProbedPolicy(Protocol):
         everywhere if it raises.
         """
 
-    def together(self, hand_over: Callable[[], object]) -> None:
+    def together(self, hand_over: Callable[[], T]) -> T:
         """Call this on all ranks; if it raises on one, all raise."""
 
 
@@ -129,13 +129,17 @@ class EngineProbe:
             raise ConfigError(f"every is {self.every}: a probe closes each so many refits, from 1")
         if self.rows is not None:
             check_rows(self.rows)
+        if self.thorough and self.hand_over is None:
+            raise ConfigError("a thorough probe refits: give it `hand_over`, one whole refit")
 
     def refit(self, policy: Any) -> Any:
         """Call `hand_over`, then `policy.probe(self)` if it is time; returns what the refit has."""
         if self.hand_over is None:
             raise ConfigError("this probe cannot refit: give it `hand_over`, one whole refit")
         due, left, self._left = self._left == 0, self._left, 0
-        sent = self.hand_over()
+        # Of ranks all have to fail alike; a driver is alone.
+        ranks = getattr(policy, "probing", None)
+        sent = self.hand_over() if ranks is None else ranks.together(self.hand_over)
         if due:
             policy.probe(self)
         self._left = (self.every if due else left) - 1
@@ -262,7 +266,7 @@ class _Probing:
         probe = self.probe
         found = self._first()
         thorough = probe.thorough and not probe.probes
-        words, seen = str(found), _Seen()
+        words, seen, agrees = str(found), _Seen(), found.agrees
         if not found.agrees:
             words += self._mark()
         if probe.hand_over is not None and (thorough or not found.agrees):
@@ -271,10 +275,12 @@ class _Probing:
             except Exception as error:
                 words += self._mark()
                 raise RefitError(f"{words}. The search for the reason failed: {error}") from error
+            if found.agrees and not again.agrees:
+                words, agrees = str(again), False
             words += seen.conclude(again)
             if seen.stale or not again.agrees:
                 words += self._mark()
-        if seen.stale or not found.agrees:
+        if seen.stale or not agrees:
             step = self.facts.step
             raise RefitError(
                 f"the engine does not compute with the policy's weights of step {step}: {words}"
@@ -343,7 +349,7 @@ class _Probing:
 
         try:
             self.policy.once(mark)
-        except RefitError as error:
+        except (RefitError, WorkerError) as error:
             return f". It could not be marked as mixed: {error}"
         return ""
 

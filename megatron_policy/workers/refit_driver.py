@@ -183,8 +183,8 @@ class _ProbedWorkers:
                 f"the engine could not be asked: {type(error).__name__}: {error}"
             ) from error
 
-    def together(self, hand_over: Callable[[], object]) -> None:
-        hand_over()
+    def together(self, hand_over: Callable[[], T]) -> T:
+        return hand_over()
 
 
 def unite(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -183,8 +183,8 @@ class Numbers:
     def once(self, call: Callable[[], Any]) -> Any:
         return call()
 
-    def together(self, hand_over: Callable[[], object]) -> None:
-        hand_over()
+    def together(self, hand_over: Callable[[], Any]) -> Any:
+        return hand_over()
 
     def probe(self, probe: EngineProbe) -> Any:
         return run_probe(probe, self)
@@ -254,7 +254,17 @@ def test_what_a_probe_concludes() -> None:
     pair.engine["of another model"] = 1.0
     words = refusal(pair, hand_over=pair.hand_over)
     assert words.endswith("Nothing can be said of its norms")
-    assert run_probe(EngineProbe(Numbers().ask, thorough=True), Numbers()).agrees
+    pair = Numbers()
+
+    def hand_over() -> int:
+        if pair.refits == 3:  # the last one, after each kind was changed
+            pair.engine["of another model"] = 1.0
+        return pair.hand_over()
+
+    words = refusal(pair, hand_over=hand_over, mark_mixed=pair.mark, thorough=True)
+    assert pair.marks == 1 and "-3 of the engine" in words
+    with pytest.raises(ConfigError, match="a thorough probe refits: give it `hand_over`"):
+        EngineProbe(pair.ask, thorough=True)
 
 
 def test_an_engine_that_cannot_be_marked_is_told_of_and_one_without_a_voice_refused() -> None:

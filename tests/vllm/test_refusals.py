@@ -238,7 +238,9 @@ def test_memory_that_the_trainer_uses_again_is_copied(pair: Pair, trusting: bool
 
 
 @pytest.mark.parametrize("pair", [True, False], indirect=True, ids=["staged", "unstaged"])
-def test_handles_of_a_refit_that_does_not_end_are_dropped(pair: Pair) -> None:
+def test_handles_of_a_refit_that_does_not_end_are_dropped(
+    pair: Pair, request: pytest.FixtureRequest
+) -> None:
     names = tuple(pair.second)
     half = len(names) // 2
     with pytest.raises(EngineError, match=r"RefitError.*missing"):
@@ -251,6 +253,10 @@ def test_handles_of_a_refit_that_does_not_end_are_dropped(pair: Pair) -> None:
         if drops:
             pair.caller.call("drop_handles")
             assert pair.caller.call("workers", "refit_left_on_meta") == [[]]
+    handles.release()
+    pair.caller.call("receive_handles", handles.weights(names[:half], 2))
+    staged = "unstaged" not in request.node.callspec.id
+    pair.caller.call("prepare", info_of(pair.first), TIMEOUT_S, staged)  # another trainer
     for some in (names[:half], names[half:]):  # begins again, with the first names
         pair.caller.call("receive_handles", handles.weights(some, 2))
     assert pair.caller.call("finish_handles", handles.manifest(2)) == 2

@@ -20,6 +20,7 @@ from verl.workers.rollout.vllm_rollout.weight_update_utils import (
     split_buffer_updates,
 )
 
+from megatron_policy.errors import RefitError
 from megatron_policy.inference.vllm.reload import ModelReload
 
 
@@ -43,28 +44,31 @@ class RolloutWorker(vLLMColocateWorkerExtension):  # type: ignore[misc]
         # verl's buckets lie in memory that the next one overwrites.
         reload = ModelReload(model, self.model_runner.vllm_config, keeps_tensors=False)
 
-        failures: list[Exception] = []
+        failures: list[str] = []
+        begun: list[bool] = []
 
         def load(weights: list[tuple[str, torch.Tensor]], *_: bool) -> None:
             if failures:
                 return
             try:
+                if not begun:
+                    reload.begin()
+                    begun.append(True)
                 parameters, buffers, _known = split_buffer_updates(model, weights)
                 apply_buffer_updates(model, buffers)
                 reload.load(parameters)
             except Exception as error:
                 # verl's sender waits for an answer to every bucket, without a time limit, and none
                 # comes as long as a traceback holds tensors of a bucket.
-                failures.append(error.with_traceback(None))
+                failures.append(f"{type(error).__name__}: {error}")
 
         receiver = BucketedWeightReceiver(
             zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm
         )
         try:
-            reload.begin()
             receiver.receive_weights(on_bucket_received=load)
             if failures:
-                raise failures[0]
+                raise RefitError(failures[0])
             reload.finish()
         finally:
             reload.close()

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_policy.errors import ConfigError
 from megatron_policy.inference.vllm.worker import (
     make_plain,
     read_answers,
@@ -42,7 +43,15 @@ class AsyncVllmEngine:
     """
 
     def __init__(self, llm: Any) -> None:
-        """`llm` was made with `worker_extension_cls=EXTENSION`."""
+        """`llm` was made with `worker_extension_cls=EXTENSION`. ConfigError if it has several
+        data-parallel engines, of which vLLM's calls hear the first alone.
+        """
+        parallel = llm.vllm_config.parallel_config
+        if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
+            raise ConfigError(
+                f"data_parallel_size is {parallel.data_parallel_size}: vLLM would say of a refit "
+                "what the first engine says. Make one AsyncLLM for each"
+            )
         self.llm = llm
         self._step: int | None = None
         self._numbers = itertools.count()
@@ -120,8 +129,10 @@ class AsyncVllmEngine:
         # Clears what is cached; nothing is computed until it is resumed.
         await self.llm.pause_generation(mode=in_flight, clear_cache=True)
         try:
-            self._step = read_step(await self.llm.collective_rpc(method, args=arguments))
+            step = read_step(await self.llm.collective_rpc(method, args=arguments))
         finally:
-            if not (await self.state())[1]:
+            # Also of a call that was cancelled: workers may have accepted the weights since.
+            self._step, mixed = await self.state()
+            if not mixed:
                 await self.llm.resume_generation()
-        return self._step
+        return step

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from select import select
 from typing import Any, TextIO
 
 from megatron_policy.errors import ConfigError, WorkerError
@@ -59,8 +60,9 @@ class EngineProcess:
         alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # it starts in half the time
         workers = options.get("tensor_parallel_size", 1)
         environment = DEFAULTS | (alone if workers == 1 else {}) | os.environ
-        try:
-            with log.open("wb") as output:
+        self._waiting = False  # for the answer to a call
+        with log.open("wb") as output:
+            try:
                 self._process = subprocess.Popen(
                     [python, "-m", __name__],
                     env=environment | {"PYTHONPATH": self._folder.name},
@@ -68,8 +70,8 @@ class EngineProcess:
                     stdout=subprocess.PIPE,
                     stderr=output,
                 )
-        except OSError as error:
-            raise ConfigError(f"{python} is no interpreter that this user can run") from error
+            except OSError as error:
+                raise ConfigError(f"{python} is no interpreter that this user can run") from error
         try:
             self.call("start", model=str(model), options=options)
         except BaseException as error:
@@ -106,21 +108,32 @@ class EngineProcess:
         return self.result()
 
     def begin(self, method: str, **arguments: Any) -> None:
-        """Start a call, such as a refit that the trainer is about to send; `result` must follow."""
-        assert self._process.stdin is not None
+        """Start a call, such as a refit that the trainer is about to send; `result` must follow,
+        also if the trainer's side fails.
+        """
+        assert self._process.stdin is not None and not self._waiting, "a call is under way"
         line = json.dumps({"method": method, "arguments": arguments})
         try:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise WorkerError(self._epitaph()) from None
+        self._waiting = True
 
     def result(self) -> Any:
-        """The result of the call that was begun; WorkerError with the reason if it failed."""
+        """The result of the call that was begun; WorkerError with the reason if it failed. An
+        engine that is late is ended: its answer would be taken for that to the next call.
+        """
         output = self._process.stdout
-        assert output is not None
-        if not select([output], [], [], self._timeout_s)[0]:
-            raise WorkerError(f"the engine has not answered within {self._timeout_s:g} s")
+        assert output is not None and self._waiting, "no call is under way"
+        with selectors.DefaultSelector() as selector:
+            selector.register(output, selectors.EVENT_READ)
+            if not selector.select(self._timeout_s):
+                self._process.kill()
+                raise WorkerError(
+                    f"the engine has not answered within {self._timeout_s:g} s, and was ended"
+                )
+        self._waiting = False
         line = output.readline()
         if not line:
             raise WorkerError(self._epitaph())
@@ -133,7 +146,8 @@ class EngineProcess:
         """Let the process end, and kill it if it does not."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            pipe.close()
+            with suppress(OSError):  # what was written to a process that has died
+                pipe.close()
         try:
             self._process.wait(LEAVING_S)
         except subprocess.TimeoutExpired:

@@ -33,16 +33,19 @@ class ModelReload:
         self._under_way = False
         self._kernels: dict[Any, Any] = {}
         self._direct = DirectLoads(model)
-        self._tied = [*_find_tied(model)]
+        self._tied: list[list[str]] = []
         self._kinds: set[str] = set()
         self._unread: list[str] = []
 
     def begin(self) -> None:
-        """Begin a set, and drop one that was not finished."""
+        """Begin a set, and drop one that was not finished, also of another reload."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self._under_way = self._under_way or _is_half_loaded(self._model)
         self.close()
         self._under_way = True
+        self._unread.clear()
+        self._tied = [*_find_tied(self._model)]
         # A method that has a kernel copies new weights into its memory in the checkpoint's order,
         # and leaves out the packing that this kind of experts wants: without a kernel it makes a
         # new one, as it did at first.
@@ -71,10 +74,12 @@ class ModelReload:
                 f"vLLM's {type(self._model).__name__} has no parameters for tensors like "
                 f"{', '.join(self._unread[:8])}: it computes without them, from its start on"
             )
-        missing = set(_find_missing(self._model)) - self._direct.filled
+        # Of quantised models others than the trainer may have a layer's weights, but none a part.
+        quantised = self._config.model_config.quantization is not None
+        missing = set(_find_missing(self._model, in_parts=quantised)) - self._direct.filled
         for names in self._tied:
             missing -= set() if missing.issuperset(names) else set(names)
-        if missing and self._config.model_config.quantization is None:
+        if missing:
             raise RefitError(
                 f"vLLM has loaded nothing into {len(missing)} of its parameters: "
                 f"{', '.join(sorted(missing)[:4])}"
@@ -118,10 +123,10 @@ class ModelReload:
             if self._direct.find_lost(into):
                 into = self._model.load_weights([(name, tensor)])
             self._direct.record(into)
-            read = into is None or bool(into)
-            if read or not self._may_be_elsewhere(name):
+            if into is None or into or self._is_for_drafts(name):
                 self._kinds.add(kind)
-                self._unread += [] if read or self._is_for_drafts(name) else [name]
+            elif not self._may_be_elsewhere(name):
+                self._unread.append(name)
         return others
 
     def _may_be_elsewhere(self, name: str) -> bool:
@@ -205,13 +210,15 @@ class DirectLoads:
         return parameter is not None and parameter.is_meta and own not in kept
 
     def _give_memory(self) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
         for prefix, layer in self._model.named_modules() if self._kinds else ():
             for name, parameter in [*layer._parameters.items()]:
                 own = parameter is not None and _kind_of(f"{prefix}.{name}") in self._kinds
                 if own and parameter.is_meta:
-                    setattr(layer, name, materialize_meta_tensor(parameter))
+                    with get_layerwise_info(layer).restore_device:
+                        setattr(layer, name, materialize_meta_tensor(parameter))
 
 
 def _kind_of(name: str) -> str:
@@ -245,20 +252,32 @@ def _find_packing_methods(model: nn.Module) -> Iterator[Any]:
                 yield method
 
 
-def _find_missing(model: nn.Module) -> Iterator[str]:
-    """Parameters into which nothing has been loaded, of a set that is under way."""
+def _find_missing(model: nn.Module, *, in_parts: bool) -> Iterator[str]:
+    """Parameters into which nothing has been loaded, of a set that is under way; if `in_parts`, of
+    layers into which something was.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
     for prefix, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if info.can_load():  # a complete layer was processed at once
+        # A complete layer was processed at once. Scales of attention have values without any.
+        partly = info.loaded_weights and not is_deferred_attention_layer(layer)
+        if info.can_load() and (partly or not in_parts):
             filled = {name for name, _ in info.loaded_weights}
             yield from (
                 f"{prefix}.{name}"
                 for name, parameter in layer.named_parameters(recurse=False)
                 if name not in SKIP_TENSORS | filled and parameter.numel()
             )
+
+
+def _is_half_loaded(model: nn.Module) -> bool:
+    """Whether a set was begun and not ended."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return any(get_layerwise_info(layer).can_load() for layer in model.modules())
 
 
 def _forget_loaded(layer: nn.Module) -> None:

@@ -113,6 +113,10 @@ class _Session:
         self._stream.close()
 
 
+class _NoAnswer(RefitError):
+    """vLLM has not answered in time."""
+
+
 class _Calls:
     """The line of one update: each request is a call of `update_weights`, and its return the
     reply. Calls run in a thread, while the trainer fills the next buffer.
@@ -128,6 +132,8 @@ class _Calls:
         start = self._client.start_weight_update
         try:
             self._await(_start(start), "begin a weight update")
+        except _NoAnswer:
+            raise
         except RefitError:
             self._give_up()  # it may be in the update of a trainer that is gone
             self._await(_start(start), "begin a weight update")
@@ -175,7 +181,7 @@ class _Calls:
         except TimeoutError as error:
             if call.done():  # it is the client's own
                 raise RefitError(f"vLLM could not {what}: {error}") from error
-            raise RefitError(
+            raise _NoAnswer(
                 f"vLLM did not {what} within {self._timeout_s:g} s: is it running, and is it idle?"
             ) from error
         except Exception as error:

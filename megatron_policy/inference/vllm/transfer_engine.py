@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from megatron_policy import device
 from megatron_policy.dtypes import dtype_named
-from megatron_policy.errors import RefitError
+from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.inference.vllm.reload import ModelReload
 from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel
 from megatron_policy.refit.receive.assembler import WeightAssembler
@@ -65,17 +65,27 @@ class PolicyTransferEngine(WeightTransferEngine[TransferInit, TransferRequest]):
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
+        if vllm_config.parallel_config.world_size > 1:
+            raise ConfigError(
+                "this backend serves a vLLM with one worker: of several that refuse an update, "
+                "vLLM reads one answer, and takes the others for answers to its next call. Use "
+                "the worker extension (VllmEngine) in its place"
+            )
+        self._reload: ModelReload | None = None
         self._assembler: WeightAssembler | None = None
         self._accepted: RefitManifest | None = None
         self.init_transfer_engine(TransferInit())
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Begin to follow a trainer, which may also have gone back to an earlier step."""
-        self._reload = ModelReload(self.model, self.vllm_config, keeps_tensors=init_info.staged)
+        self._end()  # the update of a trainer that has left
+        self._reload = reload = ModelReload(
+            self.model, self.vllm_config, keeps_tensors=init_info.staged
+        )
         self._receiver = Receiver(
-            self._reload.load,
-            begin=self._reload.begin,
-            finish=self._reload.finish,
+            reload.load,
+            begin=reload.begin,
+            finish=reload.finish,
             expected=init_info.expected(),
             staged=init_info.staged,
         )
@@ -114,5 +124,6 @@ class PolicyTransferEngine(WeightTransferEngine[TransferInit, TransferRequest]):
 
     def _end(self) -> None:
         self._assembler = None
-        self._reload.close()
+        if self._reload is not None:
+            self._reload.close()
         device.synchronize()

@@ -101,6 +101,7 @@ class RefitExtension:
     vllm_config: Any
     add_lora: Callable[[Any], bool]
 
+    refit_model: ModelReload | None = None
     refit_receiver: Receiver | None = None
     refit_adapters: Receiver | None = None
 
@@ -114,13 +115,15 @@ class RefitExtension:
         `staged` keeps all weights aside until they are checked, so that a refused refit leaves
         the engine unchanged; that takes memory for the whole model, unsharded, on every worker.
         """
-        self.refit_model = ModelReload(
+        if self.refit_model is not None:
+            self.refit_model.close()  # of a trainer that has left in the middle
+        self.refit_model = model = ModelReload(
             self.model_runner.get_model(), self.vllm_config, keeps_tensors=staged
         )
         self.refit_receiver = Receiver(
-            self.refit_model.load,
-            begin=self.refit_model.begin,
-            finish=self.refit_model.finish,
+            model.load,
+            begin=model.begin,
+            finish=model.finish,
             expected={
                 name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in info.items()
             },
@@ -258,6 +261,7 @@ class RefitExtension:
         return manifest.step
 
     def _refit_end(self) -> None:
+        assert self.refit_model is not None, "it was prepared"
         self.refit_model.close()
         device.synchronize()
         # Adapters that were merged or cached belong to the weights before.
