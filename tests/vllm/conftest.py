@@ -12,6 +12,8 @@ import pytest
 from tests.vllm.engines import EngineProcess, find_python
 from tests.vllm.forks import EngineForks
 
+KEPT = 3
+"""Engines that are kept at once: each takes more than half a GiB."""
 MISSING = "needs vLLM's CPU build: `make vllm-env`, or VLLM_PYTHON=/its/python"
 
 
@@ -27,11 +29,14 @@ def engine() -> Iterator[Callable[..., str]]:
 
         def start(path: Path, **options: Any) -> str:
             key = repr((path, sorted(options.items())))
-            if key not in running:
-                own = Path(folder) / str(len(running))
-                own.mkdir()
-                running[key] = EngineProcess(path, own, **options)
-            return running[key].address
+            process = running.pop(key, None)
+            while process is None and len(running) >= KEPT:
+                running.pop(next(iter(running))).close()  # the one that was asked for longest ago
+            if process is None:
+                own = Path(tempfile.mkdtemp(dir=folder))
+                process = EngineProcess(path, own, **options)
+            running[key] = process
+            return process.address
 
         yield start
         for process in running.values():

@@ -19,6 +19,7 @@ PLAIN: dict[str, Any] = {
     "enforce_eager": True,
     "max_num_seqs": 8,
     "max_model_len": 64,
+    "kv_cache_memory_bytes": 64 * 2**20,
     "skip_tokenizer_init": True,
     "disable_log_stats": True,
     "worker_extension_cls": EXTENSION,
