@@ -5,6 +5,7 @@ what holds, what is reported, with which causes, and how it fails.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,8 +73,10 @@ def run(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[
         python.write_text(STAND_IN.format(python=sys.executable, fault=fault))
         python.chmod(0o755)
         common = ["--engine", "vllm", "--engine-python", str(python), "--tokens", "64", "--json"]
-        result = CliRunner().invoke(app, ["parity", str(path), *common, *options])
-        return result.exit_code, json.loads(result.stdout), result.stderr
+        # In a process of its own: a policy changes torch in the process that it runs in.
+        command = [sys.executable, "-m", "megatron_policy", "parity", str(path), *common, *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+        return done.returncode, json.loads(done.stdout), done.stderr
 
     return call
 

@@ -167,6 +167,7 @@ def test_the_wheel_works_outside_the_repository(distributions, tmp_path: Path) -
         "megatron_policy.hosts ray megatron_policy.hosts.own_driver:backend True",
         "nemo_rl.policy_backends megatron megatron_policy.hosts.nemo_rl:backend True",
         "verl.plugins megatron_policy megatron_policy.hosts.verl.plugin True",
+        "vllm.general_plugins megatron_policy megatron_policy.inference.vllm:register True",
     ]
 
 

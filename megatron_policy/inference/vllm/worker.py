@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_policy import device
+from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.inference.vllm.reload import ModelReload
 from megatron_policy.refit.manifest import RefitManifest
@@ -125,7 +126,7 @@ class RefitExtension:
             begin=model.begin,
             finish=model.finish,
             expected={
-                name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in info.items()
+                name: (tuple(shape), dtype_named(dtype)) for name, (shape, dtype) in info.items()
             },
             timeout_s=timeout_s,
             staged=staged,
