@@ -213,8 +213,8 @@ def _train(
     (cut,) = batcher.for_training(data, data.size * engine.place.topology.dp, 2)
     with rules.waits.watching(), forward_only():
         counts = count_valid(cut.data, engine.groups.dp)
-        kept = step.run(engine, cut.microbatches, loss_fn, counts, forward_only=False)
-    faults = [fault for _, _, each in kept for fault in each]
+        kept = step.run(engine, cut.microbatches, loss_fn, counts, None, forward_only=False)
+    faults = [fault for _, _, each, _ in kept for fault in each]
     if faults:
         raise RuntimeError(f"{faults[0].what}\n{faults[0].trace}")
     expected = len(cut.microbatches) if engine.is_last_stage else 0
