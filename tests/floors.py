@@ -112,7 +112,6 @@ FRAGMENTS = {
     "hosts.own_driver": "loaded by its entry point",
     "hosts.verl.config": "loaded by the name that verl's users give",
     "hosts.verl.plugin": "loaded by its entry point",
-    "inference.vllm.sample": "a program of vLLM's environment",
     "hosts.verl.rollout_worker": "loaded by the name that verl's users give",
     "lm_head.fused_topk": _LONG,
     "packing.dynamic": _LONG,

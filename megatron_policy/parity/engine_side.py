@@ -1,10 +1,8 @@
-"""The side of an inference engine: a process that samples and says its log-probabilities."""
+"""The side of an inference engine, which samples and says its log-probabilities."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -12,19 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_policy.errors import ConfigError, WorkerError
-from megatron_policy.inference.vllm import sample
-from megatron_policy.inference.vllm.sample import JOB, REFUSED, SAMPLED
-
-_LOG = "engine.log"
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""What is set unless the caller's environment has it."""
+from megatron_policy.errors import ConfigError
+from megatron_policy.inference.vllm.process import EngineProcess
 
 
 @dataclass(frozen=True)
@@ -43,51 +30,46 @@ class EngineJob:
 
 @dataclass(frozen=True)
 class EngineReading:
-    """What an engine has sampled, and says of it; see `inference.vllm.sample`."""
+    """What an engine has sampled, and says of it; see `EngineProcess.describe`."""
 
-    version: str
     rows: list[list[int]]
+    """The prompts with their continuations."""
     sampled: list[list[float]]
+    """Log-probabilities of the continuations, as the engine drew them."""
     scored: list[list[float]]
+    """Those of all tokens but each row's first, read as prompts."""
+    version: str
     defaults: dict[str, Any] = field(default_factory=dict)
     text_ids: list[int] | None = None
 
 
 def read_engine(job: EngineJob, python: str | None, timeout_s: float) -> EngineReading:
-    """Run the job in vLLM, in a process that frees its memory at the end: of the interpreter
-    `python`, by default that of this process. ConfigError, with vLLM's own words, if it does not
-    take the model.
+    """Let vLLM continue the prompts at temperature 1 and without filters, then score the whole
+    rows, in a process of the interpreter `python`, by default that of this process. ConfigError,
+    with vLLM's own words, if it does not take the model.
     """
+    count = job.tokens - len(job.prompts[0])
+    options = {
+        "dtype": job.dtype,
+        "seed": job.seed,
+        "max_model_len": job.tokens + 1,  # vLLM scores a prompt when it continues it
+        "max_num_seqs": len(job.prompts),
+        "skip_tokenizer_init": job.text is None,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "trust_remote_code": False,
+    }
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": job.seed}
+    whole = {"max_tokens": count, "min_tokens": count, "ignore_eos": True}
     interpreter = _find_interpreter(python)
-    with tempfile.TemporaryDirectory(prefix="parity-") as name:
-        folder = Path(name)
-        (folder / JOB).write_text(json.dumps(job.__dict__))
-        # This package alone: what stands beside it belongs to another environment.
-        (folder / "megatron_policy").symlink_to(Path(__file__).resolve().parents[1])
-        with (folder / _LOG).open("wb") as log:
-            process = subprocess.Popen(
-                [interpreter, "-m", sample.__name__, name],
-                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": name},
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise WorkerError(f"vLLM has not answered within {timeout_s:g} s") from None
-        finally:
-            process.kill()
-            process.wait()
-        if (refused := folder / REFUSED).exists():
-            words = json.loads(refused.read_text())
-            raise ConfigError(f"vLLM cannot run {job.model}: {words}")
-        if code or not (folder / SAMPLED).exists():
-            said = (folder / _LOG).read_text(errors="replace").strip().splitlines()
-            last = f"; its last output: {said[-1]}" if said else ""
-            raise WorkerError(f"the process of vLLM exited with code {code}{last}")
-        return EngineReading(**json.loads((folder / SAMPLED).read_text()))
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        log = Path(folder) / "engine.log"
+        with EngineProcess(job.model, interpreter, log, timeout_s, **options) as engine:
+            drawn = engine.sample(job.prompts, **neutral, **whole)
+            rows = [prompt + tokens for prompt, (tokens, _) in zip(job.prompts, drawn, strict=True)]
+            sampled = [logprobs for _, logprobs in drawn]
+            scored = engine.call("logprobs", rows=rows)
+            return EngineReading(rows, sampled, scored, **engine.describe(job.text))
 
 
 def _find_interpreter(python: str | None) -> str:

@@ -23,44 +23,55 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-assert sys.argv[1:3] == ["-m", "megatron_policy.inference.vllm.sample"], sys.argv
-folder = Path(sys.argv[3])
-assert os.environ["PYTHONPATH"] == str(folder) and (folder / "megatron_policy" / "cli").is_dir()
-job, fault = json.loads((folder / "job.json").read_text()), {fault!r}
-if fault == "refuse":
-    (folder / "refused.json").write_text('"ValueError: no kernel"')
-    sys.exit(1)
-if fault == "die":
-    print("out of luck", flush=True)
-    os._exit(3)
-torch.manual_seed(job["seed"])
-dtype = getattr(torch, job["dtype"])
-model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype).eval()
-if fault == "head":
-    model.lm_head.weight.data[77, 5] += 0.5
-if fault == "embedding":
-    model.model.embed_tokens.weight.data *= 1.5
-rows = torch.tensor(job["prompts"])
-start = rows.shape[1]
-with torch.no_grad():
-    while rows.shape[1] < job["tokens"]:
-        logits = model(rows, use_cache=False).logits[:, -1].float()
-        rows = torch.cat([rows, torch.multinomial(logits.softmax(-1), 1)], 1)
-    logits = model(rows, use_cache=False).logits[:, :-1].float()
+assert sys.argv[1:] == ["-m", "megatron_policy.inference.vllm.process"], sys.argv
+assert (Path(os.environ["PYTHONPATH"]) / "megatron_policy" / "cli").is_dir()
+fault = {fault!r}
+torch.set_num_threads(1)
 
 
-def said(temperature):
-    found = (logits / temperature).log_softmax(-1)
-    return found.gather(-1, rows[:, 1:, None])[..., 0]
+def logits_of(rows):
+    with torch.no_grad():
+        return model(rows, use_cache=False).logits.float()
 
 
-sampled = said(0.7 if fault == "temperature" else 1.0)[:, start - 1 :]
-result = {{
-    "version": "0", "rows": rows.tolist(), "sampled": sampled.tolist(),
-    "scored": said(1.0).tolist(), "defaults": {{"top_p": 0.8}},
-    "text_ids": [2] + job["text"].count("a") * [9],
-}}
-(folder / "sampled.json").write_text(json.dumps(result))
+def said(rows, temperature):
+    found = (logits_of(rows)[:, :-1] / temperature).log_softmax(-1)
+    return found.gather(-1, rows[:, 1:, None])[..., 0].tolist()
+
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    method, given, value = asked["method"], asked["arguments"], None
+    if method == "start":
+        if fault == "refuse":
+            print(json.dumps({{"failed": "ValueError: no kernel"}}), flush=True)
+            continue
+        if fault == "die":
+            print("out of luck", file=sys.stderr, flush=True)
+            os._exit(3)
+        options = given["options"]
+        torch.manual_seed(options["seed"])
+        dtype = getattr(torch, options["dtype"])
+        model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=dtype).eval()
+        if fault == "head":
+            model.lm_head.weight.data[77, 5] += 0.5
+        if fault == "embedding":
+            model.model.embed_tokens.weight.data *= 1.5
+    elif method == "sample":
+        rows = torch.tensor(given["prompts"])
+        start, sampling = rows.shape[1], given["sampling"]
+        assert sampling["temperature"] == 1.0 and sampling["ignore_eos"], sampling
+        for _ in range(sampling["max_tokens"]):
+            best = torch.multinomial(logits_of(rows)[:, -1].softmax(-1), 1)
+            rows = torch.cat([rows, best], 1)
+        drawn = said(rows, 0.7 if fault == "temperature" else 1.0)
+        value = [(row[start:], own[start - 1 :]) for row, own in zip(rows.tolist(), drawn)]
+    elif method == "logprobs":
+        value = said(torch.tensor(given["rows"]), 1.0)
+    else:
+        ids = [2] + given["text"].count("a") * [9]
+        value = {{"version": "0", "defaults": {{"top_p": 0.8}}, "text_ids": ids}}
+    print(json.dumps({{"value": value}}), flush=True)
 """
 
 
@@ -116,7 +127,7 @@ def test_how_it_fails(run: Callable[..., Any], tmp_path: Path) -> None:
     assert code == 2 and found["error"].endswith(": ValueError: no kernel")
     code, found, _ = run("die")
     assert code == 1 and found["error"] == (
-        "the process of vLLM exited with code 3; its last output: out of luck"
+        "the engine's process has ended with code 3; its last words: out of luck"
     )
     for options, words in (
         (("--per-layer",), "--per-layer is without --engine: an engine shows no layer's output"),

@@ -29,6 +29,8 @@ DEFAULTS = {
 }
 """Of the engine's environment, where the caller's has nothing else."""
 
+FILTERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What changes the probabilities that vLLM samples by."""
 LEAVING_S = 10.0
 
 Completion = tuple[list[int], list[float]]
@@ -50,7 +52,8 @@ class EngineProcess:
         which need not have this package; `log` gets what it prints. `options` are those of vLLM's
         `LLM`, as far as JSON has them. No answer takes longer than `timeout_s` seconds.
 
-        ConfigError, with vLLM's words, if it refuses the model or the options.
+        ConfigError, with vLLM's words, if it refuses the model or the options; WorkerError if the
+        process ends before it can say why.
         """
         self._timeout_s, self._log = timeout_s, log
         # This package alone: what stands beside it belongs to another environment.
@@ -75,8 +78,9 @@ class EngineProcess:
         try:
             self.call("start", model=str(model), options=options)
         except BaseException as error:
+            has_answered = not self._waiting and self._process.poll() is None
             self.close()
-            if isinstance(error, WorkerError) and self._process.returncode is not None:
+            if isinstance(error, WorkerError) and has_answered:
                 raise ConfigError(f"vLLM cannot run {model}: {error}") from error
             raise
 
@@ -101,6 +105,13 @@ class EngineProcess:
         """One completion of each prompt; `sampling` are fields of vLLM's `SamplingParams`."""
         found = self.call("sample", prompts=[list(each) for each in prompts], sampling=sampling)
         return [(tokens, logprobs) for tokens, logprobs in found]
+
+    def describe(self, text: str | None = None) -> dict[str, Any]:
+        """vLLM's `version`, the `defaults` of `FILTERS` that it has from the model's files, and
+        the `text_ids` that its tokenizer makes of a text (None for None).
+        """
+        described: dict[str, Any] = self.call("describe", text=text)
+        return described
 
     def call(self, method: str, **arguments: Any) -> Any:
         """The result of a method of `VllmEngine`; WorkerError with the reason if it failed."""
@@ -178,6 +189,8 @@ class _Served:
             return self._engine.prepare(tensors, **arguments)
         if method == "sample":
             return self._sample(**arguments)
+        if method == "describe":
+            return self._describe(**arguments)
         return getattr(self._engine, method)(**arguments)
 
     def _start(self, model: str, options: dict[str, Any]) -> None:
@@ -197,6 +210,22 @@ class _Served:
             )
             for output in self._engine.generate(prompts, **sampling)
         ]
+
+    def _describe(self, text: str | None) -> dict[str, Any]:
+        import vllm
+
+        assert self._engine is not None
+        llm, neutral = self._engine.llm, vllm.SamplingParams()
+        defaults = llm.get_default_sampling_params()
+        return {
+            "version": vllm.__version__,
+            "defaults": {
+                name: getattr(defaults, name)
+                for name in FILTERS
+                if getattr(defaults, name) != getattr(neutral, name)
+            },
+            "text_ids": None if text is None else llm.get_tokenizer().encode(text),
+        }
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
