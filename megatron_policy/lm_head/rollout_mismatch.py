@@ -102,12 +102,12 @@ def compare_rollouts(
             "pass three tensors of one shape [B, S]"
         )
     rollout_BS, mask_BS = rollout_BS.to(train_BS.device), mask_BS.to(train_BS.device)
-    part = mismatch_part(train_BS, rollout_BS, mask_BS != 0, bound, by_position=by_position)
+    part = measure_part(train_BS, rollout_BS, mask_BS != 0, bound, by_position=by_position)
     return RolloutMismatch.joined([part.tolist()], bound)
 
 
 @torch.no_grad()
-def mismatch_part(
+def measure_part(
     train_BS: torch.Tensor,
     rollout_BS: torch.Tensor,
     counted_BS: torch.Tensor,
@@ -144,7 +144,7 @@ def join_parts(parts: Sequence[Sequence[float]]) -> list[float]:
     return [max(largest), *map(sum, sums)]
 
 
-def nothing_compared(*, by_position: bool) -> list[float]:
+def make_empty_part(*, by_position: bool) -> list[float]:
     """The part of no tokens."""
     return [0.0] * (_SIZES + 2 * _RANGES * by_position)
 

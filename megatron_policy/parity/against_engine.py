@@ -124,12 +124,12 @@ def _judge(
     # Each continuation with the token before it, whose log-probability is not asked for.
     ends = [row[-count - 1 :] for row in read.rows]
     samples = compare(ends, [row[-count:] for row in own], read.sampled, limits)
-    causes = () if prompts.agrees and samples.agrees else _causes(job, arch, prompts, samples)
-    notes = tuple(_notes(read, path))
+    causes = () if prompts.agrees and samples.agrees else _find_causes(job, arch, prompts, samples)
+    notes = tuple(_collect_notes(read, path))
     return EngineParity(job, family, read.version, prompts, samples, tuple(causes), notes)
 
 
-def _causes(
+def _find_causes(
     job: Job, arch: Architecture, prompts: EngineComparison, samples: EngineComparison
 ) -> Iterator[str]:
     if prompts.agrees:
@@ -138,7 +138,7 @@ def _causes(
             "reads it: a temperature, top_p, top_k, min_p or a penalty is in the former (vLLM's "
             "logprobs_mode), or its decoding computes otherwise than its prefill"
         )
-    if (row := _head_row(prompts)) is not None:
+    if (row := _find_head_row(prompts)) is not None:
         yield (
             f"the head's row of token {row}: its log-probabilities are far, and those of other "
             "tokens only as far as it takes probability from them"
@@ -160,7 +160,7 @@ def _is_near(token: Token, found: EngineComparison) -> bool:
     return token.distance <= found.tolerance.token
 
 
-def _head_row(found: EngineComparison) -> int | None:
+def _find_head_row(found: EngineComparison) -> int | None:
     """The token whose row of the head differs, if the others are much nearer."""
     distances: dict[int, list[float]] = {}
     for token in found.all_tokens:
@@ -172,7 +172,7 @@ def _head_row(found: EngineComparison) -> int | None:
     return largest if alone and means[largest] > _FAR * median(others) else None
 
 
-def _notes(read: EngineReading, path: str) -> Iterator[str]:
+def _collect_notes(read: EngineReading, path: str) -> Iterator[str]:
     if read.defaults:
         given = ", ".join(f"{name} {value}" for name, value in read.defaults.items())
         yield (

@@ -18,7 +18,7 @@ from megatron_policy.refit.probe import (
     Disturbance,
     EngineProbe,
     ProbeFacts,
-    kinds_of,
+    list_kinds,
     run_probe,
 )
 from megatron_policy.training.batching import Batcher
@@ -56,7 +56,7 @@ class EngineProbing:
             longest=self._longest,
             dtypes=tuple({engine.precision, *sent}),
             step=self._session.state.steps,
-            kinds=kinds_of(exporter.table.entries),
+            kinds=list_kinds(exporter.table.entries),
         )
 
     def probe_logprobs(self, rows: Rows) -> Logprobs:
@@ -91,7 +91,7 @@ class EngineProbing:
         ranks.begin()
         if ranks.rank == 0:
             with ranks.alive():
-                words = _said_by(call)
+                words = _encode_outcome(call)
         said = json.loads(ranks.broadcast_text(words))
         ranks.leave_together()
         if "failed" in said:
@@ -115,7 +115,7 @@ class EngineProbing:
         return sent
 
 
-def _said_by(call: Callable[[], object]) -> str:
+def _encode_outcome(call: Callable[[], object]) -> str:
     """Its value, or its failure, for the other ranks."""
     try:
         return json.dumps({"value": call()})

@@ -160,7 +160,7 @@ def run_probe(probe: EngineProbe, policy: ProbedPolicy) -> EngineComparison:
     return found
 
 
-def kind_of(entry: Entry) -> str | None:
+def find_kind(entry: Entry) -> str | None:
     """The kind that a parameter belongs to; None if no log-probability of a token depends on it."""
     name = entry.adapts or entry.megatron
     if name.startswith("mtp."):
@@ -174,9 +174,9 @@ def kind_of(entry: Entry) -> str | None:
     return next(found, "other weights of layers")
 
 
-def kinds_of(entries: Iterable[Entry]) -> tuple[str, ...]:
+def list_kinds(entries: Iterable[Entry]) -> tuple[str, ...]:
     """The kinds that there are, in the entries' order."""
-    kinds = dict.fromkeys(map(kind_of, entries))
+    kinds = dict.fromkeys(map(find_kind, entries))
     return tuple(kind for kind in kinds if kind is not None)
 
 
@@ -190,7 +190,7 @@ class Disturbance:
         own = {
             parameter.data_ptr(): (entry, parameter.detach())
             for entry, parameter in held
-            if kind_of(entry) == kind and parameter.is_floating_point() and parameter.numel()
+            if find_kind(entry) == kind and parameter.is_floating_point() and parameter.numel()
         }
         self._scaled = list[tuple[Tensor, float]]()
         self._copied = list[tuple[Tensor, Tensor]]()

@@ -20,8 +20,8 @@ from megatron_policy.lm_head.rollout_mismatch import (
     ROLLOUT_KEYS,
     RolloutMismatch,
     join_parts,
-    mismatch_part,
-    nothing_compared,
+    make_empty_part,
+    measure_part,
 )
 from megatron_policy.packing.microbatch import counted
 
@@ -44,7 +44,7 @@ class MicrobatchMismatch:
         train_BS, counted_BS = (F.pad(each, (1, 0)) for each in (logprobs_BS, counted(data)[:, 1:]))
         bound, by_position = self.config.bound, self.config.by_position
         self.parts.append(
-            mismatch_part(train_BS, data[self.key], counted_BS, bound, by_position=by_position)
+            measure_part(train_BS, data[self.key], counted_BS, bound, by_position=by_position)
         )
 
     def read(self) -> torch.Tensor:
@@ -67,7 +67,7 @@ class MismatchMeter:
 
     def of_microbatch(self, output: Output) -> MicrobatchMismatch | None:
         """What measures a microbatch; None without the engine's log-probabilities."""
-        key = rollout_key(output.microbatch.data)
+        key = find_rollout_key(output.microbatch.data)
         if key is None or output.head.scalar is not None:
             return None
         return MicrobatchMismatch(self.config, output, key)
@@ -79,18 +79,18 @@ class MismatchMeter:
 
     def over_ranks(self, group: dist.ProcessGroup) -> RolloutMismatch:
         """That of all ranks of the data-parallel `group`; one of them has a part."""
-        own = join_parts([nothing_compared(by_position=self.config.by_position), *self.parts])
+        own = join_parts([make_empty_part(by_position=self.config.by_position), *self.parts])
         parts = [part for (part,) in gather_numbers([own], group)]
         return RolloutMismatch.joined(parts, self.config.bound)
 
 
-def joined_on_host(parts: Sequence[torch.Tensor | None]) -> list[float] | None:
+def join_on_host(parts: Sequence[torch.Tensor | None]) -> list[float] | None:
     """The parts of a rank's microbatches as one, read from the device at once."""
     made = [part for part in parts if part is not None]
     return join_parts(torch.stack(made).tolist()) if made else None
 
 
-def rollout_key(data: Mapping[str, Any]) -> str | None:
+def find_rollout_key(data: Mapping[str, Any]) -> str | None:
     """The key under which these data have the engine's log-probabilities, if they have any."""
     return next((key for key in ROLLOUT_KEYS if key in data), None)
 
@@ -99,7 +99,7 @@ def check_rollouts(data: Mapping[str, Any]) -> None:
     """BatchError unless the engine's log-probabilities, where there are any, are one for each
     token.
     """
-    key = rollout_key(data)
+    key = find_rollout_key(data)
     if key is None:
         return
     given, wanted = data[key], tuple(data["input_ids"].shape)

@@ -38,7 +38,7 @@ from megatron_policy.training.losses import (
     weigh_rows,
 )
 from megatron_policy.training.results import OptimStats
-from megatron_policy.training.rollout_mismatch import MismatchMeter, joined_on_host
+from megatron_policy.training.rollout_mismatch import MismatchMeter, join_on_host
 from megatron_policy.training.speed import FORWARD_BACKWARD, STEP
 
 _log = logging.getLogger(__name__)
@@ -296,7 +296,7 @@ def run_batch(
         ]
         located = locate_faults(engine, batch.microbatches, faults, number)
         metrics = tuple(to_plain_metrics(each) for _, each, *_ in kept)
-        part = joined_on_host([each for *_, each in kept])
+        part = join_on_host([each for *_, each in kept])
         found = BatchLosses(sum(losses), metrics, tuple(located), part)
     shared = engine.share_object(found)
     if mismatch is not None:

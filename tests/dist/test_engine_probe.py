@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_policy import MegatronPolicy
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.probe import EngineProbe, kind_of
+from megatron_policy.refit.probe import EngineProbe, find_kind
 from tests import peft_models
 from tests.dist.refits import LAYOUTS, config_of
 
@@ -79,7 +79,7 @@ class Pair:
         """The engine keeps what it has of that kind."""
         if self.engine is not None:
             entries = self.policy.exporter.table.entries
-            named = [entry.hf for entry in entries if kind_of(entry) == kind]
+            named = [entry.hf for entry in entries if find_kind(entry) == kind]
             self.engine.stale = {name for names in named for name in names}
 
     def move(self) -> None:

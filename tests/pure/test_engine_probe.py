@@ -26,8 +26,8 @@ from megatron_policy.refit.probe import (
     Disturbance,
     EngineProbe,
     ProbeFacts,
-    kind_of,
-    kinds_of,
+    find_kind,
+    list_kinds,
     run_probe,
 )
 from tests.families import SAMPLES
@@ -106,10 +106,10 @@ def test_what_is_no_probe() -> None:
 @pytest.mark.parametrize("family", SAMPLES)
 def test_every_parameter_of_every_family_is_of_a_kind(family: str) -> None:
     entries = small(family).entries
-    kinds = kinds_of(entries)
+    kinds = list_kinds(entries)
     assert {"embedding", "norms", "attention"} <= set(kinds) and "other" not in str(kinds)
     for entry in entries:
-        kind, name = kind_of(entry), entry.megatron
+        kind, name = find_kind(entry), entry.megatron
         if name.startswith("mtp."):
             assert kind is None
         elif entry.row.role is Role.BIAS:

@@ -19,14 +19,14 @@ from megatron_policy.lm_head.rollout_mismatch import (
     RolloutMismatch,
     compare_rollouts,
     join_parts,
-    mismatch_part,
-    nothing_compared,
+    make_empty_part,
+    measure_part,
 )
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.monitoring.report import PolicyReport
 from megatron_policy.training.checks import check_training_data
 from megatron_policy.training.results import TrainResult
-from megatron_policy.training.rollout_mismatch import joined_on_host
+from megatron_policy.training.rollout_mismatch import join_on_host
 from tests.pure.test_metrics_log import RESULT, Kept, memory
 
 ROWS, LENGTH = 5, 70
@@ -136,24 +136,24 @@ def test_parts_add_up_however_rows_are_cut(by_position: bool) -> None:
 
     def part(start: int, end: int, width: int) -> list[float]:
         train, rollout, mask = (each[start:end, :width] for each in of)
-        made = mismatch_part(train, rollout, mask != 0, whole.bound, by_position=by_position)
+        made = measure_part(train, rollout, mask != 0, whole.bound, by_position=by_position)
         return made.tolist()
 
     width = int((of[2] != 0).any(0).nonzero().max()) + 1
     cuts = [(0, 1, width), (1, 3, LENGTH), (3, 3, 1), (3, 5, width)]
-    parts = [*(part(*cut) for cut in cuts), nothing_compared(by_position=by_position)]
+    parts = [*(part(*cut) for cut in cuts), make_empty_part(by_position=by_position)]
     for joined in (parts, [join_parts(parts[:2]), join_parts(parts[2:])]):
         found = RolloutMismatch.joined(joined, whole.bound)
         assert found.metrics() == pytest.approx(whole.metrics(), rel=1e-12)
         assert list(found.metrics()) == list(whole.metrics())
     on_device = [None, torch.tensor(parts[0], dtype=torch.float64), None]
-    assert joined_on_host(on_device) == parts[0] and joined_on_host([None]) is None
+    assert join_on_host(on_device) == parts[0] and join_on_host([None]) is None
 
 
 def test_nothing_of_the_graph_is_kept_and_half_precision_is_compared_in_fp32() -> None:
     train_BS, rollout_BS, mask_BS = rows()
     leaf_BS = train_BS.requires_grad_()
-    part = mismatch_part(leaf_BS * 1, rollout_BS, mask_BS != 0, 0.1, by_position=True)
+    part = measure_part(leaf_BS * 1, rollout_BS, mask_BS != 0, 0.1, by_position=True)
     assert not part.requires_grad and part.dtype == torch.float64
     half = rollout_BS.bfloat16()
     in_half = compare_rollouts(train_BS.detach(), half, mask_BS)
@@ -174,7 +174,7 @@ class Reads(TorchDispatchMode):
 def test_no_value_is_waited_for() -> None:
     train_BS, rollout_BS, mask_BS = rows()
     with Reads():
-        mismatch_part(train_BS, rollout_BS, mask_BS != 0, 0.1, by_position=True)
+        measure_part(train_BS, rollout_BS, mask_BS != 0, 0.1, by_position=True)
     with pytest.raises(AssertionError), Reads():
         train_BS.sum().item()
 

@@ -109,12 +109,7 @@ class EngineProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        deadline = time.monotonic() + ANSWER_S
-        while not listens(self.address):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.close()
-                raise EngineError(f"the engine has not started: {self._log.read_text()[-3000:]}")
-            time.sleep(0.1)
+        wait_until_it_listens(self, self._log)
 
     def close(self) -> None:
         """Let the process end, and kill it if it does not."""
@@ -127,7 +122,19 @@ class EngineProcess:
             self.process.wait()
 
 
-def listens(address: str) -> bool:
+def wait_until_it_listens(started: Any, log: Path) -> None:
+    """Return when something listens at the `address` of what has started a `process`. EngineError
+    with the end of its output if that does not come, once it is closed.
+    """
+    deadline = time.monotonic() + ANSWER_S
+    while not _listens(started.address):
+        if started.process.poll() is not None or time.monotonic() > deadline:
+            started.close()
+            raise EngineError(f"the engine has not started: {log.read_text()[-3000:]}")
+        time.sleep(0.1)
+
+
+def _listens(address: str) -> bool:
     """Whether a process answers there: the file of a socket is there before that."""
     try:
         Client(address, "AF_UNIX").close()

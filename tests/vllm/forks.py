@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 from tests.vllm.engines import (
-    ANSWER_S,
     CHECKOUT,
     ENVIRONMENT,
     EngineCaller,
     EngineError,
-    listens,
+    wait_until_it_listens,
 )
 
 
@@ -50,12 +48,7 @@ class EngineForks:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        deadline = time.monotonic() + ANSWER_S
-        while not listens(self.address):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.close()
-                raise EngineError(f"vLLM was not imported: {self._log.read_text()[-3000:]}")
-            time.sleep(0.1)
+        wait_until_it_listens(self, self._log)
 
     def close(self) -> None:
         """End the process."""

@@ -65,17 +65,11 @@ class AsyncVllmEngine:
         """Prepare for what will be sent; see `VllmEngine.prepare`."""
         await self._call("refit_prepare", make_plain(info), timeout_s, staged)
 
-    async def join(
-        self,
-        rank: int,
-        ip: str,
-        port: int,
-        world_size: int,
-        train_world_size: int | None = None,
-        secret: str | None = None,
-    ) -> None:
-        """Let all workers join a group with the trainer; see `RefitExtension.refit_join`."""
-        await self._call("refit_join", rank, ip, port, world_size, train_world_size, secret)
+    async def join(self, *arguments: Any, **named: Any) -> None:
+        """Let all workers join a group with the trainer, with the arguments of
+        `RefitExtension.refit_join`.
+        """
+        await self._call("refit_join", *arguments, **named)
 
     async def receive_stream(
         self,
@@ -122,8 +116,8 @@ class AsyncVllmEngine:
             done.finish_reason = new.finish_reason
             yield done
 
-    async def _call(self, method: str, *arguments: Any) -> None:
-        read_answers(await self.llm.collective_rpc(method, args=arguments))
+    async def _call(self, method: str, *arguments: Any, **named: Any) -> None:
+        read_answers(await self.llm.collective_rpc(method, args=arguments, kwargs=named))
 
     async def _receive(self, in_flight: InFlight, method: str, *arguments: Any) -> int:
         # Clears what is cached; nothing is computed until it is resumed.

@@ -43,17 +43,11 @@ class VllmEngine:
         """
         self._call("refit_prepare", make_plain(info), timeout_s, staged)
 
-    def join(
-        self,
-        rank: int,
-        ip: str,
-        port: int,
-        world_size: int,
-        train_world_size: int | None = None,
-        secret: str | None = None,
-    ) -> None:
-        """Let all workers join a group with the trainer; see `RefitExtension.refit_join`."""
-        self._call("refit_join", rank, ip, port, world_size, train_world_size, secret)
+    def join(self, *arguments: Any, **named: Any) -> None:
+        """Let all workers join a group with the trainer, with the arguments of
+        `RefitExtension.refit_join`.
+        """
+        self._call("refit_join", *arguments, **named)
 
     def receive_stream(self, addresses: str | Sequence[str] | Mapping[str, str]) -> int:
         """One refit over sockets; see `RefitExtension.refit_from_stream`."""
@@ -139,8 +133,8 @@ class VllmEngine:
         )
         return outputs
 
-    def _call(self, method: str, *arguments: Any) -> None:
-        read_answers(self.llm.collective_rpc(method, args=arguments))
+    def _call(self, method: str, *arguments: Any, **named: Any) -> None:
+        read_answers(self.llm.collective_rpc(method, args=arguments, kwargs=named))
 
     def _receive(self, method: str, *arguments: Any) -> int:
         try:

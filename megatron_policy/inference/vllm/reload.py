@@ -61,7 +61,7 @@ class ModelReload:
 
         # A piece of a set need not have all of a layer for multi-token prediction.
         with self._configured(), disable_mtp_completeness_check():
-            known = self._load_new_kinds(weights if self._keeps_tensors else _copies(weights))
+            known = self._load_new_kinds(weights if self._keeps_tensors else _copy_each(weights))
             if known:
                 self._direct.record(self._model.load_weights(known))
 
@@ -291,5 +291,5 @@ def _forget_loaded(layer: nn.Module) -> None:
         info.loaded_weights, info.load_numel, info.load_numel_total = [], 0, 0
 
 
-def _copies(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _copy_each(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensor.clone()) for name, tensor in weights)

@@ -73,7 +73,7 @@ def read_state(states: Sequence[Sequence[Any]]) -> tuple[int | None, bool]:
     return steps.pop() if alike else None, not alike or any(mixed for _, mixed in states)
 
 
-def _answering(method: Callable[..., Any]) -> Callable[..., Answer]:
+def _return_errors(method: Callable[..., Any]) -> Callable[..., Answer]:
     """Returns errors. Of workers that raise, vLLM reads the answer of the first alone, and takes
     those of the others for answers to its next calls.
     """
@@ -105,8 +105,9 @@ class RefitExtension:
     refit_model: ModelReload | None = None
     refit_receiver: Receiver | None = None
     refit_adapters: Receiver | None = None
+    refit_group: CollectiveGroup | None = None
 
-    @_answering
+    @_return_errors
     def refit_prepare(
         self, info: PlainInfo, timeout_s: float = 120.0, staged: bool = False
     ) -> None:
@@ -133,7 +134,7 @@ class RefitExtension:
         )
         self.refit_adapters = None
 
-    @_answering
+    @_return_errors
     def refit_from_stream(self, addresses: str | Sequence[str] | Mapping[str, str]) -> int:
         """One refit from a training rank on this machine.
 
@@ -144,7 +145,7 @@ class RefitExtension:
         address = _choose_address(addresses, torch.distributed.get_rank())
         return self._refit_by(lambda receiver: receiver.receive_ipc_stream(address))
 
-    @_answering
+    @_return_errors
     def refit_from_handles(self, handles: str) -> None:
         """Some weights of a refit from this machine: `encode_handles` of what the trainer's
         `get_weights_ipc_handles` has returned. Where no GPU is shared, each of vLLM's workers takes
@@ -161,19 +162,19 @@ class RefitExtension:
             raise
         device.synchronize()
 
-    @_answering
+    @_return_errors
     def refit_finish_handles(self, manifest: str) -> int:
         """End a refit by `refit_from_handles`; `manifest` is the trainer's, encoded."""
         sent = RefitManifest.decode(manifest.encode())
         return self._refit_by(lambda receiver: receiver.finish_ipc(sent))
 
-    @_answering
+    @_return_errors
     def refit_drop_handles(self) -> None:
         """Give up a refit by `refit_from_handles` that the trainer will not end."""
         self._refit_prepared().release()
         self._refit_end()
 
-    @_answering
+    @_return_errors
     def refit_join(
         self,
         rank: int,
@@ -189,25 +190,26 @@ class RefitExtension:
         `rank` is that of the first worker, the others follow. `secret` is the driver's
         `get_refit_secret()`.
         """
-        if (before := getattr(self, "refit_group", None)) is not None:
-            before.close()
         own = rank + torch.distributed.get_rank()
         limit_s = self._refit_prepared().timeout_s
-        self.refit_group: CollectiveGroup = join_collective(
-            ip, port, own, world_size, train_world_size, limit_s, secret=secret
-        )
+        group = join_collective(ip, port, own, world_size, train_world_size, limit_s, secret=secret)
+        if self.refit_group is not None:
+            self.refit_group.close()
+        self.refit_group = group
 
-    @_answering
+    @_return_errors
     def refit_from_group(self) -> int:
         """One refit over the group."""
-        return self._refit_by(lambda receiver: receiver.receive_collective(self.refit_group))
+        if (group := self.refit_group) is None:
+            raise ConfigError("this worker is in no group with a trainer: call refit_join first")
+        return self._refit_by(lambda receiver: receiver.receive_collective(group))
 
-    @_answering
+    @_return_errors
     def refit_from_directory(self, path: str) -> int:
         """One refit from a directory that the trainer has published."""
         return self._refit_by(lambda receiver: receiver.receive_directory(path))
 
-    @_answering
+    @_return_errors
     def refit_from_adapters(self, path: str) -> int:
         """One refit of adapters alone, from the directory of a `PeftDirectory`, in place of those
         before: vLLM's own, number `ADAPTERS`, of an engine with `enable_lora`.
@@ -215,9 +217,10 @@ class RefitExtension:
         from vllm.lora.request import LoRARequest
 
         if self.refit_adapters is None:
-            self.refit_adapters = Receiver(lambda weights: None, staged=False)
+            self.refit_adapters = Receiver(lambda weights: None)
         before = self.refit_adapters.step
         manifest = self.refit_adapters.receive_directory(path)
+        self.refit_adapters.release()  # vLLM reads them itself
         try:
             self.add_lora(LoRARequest("policy", ADAPTERS, path, load_inplace=True))
         except BaseException as error:
@@ -236,7 +239,7 @@ class RefitExtension:
         mixed = self.refit_receiver is not None and self.refit_receiver.mixed
         return (steps[0] if steps else None), mixed
 
-    @_answering
+    @_return_errors
     def refit_mark_mixed(self) -> None:
         """Say that the weights are not to be used until the next complete refit: a probe has found
         that the engine computes with others.
