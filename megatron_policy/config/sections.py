@@ -154,6 +154,10 @@ class RolloutMismatchConfig(Section):
     where the data of `train` have them.
     """
 
+    enabled: bool = True
+    """Of this project: false compares nothing; a loss that takes logits then saves a pass over the
+    head.
+    """
     bound: Factor = MISMATCH_BOUND
     """Of this project: the distance, in nats, beyond which tokens are counted."""
     by_position: bool = False

@@ -66,9 +66,11 @@ class MismatchMeter:
     parts: list[Sequence[float]] = field(default_factory=list)
 
     def of_microbatch(self, output: Output) -> MicrobatchMismatch | None:
-        """What measures a microbatch; None without the engine's log-probabilities."""
+        """What measures a microbatch; None without the engine's log-probabilities, or if the
+        configuration compares nothing.
+        """
         key = find_rollout_key(output.microbatch.data)
-        if key is None or output.head.scalar is not None:
+        if key is None or not self.config.enabled or output.head.scalar is not None:
             return None
         return MicrobatchMismatch(self.config, output, key)
 

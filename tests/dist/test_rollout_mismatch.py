@@ -313,3 +313,15 @@ def test_a_policys_own_answers_are_as_probable_in_training_at_their_temperature(
         assert found["train_rollout_tokens"] == tokens
         assert found["train_rollout_logprob_abs_diff_max"] < ROUNDING
         assert hotter["train_rollout_logprob_abs_diff"] > BOUND
+
+
+def without_a_comparison(config: dict[str, Any], data: BatchedDataDict) -> tuple[Any, Any]:
+    with open_policy(config, init_reference_model=False) as policy:
+        return policy.train(data, LOSSES["token"](), eval_mode=True), policy.report().mismatch
+
+
+def test_nothing_is_compared_where_the_configuration_says_so(ranks, checkpoint) -> None:
+    path = checkpoint("qwen2", **SIZES)
+    config = config_of(path, {}) | {"rollout_mismatch": {"enabled": False}}
+    ((result, reported),) = ranks.run(1, without_a_comparison, config, batch_of(path))
+    assert "rollout_mismatch" not in result and reported is None
