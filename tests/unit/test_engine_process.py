@@ -24,7 +24,7 @@ class LLM:
         if options.get("refuse"):
             raise ValueError("no such kernel")
         self.model, self.options = model, options
-    def collective_rpc(self, method, args=()):
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         if method == "refit_prepare":
             raise RuntimeError(f"prepared {sorted(args[0].items())}")
         time.sleep(60)
