@@ -54,7 +54,9 @@ def classify(raw: Mapping[str, Any], root: type[Section]) -> Classified:
     if problems:
         raise ConfigError("\n".join(problems))
     result.ignored |= _idle_keys(raw)
-    result.warned |= _other_learning_rates(raw)
+    idle_rates = dict(_other_learning_rates(raw))
+    result.ignored |= idle_rates
+    result.warned |= idle_rates
     return result
 
 

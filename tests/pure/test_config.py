@@ -431,9 +431,12 @@ def test_a_learning_rate_without_effect_is_told_where_the_engine_trains_with_ano
     caplog: pytest.LogCaptureFixture, changes: dict[str, Any], other: str, said: str | None
 ) -> None:
     given = {"optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 3e-7}}}
-    PolicyConfig.parse(minimal(**given | changes))
+    raw = minimal(**given | changes)
+    PolicyConfig.parse(raw)
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warned == ([f"policy.{other} has no effect: {said}"] if said else [])
+    listed = {path: why for path, why in ignored_keys(raw).items() if path in (other, TORCH)}
+    assert listed == ({other: said} if said else {})
 
 
 def test_everything_wrong_is_said_at_once() -> None:
