@@ -188,4 +188,7 @@ def _check_format(root: Path) -> None:
     except (ValueError, KeyError, TypeError) as error:
         raise ConversionError(f"{root / FORMAT} is unreadable: {error!r:.200}") from error
     if backend != "torch_dist":
-        raise ConfigError(f"{root} is a {backend!r:.100} checkpoint; only 'torch_dist' can be read")
+        raise ConfigError(
+            f"{root / FORMAT} says that this is a {backend!r:.100} checkpoint; only 'torch_dist' "
+            "can be read"
+        )

@@ -270,7 +270,7 @@ def cut_metadata(path: Path) -> str:
 
 def name_another_format(path: Path) -> str:
     (path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    return "zarr"
+    return "metadata.json says that this is a 'zarr' checkpoint"
 
 
 def change_metadata(path: Path, change: Callable[[Any], object], named: str = KEY) -> str:
