@@ -35,8 +35,11 @@ def names_in(directory: Path, *, directories: bool) -> list[str]:
 
 def how_to_convert(directory: Path) -> str:
     """The command that makes a Hugging Face directory of a checkpoint in Megatron-Core's format,
-    which the directory is or has; "" if it is none.
+    which the directory is, or has under the last of its names; "" if it is none.
     """
-    if any(any(directory.glob(where)) for where in ("*.distcp", "*/*.distcp")):
-        return f"`megatron-policy convert {directory} OUT --to hf`"
+    for where in ("*.distcp", "*/*.distcp"):
+        if found := {file.parent for file in directory.glob(where)}:
+            place = max(found)
+            model = "" if (place / "hf" / "config.json").is_file() else " --config MODEL"
+            return f"`megatron-policy convert {place} OUT --to hf{model}`"
     return ""

@@ -125,7 +125,9 @@ def read(directory: str | Path) -> CheckpointManifest:
         raise CheckpointError(str(error)) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         command = how_to_convert(root)
-        made = f", or start from what {command} makes of it" if command else ""
+        made = f": a directory with {NAME} and .distcp files"
+        if command:
+            made = f", or start from what {command} makes of it: policy.model_name"
         raise CheckpointError(
             f"{path} is missing: is the checkpoint complete, and was it written by this package? "
             f"Load another checkpoint{made}"

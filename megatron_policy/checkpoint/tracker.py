@@ -49,7 +49,11 @@ def find(path: str | Path) -> Path:
         return found[-1]
     if other := _find_other(root):
         raise CheckpointError(f"{root} has no training checkpoint: {other}")
-    raise CheckpointError(f"{root} has no checkpoint: {_instead(root)}")
+    raise CheckpointError(
+        f"{root} has no checkpoint: {_instead(root)}. Give the directory that checkpoints were "
+        f"saved to, or one of its {PATTERN} directories, with {NAME} and .distcp files; a model to "
+        "start from is policy.model_name"
+    )
 
 
 def is_saved(path: str | Path) -> bool:

@@ -49,27 +49,44 @@ def test_the_tracker_decides_and_without_it_the_highest_step_that_is_complete(ru
 def test_a_directory_named_for_a_step_is_taken_at_its_word(run: Path) -> None:
     (run / "iter_0000004" / NAME).unlink()
     assert find(run / "iter_0000004") == run / "iter_0000004"
-    with pytest.raises(
-        CheckpointError, match="missing: is the checkpoint complete, and was it written by"
-    ):
-        manifest.read(find(run / "iter_0000004"))
-    (run / "iter_0000004" / "__0_0.distcp").touch()
-    with pytest.raises(CheckpointError, match=r"start from what `megatron-policy convert .* OUT"):
-        manifest.read(find(run / "iter_0000004"))
+    made = f"{run / 'iter_0000004'} OUT --to hf{{}}` makes of it: policy.model_name"
+    assert made.format("") in unread(run / "iter_0000004")
+    (run / "iter_0000004" / "hf" / "config.json").unlink()
+    assert made.format(" --config MODEL") in unread(run / "iter_0000004")
+    for file in (run / "iter_0000004").glob("*.distcp"):
+        file.unlink()
+    files = "Load another checkpoint: a directory with checkpoint.json and .distcp files"
+    assert files in unread(run / "iter_0000004")
+
+
+def unread(path: Path) -> str:
+    with pytest.raises(CheckpointError, match="missing: is the checkpoint complete") as caught:
+        manifest.read(path)
+    return str(caught.value)
 
 
 def test_where_nothing_is_the_error_says_what_to_give(tmp_path: Path) -> None:
     assert "does not exist: give the directory" in refused(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     assert "is a file: give the directory" in refused(tmp_path / "file")
-    assert "it has no complete iter_* directory" in refused(tmp_path)
+    said = refused(tmp_path)
+    assert "it has no complete iter_* directory. Give the directory that checkpoints were" in said
+    assert "with checkpoint.json and .distcp files; a model to start from is policy.mod" in said
     (tmp_path / "config.json").touch()
     assert "a Hugging Face model, which policy.model_name starts from" in refused(tmp_path)
     (tmp_path / "adapter_config.json").touch()
     assert "adapters, which policy.megatron_cfg.peft.start_from starts from" in refused(tmp_path)
     (tmp_path / "__0_0.distcp").touch()
-    convert = f"`megatron-policy convert {tmp_path} OUT --to hf` makes a model of it"
+    convert = f"`megatron-policy convert {tmp_path} OUT --to hf --config MODEL` makes a model of it"
     assert f"no policy has saved, and it cannot be resumed. {convert}" in refused(tmp_path)
+    (tmp_path / "__0_0.distcp").unlink()
+    for name in ("iter_0000001", "iter_0000002/hf"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("iter_0000001/__0_0.distcp", "iter_0000002/__0_0.distcp"):
+        (tmp_path / name).touch()
+    (tmp_path / "iter_0000002" / "hf" / "config.json").touch()
+    convert = f"`megatron-policy convert {tmp_path / 'iter_0000002'} OUT --to hf` makes a model"
+    assert convert in refused(tmp_path), "the directory that can be converted"
     (tmp_path / ".iter_0000012.partial-0123").mkdir()
     assert "a save to it was not finished, and no other before it" in refused(tmp_path)
 

@@ -222,7 +222,7 @@ def test_a_checkpoint_of_megatron_core_in_its_place_is_recognised(tmp_path: Path
     for place in ("one", "several/iter_0000001"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "__0_0.distcp").write_text("")
-        with pytest.raises(ConfigError, match=r"convert .* OUT --to hf` makes one of it"):
+        with pytest.raises(ConfigError, match=r"convert .* --config MODEL` makes one of it"):
             read_config(tmp_path / place.split("/")[0])
 
 

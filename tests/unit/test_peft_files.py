@@ -454,5 +454,6 @@ def test_a_directory_that_is_not_there_or_lacks_a_file_is_named_with_what_it_lac
     file.unlink()
     assert refused(written) == (
         f"{written} has no {ADAPTER_CONFIG} and no {ADAPTER_MODEL}: {give}; `megatron-policy "
-        f"convert {written} OUT --to hf` makes one of a training checkpoint"
+        f"convert {written / 'iter_0000001'} OUT --to hf --config MODEL` makes one of a training "
+        "checkpoint"
     )
