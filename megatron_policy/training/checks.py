@@ -18,7 +18,6 @@ from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import inside
-from megatron_policy.training.rollout_mismatch import check_rollouts
 from megatron_policy.training.transformers_keys import (
     check_labels,
     refuse_unread_inputs,
@@ -222,7 +221,6 @@ def check_training_data(
     for key, wanted in (("sample_mask", (rows,)), ("token_mask", (rows, length))):
         if key in checked:
             check_mask(key, checked[key], wanted)
-    check_rollouts(checked)
     lengths = check_lengths(checked, batching)
     if "token_mask" in checked:
         _check_mask_within(checked, lengths)

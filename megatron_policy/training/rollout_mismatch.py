@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_policy.config.sections import RolloutMismatchConfig
+from megatron_policy.config import PolicyConfig, RolloutMismatchConfig
+from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.coordination.agreement import gather_numbers
 from megatron_policy.errors import BatchError
 from megatron_policy.lm_head.output import Output
@@ -95,6 +96,13 @@ def join_on_host(parts: Sequence[torch.Tensor | None]) -> list[float] | None:
 def find_rollout_key(data: Mapping[str, Any]) -> str | None:
     """The key under which these data have the engine's log-probabilities, if they have any."""
     return next((key for key in ROLLOUT_KEYS if key in data), None)
+
+
+def compares_rollouts(config: PolicyConfig, head: ScalarHead | None) -> bool:
+    """Whether training compares with rollouts, where the data have their log-probabilities: not
+    with a scalar head, which has none of its own.
+    """
+    return config.rollout_mismatch.enabled and head is None
 
 
 def check_rollouts(data: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ from megatron_policy.training.longest import Longest
 from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.training.replay import Replay, RouterReplay
 from megatron_policy.training.results import TrainResult
+from megatron_policy.training.rollout_mismatch import check_rollouts, compares_rollouts
 from megatron_policy.training.speed import merge_speeds
 
 
@@ -74,6 +75,7 @@ class BatchDispatcher:
     replay: RouterReplay
     head: ScalarHead | None = None
     attachments: tuple[str, ...] = ()
+    compares_rollouts: bool = True
 
     @classmethod
     def of(
@@ -91,6 +93,7 @@ class BatchDispatcher:
             RouterReplay.of(config, architecture),
             architecture.head,
             architecture.attachments,
+            compares_rollouts(config, architecture.head),
         )
 
     def to_train(
@@ -141,6 +144,8 @@ class BatchDispatcher:
         self.longest.check(data)
         data = self.replay.prepare(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
+        if self.compares_rollouts:
+            check_rollouts(data)
         return data, training
 
     def to_score(self, data: BatchedDataDict, replay: Replay = Replay.IF_GIVEN) -> ShardedBatch:

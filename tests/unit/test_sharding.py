@@ -47,6 +47,16 @@ def dealer_of(training: Batching) -> BatchDispatcher:
     return BatchDispatcher(Topology(dp=2), 99, training, training, COST, limits, dense)
 
 
+def test_the_driver_refuses_rollouts_only_where_they_are_compared() -> None:
+    dealer = dealer_of(PADDED)
+    data = numbered(4, 3) | {"input_lengths": torch.full((4,), 3), "sample_mask": torch.ones(4)}
+    data["generation_logprobs"] = torch.zeros(4, 3, 2)
+    with pytest.raises(BatchError, match=r"'generation_logprobs' is torch.float32 \(4, 3, 2\)"):
+        dealer.to_train(data, TokenNLL(), 4, 1)
+    dealer = replace(dealer, compares_rollouts=False)
+    assert sum(shard.size for shard in dealer.to_train(data, TokenNLL(), 4, 1)) == 4
+
+
 @pytest.mark.parametrize("training", [PADDED, PACKED, DYNAMIC])
 def test_the_driver_refuses_sizes_and_plans_that_cannot_be_dealt(training: Batching) -> None:
     dealer = dealer_of(training)
