@@ -119,16 +119,17 @@ class Checkpoints:
                 _refuse_overlap(hf_export, exporter.origin, weights, optimizer)
                 if self._session.rank == 0:  # which alone reads what it copies from there
                     check_export(HfDirectory(hf_export, overwrite=True), exporter)
-            if tokenizer_path is not None and self._kept is not None:
-                path = Path(tokenizer_path)
-                if not save_tokenizer(self._tokenizer, path):
-                    self._kept.write(path)
 
         def parts() -> list[DirectoryContents]:
             if onload:
                 memory.onload(need.holds)
             memory.ready("save_checkpoint()", need)
-            return self._contents.parts(step, weights, optimizer, host_data or {})
+            found = self._contents.parts(step, weights, optimizer, host_data or {})
+            if tokenizer_path is not None and self._kept is not None:
+                path = Path(tokenizer_path)
+                if not save_tokenizer(self._tokenizer, path):
+                    self._kept.write(path)
+            return found
 
         wait = not self._config.megatron_cfg.checkpoint.async_save
         purpose = f"save step {step} to {weights}, its optimizer to {optimizer}"

@@ -74,8 +74,9 @@ def fail_alone(config: dict[str, Any], root: Path) -> None:
         (root / "file").write_text("no directory")
         said = heard(lambda: save(tokenizer_path=root / "file" / "x"))
         assert "Not a directory" in said
-        said = heard(lambda: save(host_data={"a": {1}} if first else {}))
-        assert "host_data['a'] is a set" in said
+        beside = {"tokenizer_path": root / "tokenizer"}
+        said = heard(lambda: save(**beside, host_data={} if first else {"a": {1}}))
+        assert "host_data['a'] is a set" in said and not (root / "tokenizer").exists()
         assert "host_data is a list: give a dict" in heard(lambda: save(host_data=[]))
         said = heard(lambda: policy.save_checkpoint(root / "file"))
         assert f"{root / 'file'} is a file: give a directory to save checkpoints in" in said
@@ -85,7 +86,8 @@ def fail_alone(config: dict[str, Any], root: Path) -> None:
         assert "call it alike on all ranks" in heard(lambda: policy.save_checkpoint(**elsewhere))
         assert [path for path in root.iterdir() if path.is_dir()] == []
         train(policy, [1])
-        save()
+        save(**beside)
+        assert any((root / "tokenizer").iterdir())
         assert "fresh_optimizer" in heard(lambda: policy.load_checkpoint(root / "weights"))
         assert policy.load_checkpoint(**paths(root)).step == 2
 
