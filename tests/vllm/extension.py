@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megatron_policy.inference.vllm.worker import RefitExtension
+from tests.memory_use import read_memory
 
 BREAKING = "tests.vllm.extension.BreakingExtension"
 
@@ -47,6 +47,13 @@ class BreakingExtension(RefitExtension):
 
         method.process_weights_after_loading = broken
 
+    def refit_damage(self, where: tuple[str, int, int, float]) -> None:
+        """Add to one element of a weight."""
+        name, row, column, by = where
+        layer = self.model_runner.get_model().get_submodule(name.removesuffix(".weight"))
+        layer.weight.data[row, column] += by
+        layer.quant_method.process_weights_after_loading(layer)
+
     def refit_repair(self, module: str) -> None:
         """Undo both."""
         model = self.model_runner.get_model()
@@ -57,13 +64,6 @@ class BreakingExtension(RefitExtension):
         """Keep what `load` is given, as if nobody reused its memory."""
         self.refit_model._keeps_tensors = True
 
-    def refit_resident(self) -> int:
-        """Memory of the worker's process."""
-        return resident_bytes()
-
-
-def resident_bytes() -> int:
-    """Bytes of this process that belong to no file, also those in the swap space."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    fields = {line[0]: line[1] for line in lines if len(line) > 1}
-    return 1024 * sum(int(fields[each]) for each in ("RssAnon:", "RssShmem:", "VmSwap:"))
+    def refit_memory(self) -> dict[str, int]:
+        """That of the worker's process."""
+        return read_memory()
