@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 import threading
@@ -23,6 +24,8 @@ class InFlight:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._requests: list[Future[Any]] = []
         self._tokens: list[int] = []
+        self._read = asyncio.Event()
+        self._read.set()
         self._engine = self._run(self._start(path, options))
 
     async def _start(self, path: str, options: dict[str, Any]) -> AsyncVllmEngine:
@@ -39,9 +42,14 @@ class InFlight:
             self._tokens.append(0)
             self._requests.append(asyncio.run_coroutine_threadsafe(begun, self._loop))
 
+    def hold(self, held: bool) -> None:
+        """Whether nobody reads what is drawn from now on."""
+        self._loop.call_soon_threadsafe(self._read.clear if held else self._read.set)
+
     async def _follow(self, number: int, prompt: list[int], sampling: dict[str, Any]) -> Any:
         async for done in self._engine.stream(prompt, **sampling):
             self._tokens[number] = len(done.token_ids)
+            await self._read.wait()
         return done
 
     def tokens(self) -> list[int]:
@@ -58,16 +66,23 @@ class InFlight:
         """How many of them are not complete."""
         return sum(not request.done() for request in self._requests)
 
-    def engine(self, method: str, *arguments: Any) -> Any:
+    def engine(self, method: str, *arguments: Any, **named: Any) -> Any:
         """What that method of the engine returns."""
-        return self._run(getattr(self._engine, method)(*arguments))
+        return self._run(getattr(self._engine, method)(*arguments, **named))
+
+    def damage(self, where: tuple[str, int, int, float]) -> None:
+        """Add to one element of a weight of all workers."""
+        self._run(self._engine.llm.collective_rpc("refit_damage", args=(where,)))
+
+    def __getattr__(self, method: str) -> Any:
+        return functools.partial(self.engine, method)
 
     def _run(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with_owner, daemon=True).start()
+    end_with_owner()
     path, address, options = sys.argv[1:]
     made = InFlight(path, json.loads(options))
     with Listener(address, "AF_UNIX") as ready:

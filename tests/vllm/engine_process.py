@@ -86,15 +86,8 @@ class Engine(VllmEngine):
         reload._find_packing_methods = plain if renews else lambda model: iter(())
 
     def damage(self, where: tuple[str, int, int, float]) -> None:
-        """Add to one element of a parameter of the only worker."""
-        name, row, column, by = where
-
-        def change(model: Any) -> None:
-            layer = model.get_submodule(name.removesuffix(".weight"))
-            layer.weight.data[row, column] += by
-            layer.quant_method.process_weights_after_loading(layer)
-
-        self.llm.apply_model(change)
+        """Add to one element of a weight of all workers."""
+        self.workers("refit_damage", where)
 
     def modules(self) -> list[str]:
         """Top-level names of all modules that this process has imported."""
@@ -127,14 +120,20 @@ def answer(engine: Engine, caller: Connection) -> None:
 
 
 def end_with_owner() -> None:
-    """End this process when the one that started it closes its standard input, or dies."""
-    sys.stdin.buffer.read()
-    os.killpg(os.getpgid(0), signal.SIGKILL)  # vLLM's own processes too
+    """Let this process end when the one that started it closes its standard input, or dies; vLLM's
+    own processes with it, and no others: its group is its own.
+    """
+    os.setsid()
+
+    def end() -> None:
+        sys.stdin.buffer.read()
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 if __name__ == "__main__":
-    os.setsid()
-    threading.Thread(target=end_with_owner, daemon=True).start()
+    end_with_owner()
     path, address, options = sys.argv[1:]
     made = Engine(path, json.loads(options))
     with Listener(address, "AF_UNIX") as ready:

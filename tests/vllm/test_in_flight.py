@@ -94,15 +94,34 @@ def test_requests_are_computed_by_one_version_and_then_by_the_next(asked: Asked,
         assert len({done["steps"].index(2) for done in begun}) <= 2, "all at the same time"
 
 
-def test_requests_wait_while_weights_are_mixed(asked: Asked) -> None:
+def test_tokens_that_are_read_late_have_the_step_of_the_weights_that_drew_them(
+    asked: Asked,
+) -> None:
     asked.ask(LONG)
-    asked.caller.begin("engine", "receive_stream", asked.address)
-    with pytest.raises(Exception, match="wrong digest"):
-        damaged = Damaging(IpcStream(asked.address, BUFFER), LAST)
-        send(weights_of(asked.paths[2]), damaged, 2)
-    with pytest.raises(EngineError, match=r"RefitError.*wrong digest"):
-        asked.caller.result()
+    asked.caller.call("hold", True)
+    time.sleep(0.2)  # more are drawn meanwhile
+    asked.refit(2)
+    asked.caller.call("hold", False)
+    for prompt, done in zip(PROMPTS, asked.caller.call("completions"), strict=True):
+        assert asked.check(prompt, done) == [1, 2]
+
+
+@pytest.mark.parametrize("by", ["refit", "probe"])
+def test_requests_wait_while_weights_are_mixed(asked: Asked, by: str) -> None:
+    """By a refit that was refused, or because a probe says so."""
+    asked.ask(LONG)
+    if by == "probe":
+        asked.call("mark_mixed")
+    else:
+        asked.caller.begin("engine", "receive_stream", asked.address)
+        with pytest.raises(Exception, match="wrong digest"):
+            damaged = Damaging(IpcStream(asked.address, BUFFER), LAST)
+            send(weights_of(asked.paths[2]), damaged, 2)
+        with pytest.raises(EngineError, match=r"RefitError.*wrong digest"):
+            asked.caller.result()
     assert asked.call("state") == (1, True)
+    with pytest.raises(EngineError, match=r"RefitError: vLLM's weights are mixed"):
+        asked.call("logprobs", PROMPTS)
     time.sleep(1.0)
     assert asked.caller.call("under_way") == len(PROMPTS)
     asked.refit(2)

@@ -17,6 +17,7 @@ from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests.dist.refits import LAYOUTS, config_of
 from tests.losses import TokenNLL
 from tests.vllm.engines import EngineCaller
+from tests.vllm.extension import BREAKING
 
 SIZES = {"hidden": 128, "layers": 2}
 VOCAB = 256
@@ -80,13 +81,21 @@ def probed(
     return seen
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.daily), "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [
+        pytest.param("qwen3_moe", "engine_process", marks=pytest.mark.daily),
+        ("qwen2", "engine_process"),
+        ("qwen2", "async_process"),
+    ],
+)
 def test_a_probe_closes_a_refit(
     ranks: Any,
     engine: Callable[..., str],
     checkpoint: Callable[..., Path],
     tmp_path: Path,
     family: str,
+    module: str,
 ) -> None:
     experts = family == "qwen3_moe"
     # Packed experts of this size have the shape of those that are not: vLLM's own reload is silent.
@@ -94,7 +103,8 @@ def test_a_probe_closes_a_refit(
     world, cfg = LAYOUTS["tp2"]
     fault = ("renew_experts", False) if experts else ("damage", ("lm_head.weight", 7, 3, 0.25))
     again = ("renew_experts", True) if experts else ("", None)
-    run = (engine(path), path, cfg, f"ipc://{tmp_path}/refit.sock", [("", None), fault, again])
+    address = engine(path, module=module, worker_extension_cls=BREAKING)
+    run = (address, path, cfg, f"ipc://{tmp_path}/refit.sock", [("", None), fault, again])
     seen, other = ranks.run(world, probed, *run)
     for entry in seen:
         print(entry)

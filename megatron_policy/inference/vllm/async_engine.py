@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.inference.vllm.engine import read_scores, scoring_params
 from megatron_policy.inference.vllm.worker import (
     make_plain,
     read_answers,
@@ -35,7 +37,7 @@ class Completion:
 
 
 class AsyncVllmEngine:
-    """Calls the workers of an `AsyncLLM` together, and samples with it.
+    """Calls the workers of an `AsyncLLM` together, and samples and scores with it.
 
     All methods that receive pause it, return the trainer's step, and raise RefitError, as the
     trainer does, if the refit is refused. If that leaves mixed weights, the `AsyncLLM` stays paused
@@ -54,6 +56,7 @@ class AsyncVllmEngine:
             )
         self.llm = llm
         self._step: int | None = None
+        self._mixed = False
         self._numbers = itertools.count()
 
     async def prepare(
@@ -91,6 +94,22 @@ class AsyncVllmEngine:
         """The step of the weights of all workers, and whether they are mixed; see `read_state`."""
         return read_state(await self.llm.collective_rpc("refit_state"))
 
+    async def mark_mixed(self) -> None:
+        """Mark the weights of all workers as not to be used, and stay paused, until the next
+        complete refit; requests under way are kept.
+        """
+        await self.llm.pause_generation(mode="keep", clear_cache=True)
+        self._mixed = True
+        await self._call("refit_mark_mixed")
+
+    async def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities of rows, as `VllmEngine.logprobs`; RefitError while the weights are
+        mixed, and nothing is computed with them.
+        """
+        if self._mixed:
+            raise RefitError("vLLM's weights are mixed, and it is paused until a complete refit")
+        return list(await asyncio.gather(*map(self._score, rows)))
+
     async def generate(self, prompt: Sequence[int], **sampling: Any) -> Completion:
         """One completion; `sampling` are fields of vLLM's `SamplingParams`."""
         done = Completion()
@@ -105,16 +124,42 @@ class AsyncVllmEngine:
 
         plain = {"logprobs": 0, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
         params = SamplingParams(**plain | sampling)
+        done, drawn = Completion(), asyncio.Queue[tuple[Any, int | None] | None]()
+        reading = asyncio.create_task(self._read_drawn(prompt, params, drawn))
+        try:
+            while (each := await drawn.get()) is not None:
+                new, step = each
+                done.token_ids.extend(new.token_ids)
+                found = zip(new.token_ids, new.logprobs or (), strict=True)
+                done.logprobs.extend(logprobs[token].logprob for token, logprobs in found)
+                done.steps.extend([step] * len(new.token_ids))
+                done.finish_reason = new.finish_reason
+                yield done
+            await reading  # raises what vLLM has
+        finally:
+            reading.cancel()  # ends the request of a caller that has left
+
+    async def _read_drawn(
+        self, prompt: Sequence[int], params: Any, drawn: asyncio.Queue[Any]
+    ) -> None:
+        """Put what vLLM has drawn there with the step of the weights, and None in the end: at once,
+        as a caller can ask for it after the next refit.
+        """
+        try:
+            async for output in self._generate(prompt, params):
+                (new,) = output.outputs
+                drawn.put_nowait((new, self._step))
+        finally:
+            drawn.put_nowait(None)
+
+    async def _score(self, row: Sequence[int]) -> list[float]:
+        outputs = [output async for output in self._generate(row, scoring_params())]
+        return read_scores(row, outputs[0])
+
+    def _generate(self, prompt: Sequence[int], params: Any) -> AsyncIterator[Any]:
         inputs, number = {"prompt_token_ids": list(prompt)}, f"policy-{next(self._numbers)}"
-        done = Completion()
-        async for output in self.llm.generate(inputs, params, number):
-            (new,) = output.outputs
-            done.token_ids.extend(new.token_ids)
-            found = zip(new.token_ids, new.logprobs or (), strict=True)
-            done.logprobs.extend(logprobs[token].logprob for token, logprobs in found)
-            done.steps.extend([self._step] * len(new.token_ids))
-            done.finish_reason = new.finish_reason
-            yield done
+        outputs: AsyncIterator[Any] = self.llm.generate(inputs, params, number)
+        return outputs
 
     async def _call(self, method: str, *arguments: Any, **named: Any) -> None:
         read_answers(await self.llm.collective_rpc(method, args=arguments, kwargs=named))
@@ -126,7 +171,7 @@ class AsyncVllmEngine:
             step = read_step(await self.llm.collective_rpc(method, args=arguments))
         finally:
             # Also of a call that was cancelled: workers may have accepted the weights since.
-            self._step, mixed = await self.state()
-            if not mixed:
+            self._step, self._mixed = await self.state()
+            if not self._mixed:
                 await self.llm.resume_generation()
         return step

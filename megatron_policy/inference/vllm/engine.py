@@ -19,6 +19,19 @@ EXTENSION = "megatron_policy.inference.vllm.worker.RefitExtension"
 """What vLLM's option `worker_extension_cls` has to be."""
 
 
+def scoring_params() -> Any:
+    """vLLM's `SamplingParams` of a row that is to be scored."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=1, prompt_logprobs=0)
+
+
+def read_scores(row: Sequence[int], output: Any) -> list[float]:
+    """The log-probability of each token of a row but the first, in vLLM's output for it."""
+    found = zip(row[1:], output.prompt_logprobs[1:], strict=True)
+    return [of_position[token].logprob for token, of_position in found]
+
+
 class VllmEngine:
     """Calls the workers of an `LLM` together, and samples and scores with it.
 
@@ -105,17 +118,8 @@ class VllmEngine:
         """Log-probability in fp32 of each token but the first of its row, given those before; by
         vLLM's `prompt_logprobs`, which are those of the model itself: no temperature, no filters.
         """
-        from vllm import SamplingParams
-
-        scoring = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        outputs = self._generate(rows, scoring)
-        return [
-            [
-                found[token].logprob
-                for token, found in zip(row[1:], output.prompt_logprobs[1:], strict=True)
-            ]
-            for row, output in zip(rows, outputs, strict=True)
-        ]
+        outputs = self._generate(rows, scoring_params())
+        return [read_scores(*each) for each in zip(rows, outputs, strict=True)]
 
     def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Any]:
         """One completion of each prompt, as vLLM's `CompletionOutput` with `token_ids` and
