@@ -32,7 +32,7 @@ class Request:
     get     the value of the first, once all exist; that takes `timeout_s` seconds at most
     add     `body` to the first; both are numbers of at most 20 digits, and what does not exist
             is 0
-    drop    delete all of them
+    drop    delete all of them, and those below them (key/...)
     """
 
     do: str
@@ -124,7 +124,9 @@ class KeyValueStore:
                             )
                     body = contents[first] = b"%d" % sum(map(int, numbers))
                 case "drop":
-                    found = len([contents.pop(key) for key in keys if key in contents]) > 0
+                    below = tuple(f"{key}/" for key in keys)
+                    gone = [key for key in contents if key in keys or key.startswith(below)]
+                    found = len([contents.pop(key) for key in gone]) > 0
             self._changed.notify_all()
             return Reply(found, body)
 

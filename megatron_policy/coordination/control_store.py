@@ -81,7 +81,7 @@ class ControlStore:
         return reply.body if reply.found else None
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Delete keys. For the host."""
+        """Delete keys, and those below them (key/...). For the host."""
         self._perform(Request(DROP, tuple(keys)))
 
     def count(self) -> int:

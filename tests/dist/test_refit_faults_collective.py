@@ -160,9 +160,11 @@ def test_refits_follow_each_other_in_one_group_and_older_weights_are_refused(
     chunks = -(-sum(t.numel() * t.element_size() for t in weights(0).values()) // BUCKET)
     assert 4 * chunks <= group.group.broadcasts <= 4 * (chunks + 1)
     assert group.group.member._made_in == 1, "one group for all"
-    older = "step 4 are older than those of step 5"
-    assert_fails(group, engine, seed=4, trainer=older, engine="older")
-    assert_refits(group, engine, seed=6)
+    for seed in (6, 7):
+        older = f"step 4 are older than those of step {seed - 1}"
+        assert_fails(group, engine, seed=4, trainer=older, engine="older")
+        assert_refits(group, engine, seed=seed)
+        assert group.group.member._store.count() == notes, "of a group that has ended nothing stays"
 
 
 def test_an_engine_needs_the_secret_which_every_policy_makes_anew(

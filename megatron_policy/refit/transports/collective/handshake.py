@@ -167,6 +167,7 @@ class Sender:
         held = {answer["groups"].get(str(self.sender)) for answer in answers}
         if self._channel is None or held != {self._made_in}:
             self._leave(broken=True)
+            self._store.drop([group_name(self._made_in, self.sender)])  # where it has met
             self._made_in = self._number
         processes = [answer["process"] for answer in answers]
         self._sent_go = True
