@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from megatron_policy.errors import CheckpointError, ConfigError
@@ -19,6 +19,8 @@ from megatron_policy.policy import MegatronPolicy
 _log = logging.getLogger(__name__)
 
 WEIGHTS, OPTIMIZER, HUGGING_FACE = "weights", "optimizer", "huggingface"
+_FOLDERS = {"model": WEIGHTS, "optimizer": OPTIMIZER, "hf_model": HUGGING_FACE}
+"""Of verl's contents."""
 LATEST = "latest_checkpointed_iteration.txt"
 """The file beside verl's folders that says which step to resume from."""
 
@@ -27,7 +29,8 @@ class VerlFolders:
     """Writes and reads an engine's checkpoints, and keeps the newest of those that it wrote."""
 
     def __init__(self) -> None:
-        self._written: list[Path] = []
+        self._written: dict[Path, list[str]] = {}
+        """The names below each folder, the newest last."""
 
     def save(
         self,
@@ -42,7 +45,8 @@ class VerlFolders:
         that this object wrote, until there are `most`. With `names_latest` also write the step of
         the folder's name where verl resumes from. Every rank calls it; rank 0 removes and names.
 
-        ConfigError for an optimizer without its model, before anything is written.
+        ConfigError, before anything is written, for an optimizer without its model, and where the
+        model for Hugging Face would be written over what the policy started from.
         """
         path = Path(folder).expanduser().absolute()
         if "optimizer" in contents and "model" not in contents:
@@ -52,17 +56,20 @@ class VerlFolders:
             )
         if "model" in contents:
             optimizer = path / OPTIMIZER if "optimizer" in contents else None
-            policy.save_checkpoint(path / WEIGHTS, optimizer)
+            export = path / HUGGING_FACE if "hf_model" in contents else None
+            policy.save_checkpoint(path / WEIGHTS, optimizer, hf_export=export)
             policy.finalize_async_save()
-        if "hf_model" in contents:
+        elif "hf_model" in contents:
             policy.export_hf(path / HUGGING_FACE, overwrite=True)
         if names_latest and policy.rank == 0:
             name_latest(path)
-        self._written = [each for each in self._written if each != path] + [path]
+        self._written.pop(path, None)
+        self._written[path] = [name for each, name in _FOLDERS.items() if each in contents]
         while most is not None and 0 < most < len(self._written):
-            oldest = self._written.pop(0)
+            oldest = next(iter(self._written))
+            written = self._written.pop(oldest)
             if policy.rank == 0:
-                remove(oldest)
+                remove(oldest, written)
 
     def load(self, policy: MegatronPolicy, folder: str, contents: Collection[str]) -> None:
         """Read what `contents` names. CheckpointError if it is not in `folder`, ConfigError for
@@ -103,12 +110,12 @@ def name_latest(path: Path) -> None:
     _log.warning("%s is not within a folder global_step_N: %s is not written", path, LATEST)
 
 
-def remove(path: Path) -> None:
-    """Remove what is ours of a checkpoint, and the folder unless verl has files in it. A folder
-    that cannot be removed is named in the log.
+def remove(path: Path, written: Iterable[str]) -> None:
+    """Remove what was written of a checkpoint, and the folder unless there is more in it: files of
+    verl's, or a model that a run started from. A folder that cannot be removed is named in the log.
     """
     try:
-        for name in (WEIGHTS, OPTIMIZER, HUGGING_FACE):
+        for name in written:
             if (path / name).is_dir():
                 shutil.rmtree(path / name)
         if path.is_dir() and not any(path.iterdir()):

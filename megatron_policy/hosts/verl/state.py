@@ -14,6 +14,7 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.roles import SharedPolicy
 from megatron_policy.hosts.verl.checkpoints import VerlFolders
 from megatron_policy.hosts.verl.lost_ranks import lost_ranks_named
+from megatron_policy.hosts.verl.sections import with_verl_names
 from megatron_policy.hosts.verl.translate import Translation
 from megatron_policy.hosts.verl.weights import WeightStream, base_of_adapters, peft_config
 from megatron_policy.memory.states import Kind
@@ -106,13 +107,14 @@ class KeepsState(BaseEngine):  # type: ignore[misc]
                 "and the local directory to one that all nodes share"
             )
         self.stage.onload(frozenset({Kind.PARAMETERS, Kind.OPTIMIZER}))
-        self._folders.save(
-            self.policy,
-            local_path,
-            self._translation.save_contents,
-            most=max_ckpt_to_keep,
-            names_latest=self._translation.names_latest,
-        )
+        with with_verl_names():
+            self._folders.save(
+                self.policy,
+                local_path,
+                self._translation.save_contents,
+                most=max_ckpt_to_keep,
+                names_latest=self._translation.names_latest,
+            )
         self._offload()
 
     @lost_ranks_named()

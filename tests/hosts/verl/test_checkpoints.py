@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,14 @@ class Policy:
     def __init__(self) -> None:
         self.loaded: list[tuple[Any, ...]] = []
 
-    def save_checkpoint(self, weights: Path, optimizer: Path | None) -> None:
+    def save_checkpoint(
+        self, weights: Path, optimizer: Path | None, *, hf_export: Path | None
+    ) -> None:
         for each in filter(None, (weights, optimizer)):
             (each / "iter_1").mkdir(parents=True, exist_ok=True)
             (each / "iter_1" / "shard").touch()
+        if hf_export is not None:
+            self.export_hf(hf_export, overwrite=True)
 
     def finalize_async_save(self) -> None:
         if self.fails:
@@ -76,6 +81,16 @@ def test_the_newest_are_kept_and_files_of_verls_stay(tmp_path: Path) -> None:
     assert names(tmp_path / "global_step_2") == set()
     for step in (3, 4):
         assert len(names(tmp_path / f"global_step_{step}" / "actor")) == 3
+
+
+def test_a_model_that_another_run_left_stays_where_a_step_is_removed(tmp_path: Path) -> None:
+    folders, policy = VerlFolders(), Policy()
+    start = tmp_path / "global_step_1" / "actor" / "huggingface"
+    start.mkdir(parents=True)
+    for step in (1, 2):
+        path = tmp_path / f"global_step_{step}" / "actor"
+        folders.save(policy, str(path), ("model", "optimizer", "extra"), most=1)
+    assert names(start.parent) == {"huggingface"}
 
 
 @pytest.mark.parametrize("most", [None, 0, -1])
@@ -201,3 +216,32 @@ def test_a_policy_goes_on_to_the_bit_from_what_was_saved(
         assert all(torch.equal(again[name], each) for name, each in ahead.items())
         assert any(not torch.equal(afresh[name], each) for name, each in ahead.items())
     assert len(names(tmp_path / "global_step_1" / "actor")) == 3
+
+
+def save_over_the_start(config: dict[str, Any], folder: str) -> list[str]:
+    """What is said to saves of all contents, then of the model for Hugging Face alone."""
+    said = []
+    with open_policy(config, init_reference_model=False) as policy:
+        for contents in (ALL, ("hf_model",)):
+            with pytest.raises(ConfigError) as refused:
+                VerlFolders().save(policy, folder, contents, names_latest=True)
+            said.append(str(refused.value))
+    return said
+
+
+def test_a_model_that_a_run_started_from_is_not_written_over_and_nothing_is_before_it_is_refused(
+    ranks: Any, checkpoint: Any, tmp_path: Path
+) -> None:
+    """A run whose model is in the folder of a step that it comes to itself."""
+    folder = tmp_path / "global_step_1" / "actor"
+    start = folder / "huggingface"
+    shutil.copytree(checkpoint("qwen2", **SIZES), start)
+    held = {each.name: each.read_bytes() for each in start.iterdir()}
+    config = policy_config(start, LAYOUTS["TP2+SP"].megatron)
+
+    for said in ranks.run(2, save_over_the_start, config, str(folder)):
+        assert len(said) == 2
+        assert all("overlaps" in each and "policy.model_name" in each for each in said)
+    assert names(tmp_path) == {"global_step_1"}
+    assert names(folder) == {"huggingface"}
+    assert {each.name: each.read_bytes() for each in start.iterdir()} == held
