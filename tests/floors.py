@@ -112,7 +112,6 @@ FRAGMENTS = {
     "hosts.own_driver": "loaded by its entry point",
     "hosts.verl.config": "loaded by the name that verl's users give",
     "hosts.verl.plugin": "loaded by its entry point",
-    "hosts.verl.rollout_worker": "loaded by the name that verl's users give",
     "lm_head.fused_topk": _LONG,
     "packing.dynamic": _LONG,
     "refit.transports.peft": "users import its transport by this name",

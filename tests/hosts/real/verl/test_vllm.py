@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,18 @@ def environment() -> dict[str, str]:
     }
 
 
+def told(kind: str, model: Path, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """What `sent_to_vllm` has found."""
+    script = "tests.hosts.real.verl.sent_to_vllm"
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, "-m", script, kind, str(model), str(folder)]
+    ended = run_to_its_end(command, environment | alone, folder, LIMIT_S)
+    assert ended.code == 0, ended.said[-4000:]
+    (line,) = [each for each in ended.said.splitlines() if each.startswith("found ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("found "))
+    return found
+
+
 @pytest.mark.parametrize(("family", "tied"), [("qwen3_moe", False), ("qwen2", True)])
 def test_a_worker_computes_with_what_verl_has_sent_and_refuses_incomplete_sets(
     family: str,
@@ -46,18 +59,24 @@ def test_a_worker_computes_with_what_verl_has_sent_and_refuses_incomplete_sets(
     tmp_path: Path,
 ) -> None:
     model = checkpoint(family, hidden=128, layers=2, tied=tied)
-    script = "tests.hosts.real.verl.sent_to_vllm"
-    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [sys.executable, "-m", script, str(model), str(tmp_path)]
-    ended = run_to_its_end(command, environment | alone, tmp_path, LIMIT_S)
-    assert ended.code == 0, ended.said[-4000:]
-    (line,) = [each for each in ended.said.splitlines() if each.startswith("found ")]
-    found = json.loads(line.removeprefix("found "))
+    found = told("whole", model, tmp_path, environment)
     assert found["of no weights"] > 1e-2 and found["apart"] > 1e-2
     for name in ("first", "second", "after"):
         assert found[name] <= TOLERANCE, found
     assert found["incomplete"].startswith("RefitError: vLLM has loaded nothing into"), found
     assert found["unknown"], found
+
+
+def test_a_worker_computes_with_the_base_then_with_adapters_and_refuses_those_it_has_no_layer_for(
+    checkpoint: Callable[..., Path], environment: dict[str, str], tmp_path: Path
+) -> None:
+    model = checkpoint("qwen2", hidden=128, layers=2, tied=True)
+    found = told("adapters", model, tmp_path, environment)
+    assert found["of no weights"] > 1e-2 and found["apart"] > 1e-2
+    for name in ("base", "first", "second", "after"):
+        assert found[name] <= TOLERANCE, found
+    assert "has no layers for adapters of model.layers.0.self_attn.nothing" in found["unknown"]
+    assert "vLLM refuses the adapters, and has none now" in found["too large"]
 
 
 def test_rollouts_have_the_log_probabilities_of_the_engine_after_every_update(
