@@ -28,9 +28,29 @@ pytestmark = [
 ]
 
 
+ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ADAPTED = (
+    f"{MODEL}.lora.rank=8",
+    f"{MODEL}.lora.alpha=16",
+    "actor_rollout_ref.actor.optim.lr=5e-3",
+)
+OVERRIDES = {
+    "a server for each rank": (),
+    "adapters alone": (*ADAPTED, f"{MODEL}.lora.merge=False"),
+    "merged adapters": (*ADAPTED, f"{MODEL}.lora.merge=True"),
+    "a server of two workers": (
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+        f"++{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=mp",
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    return laptop.environment("cpu_vllm") | {
+    inherited = laptop.environment("cpu_vllm")
+    # Ray of its own, as a laptop starts it.
+    inherited.pop("RAY_ADDRESS", None)
+    return inherited | {
         "RAY_AUTH_MODE": "disabled",
         "HF_HUB_OFFLINE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -79,12 +99,20 @@ def test_a_worker_computes_with_the_base_then_with_adapters_and_refuses_those_it
     assert "vLLM refuses the adapters, and has none now" in found["too large"]
 
 
+@pytest.fixture(scope="module")
+def start(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which SFT has exported a model."""
+    output = tmp_path_factory.mktemp("laptop")
+    sft_start(output, environment)
+    return output
+
+
+@pytest.mark.parametrize("rollouts", OVERRIDES)
 def test_rollouts_have_the_log_probabilities_of_the_engine_after_every_update(
-    environment: dict[str, str], tmp_path: Path
+    rollouts: str, start: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    sft_start(tmp_path, environment)
-    environment.pop("RAY_ADDRESS", None)
-    found = run_grpo(tmp_path, environment, STEPS, "disable", *laptop.with_vllm())
+    overrides = (*laptop.with_vllm(), *OVERRIDES[rollouts], f"trainer.default_local_dir={tmp_path}")
+    found = run_grpo(start, environment, STEPS, "disable", *overrides)
     assert [each["step"] for each in found] == list(range(1, STEPS + 1))
     for step in found:
         assert step["training/rollout_probs_diff_max"] <= LOGPROB_TOLERANCE
