@@ -89,6 +89,11 @@ def _cost(plan: RefitPlan, ranks: int) -> Iterator[str]:
         f"{show_size(plan.round_bytes)} of the exchange + {show_size(bucket)} of a transport's "
         f"buffers + {show_size(plan.largest_bytes)} of the largest tensor"
     )
+    kept, exchanged = plan.snapshot_bytes, plan.in_rounds.round_bytes
+    yield (
+        f"detached: at most {show_size(kept + exchanged)} of host memory of each rank = "
+        f"{show_size(kept)} of what it sends + {show_size(exchanged)} of the exchange"
+    )
     largest = max(plan.tensors, key=lambda tensor: tensor.nbytes)
     yield f"largest tensor: {largest.name}, {show_size(largest.nbytes)}"
 
@@ -147,6 +152,10 @@ def _as_data(planned: PlannedRefit, tensors: bool) -> dict[str, Any]:
         "bucket_bytes": plan.bucket_bytes,
         "rounds": plan.rounds if plan.gathers else 0,
         "round_bytes": plan.round_bytes,
+        "detached": {
+            "snapshot_bytes": plan.snapshot_bytes,
+            "round_bytes": plan.in_rounds.round_bytes,
+        },
         "collectives": plan.collectives if plan.gathers else 0,
     }
     if tensors:

@@ -29,9 +29,11 @@ class BoundedProcessGroup:
         size: int,
         timeout_s: float,
         leave: Callable[[], None] = lambda: None,
+        *,
+        on_host: bool = False,
     ) -> None:
         """Meet the other `size - 1` processes through `store`; `name` must be new to it. `leave` is
-        called at `close`, when the store is no longer used.
+        called at `close`, when the store is no longer used. `on_host` exchanges host memory.
         """
         self.name, self.rank, self.size, self.calls = name, rank, size, 0
         self._store, self._leave = store, leave  # torch does not keep a store of Python's alive
@@ -39,7 +41,9 @@ class BoundedProcessGroup:
         self._group: Any = None
         if size > 1:
             self._group = self._bounded(
-                lambda: private_group(dist.PrefixStore(name, store), rank, size, timeout_s)
+                lambda: private_group(
+                    dist.PrefixStore(name, store), rank, size, timeout_s, on_host=on_host
+                )
             )
 
     def broadcast(self, memory: Tensor, source: int) -> PendingCollective:
@@ -114,13 +118,23 @@ class ProcessGroups:
 
     @classmethod
     def join(
-        cls, name: str, store: dist.Store, sizes: Topology, at: Coords, timeout_s: float
+        cls,
+        name: str,
+        store: dist.Store,
+        sizes: Topology,
+        at: Coords,
+        timeout_s: float,
+        *,
+        on_host: bool = False,
     ) -> ProcessGroups:
-        """Meet the other members of each; `name` must be new to the store."""
+        """Meet the other members of each; `name` must be new to the store. `on_host` is for weights
+        in host memory.
+        """
         of_experts = sizes.expert_coords(sizes.rank(at))
 
         def group(name_: str, rank: int, size: int) -> BoundedProcessGroup:
-            return BoundedProcessGroup(f"{name}/{name_}", store, rank, size, timeout_s)
+            whole_name = f"{name}/{name_}"
+            return BoundedProcessGroup(whole_name, store, rank, size, timeout_s, on_host=on_host)
 
         return cls(
             tp=group(f"tp/{at.pp}.{at.dp}.{at.cp}", at.tp, sizes.tp),
@@ -131,6 +145,10 @@ class ProcessGroups:
             ),
             pp=group(f"pp/{at.dp}.{at.cp}.{at.tp}", at.pp, sizes.pp),
         )
+
+    def of(self, experts: bool) -> BoundedProcessGroup:
+        """The ranks that hold experts between them, or all else."""
+        return self.experts if experts else self.tp
 
     @property
     def calls(self) -> int:

@@ -80,14 +80,16 @@ def new_group(ranks: Sequence[int], timeout_s: float) -> Any:
         return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
 
 
-def private_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+def private_group(
+    store: dist.Store, rank: int, size: int, timeout_s: float, *, on_host: bool = False
+) -> Any:
     """A private group of `size` processes that meet in `store`. It ends with the last reference to
-    it.
+    it. `on_host` makes one for host memory, where there are GPUs too.
 
     A collective that fails raises where it is waited for, with a timeout of at most `timeout_s`.
     NCCL's watchdog would see the same failure, and by default ends the process.
     """
-    if not is_accelerated():
+    if on_host or not is_accelerated():
         with sharing_gloo_devices():
             return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     options = dist.ProcessGroupNCCL.Options()

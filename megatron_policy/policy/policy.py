@@ -16,6 +16,7 @@ from megatron_policy.checkpoint.report import SaveReport
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.described import described
 from megatron_policy.config.parallel_sizes import Engine, engine_of
+from megatron_policy.errors import RefitError
 from megatron_policy.interfaces.engine import EngineBuilder
 from megatron_policy.interfaces.loss import LossFunction
 from megatron_policy.interfaces.metrics import MetricsWriter
@@ -118,7 +119,8 @@ class MegatronPolicy:
         self._scoring = PolicyScoring(self.config, self._session, self._batcher)
         self._monitoring = PolicyMonitoring(self.config, self._session, all_writers)
         self._exports = WeightExports(self._session, self._monitoring.metrics)
-        self.probing = EngineProbing(self.config, self._session, self._batcher)
+        settle = self._exports.finish_refit
+        self.probing = EngineProbing(self.config, self._session, self._batcher, settle)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         empty_steps = EmptySteps.of(self.config, self._engine.table.architecture)
         state = self._session.state
@@ -231,6 +233,8 @@ class MegatronPolicy:
     export_peft = delegate("_exports", WeightExports.export_peft)
     export = delegate("_exports", WeightExports.export)
     refit = delegate("_exports", WeightExports.refit)
+    begin_refit = delegate("_exports", WeightExports.begin_refit)
+    finish_refit = delegate("_exports", WeightExports.finish_refit)
     probe = delegate("probing", EngineProbing.probe)
     summary = delegate("_monitoring", PolicyMonitoring.summary)
     report = delegate("_monitoring", PolicyMonitoring.report)
@@ -287,12 +291,19 @@ class MegatronPolicy:
         return report
 
     def shutdown(self) -> None:
-        """Wait for a running save, close the writers, and leave the process groups; can be called
-        again.
+        """Wait for a running save and a refit under way, close the writers, and leave the process
+        groups; can be called again.
         """
-        with closing(self._session), closing(self._monitoring.metrics):
+        failure: RefitError | None = None
+        with closing(self._session), closing(self._monitoring.metrics), closing(self._exports):
+            try:
+                self.finish_refit()
+            except RefitError as error:  # on all ranks: they leave together all the same
+                failure = error
             self.finalize_async_save()
             self._checkpoints.leave()
+        if failure is not None:
+            raise failure
 
 
 def _default_engine(config: PolicyConfig) -> EngineBuilder:

@@ -33,8 +33,15 @@ class EngineProbing:
     methods are collective.
     """
 
-    def __init__(self, config: PolicyConfig, session: Session, batcher: Batcher) -> None:
-        self._session, self._longest = session, batcher.longest.tokens
+    def __init__(
+        self,
+        config: PolicyConfig,
+        session: Session,
+        batcher: Batcher,
+        settle: Callable[[], object],
+    ) -> None:
+        """`settle` waits for a refit under way, if there is one."""
+        self._session, self._longest, self._settle = session, batcher.longest.tokens, settle
         # As a reference scores: engines say log-probabilities of whole distributions.
         self._scorer = Scorer(session.engine, batcher, config.logprob_batch_size, lambda: True)
         self._disturbance: Disturbance | None = None
@@ -45,6 +52,7 @@ class EngineProbing:
         names the kind that is stale, as far as refits can find out. The policy stays as it is.
         """
         self._session.memory.ready("probe()")
+        self._settle()
         return run_probe(probe, self)
 
     def probe_facts(self, adapters: bool = False) -> ProbeFacts:

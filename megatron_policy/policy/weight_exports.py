@@ -11,6 +11,7 @@ from megatron_policy.memory.states import SEND_WEIGHTS
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.policy.session import Session
 from megatron_policy.refit.delivery import Transport, deliver
+from megatron_policy.refit.detached import DetachedRefits
 from megatron_policy.refit.exporter import stream_tensors
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.disk import (
@@ -28,6 +29,7 @@ class WeightExports:
 
     def __init__(self, session: Session, metrics: MetricsLog) -> None:
         self._session, self._metrics = session, metrics
+        self._detached = DetachedRefits()
 
     def export_hf(
         self,
@@ -73,11 +75,37 @@ class WeightExports:
         """Send the weights to an engine, merged with adapters if there are any, or the `adapters`
         alone, by PEFT's names; a transport sends one of them, always the same. Returns what this
         rank sent and how fast. RefitError, on every rank, if any rank's engine refused or did not
-        answer in time; the policy stays usable.
+        answer in time; the policy stays usable. One that `begin_refit` has begun is finished first.
         """
         self._session.memory.ready("refit()", SEND_WEIGHTS)
+        self.finish_refit()
         sent = deliver(
             self._session.exporter.select(adapters=adapters), transport, self._session.state.steps
         )
         self._metrics.sent(sent)
         return sent
+
+    def begin_refit(self, transport: Transport, *, adapters: bool = False) -> None:
+        """Begin a refit as `refit` does, of the weights as they are now, and return when they are
+        copied to host memory: training, and all else, may go on while engines receive. One that is
+        under way is finished first, as by `finish_refit`. `megatron-policy plan --refit` says the
+        memory. RefitError, on every rank, if one has not enough of it.
+        """
+        self._session.memory.ready("begin_refit()", SEND_WEIGHTS)
+        self.finish_refit()
+        exporter = self._session.exporter.select(adapters=adapters)
+        self._detached.begin(exporter, transport, self._session.state.steps)
+
+    def finish_refit(self) -> RefitManifest | None:
+        """Wait for the refit that `begin_refit` has begun; return what this rank sent and how fast,
+        or None if none is under way. RefitError, on every rank, if it has failed: the next `refit`,
+        `begin_refit`, `probe` or `shutdown` raises it if this is not called.
+        """
+        sent = self._detached.finish()
+        if sent is not None:
+            self._metrics.sent(sent)
+        return sent
+
+    def close(self) -> None:
+        """Leave the process groups of detached refits, after `finish_refit`."""
+        self._detached.close()

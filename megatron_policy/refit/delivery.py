@@ -66,7 +66,13 @@ def deliver(exporter: Exporter, transport: Transport, step: int) -> RefitManifes
     """
     began = time.perf_counter()
     exporter.begin()
-    plan = transport.plan(exporter)
+    return carry_out(exporter, transport, transport.plan(exporter), step, began)
+
+
+def carry_out(
+    exporter: Exporter, transport: Transport, plan: RefitPlan | None, step: int, began: float
+) -> RefitManifest:
+    """`deliver` what is planned, in an operation of the exporter's ranks that has begun."""
     delivery = _Delivery(transport, exporter, plan)
     try:
         if plan is not None:

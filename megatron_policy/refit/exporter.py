@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -16,14 +17,16 @@ from torch import Tensor
 from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
+from megatron_policy.device import synchronize
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import Adapters, TrainingEngine
+from megatron_policy.memory.pinned_pool import PinnedMemoryPool
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.manifest import ServedModel
 from megatron_policy.refit.plan import RefitPlan, RefitTensor
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.ranks import RefitRanks
-from megatron_policy.refit.rounds import make_rounds, stream_together
+from megatron_policy.refit.rounds import Kept, make_rounds, stream_together
 from megatron_policy.refit.sources import Filled, Place, Sources, stream_alone
 
 _KEPT_PLANS = 64
@@ -110,6 +113,7 @@ class Exporter:
         """What an engine has to set up for what is exported."""
         self._sources, self._model, self._alone = sources, model, alone
         self._plans: dict[object, RefitPlan] = {}
+        self._kept: Sequence[Kept] | None = None
 
     @property
     def probe(self) -> Tensor:
@@ -132,6 +136,29 @@ class Exporter:
                 "this policy has no adapters to hand over: set policy.megatron_cfg.peft"
             )
         return self._alone
+
+    def freeze(self, plan: RefitPlan | None, ranks: RefitRanks, pool: PinnedMemoryPool) -> Exporter:
+        """An exporter that streams this plan, with all exchanges in rounds, as the weights are now.
+        What this rank has for it is copied to the pool's memory, which it needs to the end; the
+        weights are then free to change or move. It shares nothing that changes with this one, and
+        takes part with these `ranks`: another thread can use it. None: this rank has no part in it.
+        """
+        frozen = copy(self)
+        frozen.ranks, frozen._plans = ranks, dict(self._plans)
+        frozen._sources = self._sources.apart()
+        if plan is None:
+            return frozen
+        groups = ranks.join_groups()
+        self._sources.restart()
+        frozen._kept = [
+            make_rounds(exchange, self._sources, groups.of(exchange.of_experts), groups.pp).keep(
+                pool
+            )
+            for exchange in plan.exchanges
+        ]
+        self._sources.restart()
+        synchronize()
+        return frozen
 
     def begin(self) -> None:
         """Begin an operation of all ranks; see `RefitRanks.begin`."""
@@ -177,7 +204,7 @@ class Exporter:
         ranks that gather together must iterate to the end, even those that place nothing.
         RefitError if one of them does not take part in time.
         """
-        if self.topology.world_size > 1:
+        if self.topology.world_size > 1 or self._kept is not None:
             return self.ranks.watch(self._exchange(plan, place))
         return chain.from_iterable(
             stream_alone(exchange, self._sources, place) for exchange in plan.exchanges
@@ -185,12 +212,13 @@ class Exporter:
 
     def _exchange(self, plan: RefitPlan, place: Place) -> Filled:
         groups = self.ranks.join_groups()
-        for exchange in plan.exchanges:
-            if exchange.gathers:
-                group = groups.experts if exchange.of_experts else groups.tp
+        for number, exchange in enumerate(plan.exchanges):
+            if exchange.gathers or exchange.in_rounds:
+                group = groups.of(exchange.of_experts)
+                kept = None if self._kept is None else self._kept[number]
                 # Nothing keeps the buffer of these rounds while the next exchange makes its own.
                 yield from stream_together(
-                    exchange, make_rounds(exchange, self._sources, group, groups.pp), place
+                    exchange, make_rounds(exchange, self._sources, group, groups.pp, kept), place
                 )
             else:
                 yield from stream_alone(exchange, self._sources, place)

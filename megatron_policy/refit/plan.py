@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -95,7 +95,7 @@ class Exchange:
     ranks each have another part of every item; otherwise `owners` is the number of those that have
     different items. `stages` are the pipeline stages that take part. Each round exchanges the next
     `chunk` bytes of all streams: over the stages, and then over the shards and from their owner to
-    all.
+    all. `in_rounds` is whether a rank that holds everything makes rounds of its stream too.
     """
 
     items: tuple[Item, ...]
@@ -105,6 +105,7 @@ class Exchange:
     owners: int = 1
     sharing: int = 1
     of_experts: bool = False
+    in_rounds: bool = False
 
     @property
     def split(self) -> int:
@@ -126,7 +127,7 @@ class Exchange:
         """Exchanges over each kind of group: stream bytes divided by bucket bytes, rounded up."""
         most = int(self.bucket_bytes * _ROUNDING) // self.shards
         most -= most % STREAM_ALIGNMENT
-        return -(-self._stream_bytes // most) if self.gathers else 0
+        return -(-self._stream_bytes // most) if self.gathers or self.in_rounds else 0
 
     @cached_property
     def chunk(self) -> int:
@@ -136,7 +137,7 @@ class Exchange:
     @property
     def round_bytes(self) -> int:
         """Bytes of the buffer that rounds use; 0 if there are none."""
-        return self.shards * self.chunk if self.gathers else 0
+        return self.shards * self.chunk if self.rounds else 0
 
     @property
     def collectives(self) -> int:
@@ -169,6 +170,26 @@ class Exchange:
                     found[-1] = found[-1]._replace(end=begin)
                 found.append(Part(*source, begin, self.chunk))
         return found
+
+    def own_range(self, number: int, stage: int, owner: int) -> tuple[int, int]:
+        """The bytes (begin, end) of a round's chunk that ranks of that stage, with the experts of
+        that owner, have something for; they are together, as the items are in this order.
+        """
+        own = [
+            (item, first, end)
+            for item, first, end in self.in_round(number)
+            if item.tensor.stage == stage and (self.owners == 1 or item.owner == owner)
+        ]
+        if not own:
+            return 0, 0
+        (low, first, _), (high, _, end) = own[0], own[-1]
+        begin = low.start + first * low.sent_dtype.itemsize - number * self.chunk
+        return begin, high.start + end * high.sent_dtype.itemsize - number * self.chunk
+
+    def stream_bytes(self, stage: int, owner: int) -> int:
+        """Bytes of the streams of those ranks."""
+        ranges = (self.own_range(number, stage, owner) for number in range(self.rounds))
+        return sum(end - begin for begin, end in ranges)
 
     @cached_property
     def _round_bounds(self) -> tuple[tuple[int, int], ...]:
@@ -213,6 +234,24 @@ class RefitPlan:
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @cached_property
+    def in_rounds(self) -> RefitPlan:
+        """The same, with rounds also where nothing is exchanged: for weights that are kept as the
+        streams of their ranks.
+        """
+        return replace(self, exchanges=tuple(replace(e, in_rounds=True) for e in self.exchanges))
+
+    @cached_property
+    def snapshot_bytes(self) -> int:
+        """Host memory of a detached refit: the largest stream of any rank."""
+        exchanges = self.in_rounds.exchanges
+        owners = max((exchange.owners for exchange in exchanges), default=1)
+        return max(
+            sum(exchange.stream_bytes(stage, owner) for exchange in exchanges)
+            for stage in self.stages
+            for owner in range(owners)
+        )
 
     @property
     def gathers(self) -> bool:

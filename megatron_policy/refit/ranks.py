@@ -23,7 +23,10 @@ class RefitRanks:
     them fails, all ranks abandon the groups and make new ones for the next refit.
     """
 
-    def __init__(self, topology: Topology, coords: Coords, timeout_s: float) -> None:
+    def __init__(
+        self, topology: Topology, coords: Coords, timeout_s: float, *, on_host: bool = False
+    ) -> None:
+        """`on_host` is for weights in host memory."""
         self.topology, self.coords, self.timeout_s = topology, coords, timeout_s
         self.rank = topology.rank(coords)
         store = dist.distributed_c10d._get_default_store()
@@ -31,12 +34,18 @@ class RefitRanks:
         self._coordinator = Coordinator(REFITS, store, self.rank, size, timeout_s)
         self._operation = self._coordinator.begin()
         self._groups: ProcessGroups | None = None
-        self._calls = 0
+        self._calls, self._on_host = 0, on_host
 
     @property
     def calls(self) -> int:
         """Number of collective calls by this rank so far."""
         return self._calls + (self._groups.calls if self._groups else 0)
+
+    def apart(self) -> RefitRanks:
+        """The same ranks, with operations and groups of their own, for weights in host memory: what
+        one thread does with them meets nothing of what another does with these. Collective.
+        """
+        return RefitRanks(self.topology, self.coords, self.timeout_s, on_host=True)
 
     def begin(self) -> None:
         """Begin an operation of all ranks, which count them alike: one that comes late to an
@@ -83,7 +92,12 @@ class RefitRanks:
             name = f"{coordinator.root}/{operation.number}"
             self._groups = operation.call(
                 lambda: ProcessGroups.join(
-                    name, coordinator.store, self.topology, self.coords, self.timeout_s
+                    name,
+                    coordinator.store,
+                    self.topology,
+                    self.coords,
+                    self.timeout_s,
+                    on_host=self._on_host,
                 )
             )
         return self._groups

@@ -7,19 +7,23 @@ last tensors are consumed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
 from megatron_policy.converters.rows.regions import Region
 from megatron_policy.converters.table import Entry
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
-from megatron_policy.refit.buffers import Buffer, BufferSlice
+from megatron_policy.memory.pinned_pool import PinnedMemoryPool, PoolSlice, page_locked
+from megatron_policy.refit.buffers import Buffer, BufferSlice, align
 from megatron_policy.refit.plan import Exchange, Item, Part
 from megatron_policy.refit.sources import Filled, Place, Sources
 from megatron_policy.weights.geometry import Segment, overlaps, segments
 
 Pending = Sequence[PendingCollective]
+
+Kept = Sequence[tuple[int, PoolSlice]]
+"""Of each round, what a rank has for it, and the byte of its chunk at which that begins."""
 
 
 def stream_together(exchange: Exchange, rounds: Rounds, place: Place) -> Filled:
@@ -53,11 +57,30 @@ class Rounds:
         sources: Sources,
         group: BoundedProcessGroup,
         pp: BoundedProcessGroup,
+        kept: Kept | None = None,
     ) -> None:
+        """With `kept`, what `keep` has returned, this rank sends that, from host memory."""
         self._exchange, self._sources, self._group, self._pp = exchange, sources, group, pp
-        self._buffer = Buffer.on(sources.probe.device, exchange.shards * exchange.chunk)
+        self._kept, nbytes = kept, align(exchange.shards * exchange.chunk)
+        self._buffer = (
+            Buffer.on(sources.probe.device, nbytes) if kept is None else Buffer(page_locked(nbytes))
+        )
         self._several = len(exchange.stages) > 1
         self._own = group.rank % exchange.shards
+
+    def keep(self, pool: PinnedMemoryPool) -> Kept:
+        """Copies of what this rank has for each round, in the pool's memory. On a GPU they are
+        complete when it has finished what is queued.
+        """
+        kept, part = [], self._part(self._own)
+        for number in range(self._exchange.rounds):
+            begin, end = self._exchange.own_range(number, self._pp.rank, self._owner)
+            pieces = pool.take(end - begin)
+            self._pack_own(number)
+            for piece, own in zip(pieces, _cut(part[begin:end], pieces), strict=True):
+                piece.copy_(own, non_blocking=True)
+            kept.append((begin, pieces))
+        return kept
 
     def start(self, number: int) -> Pending:
         """Pack this rank's elements of a round into its part, and start the exchange."""
@@ -89,9 +112,19 @@ class Rounds:
                 into.copy_(_piece(sent, place, hf))
 
     def _pack_own(self, number: int) -> None:
+        if self._kept is not None:
+            begin, pieces = self._kept[number]
+            for piece, own in zip(pieces, _cut(self._part(self._own)[begin:], pieces), strict=True):
+                own.copy_(piece)
+            return
         for item, begin, end in self._exchange.in_round(number):
             if self._has(item):
                 self._pack(item, begin, end)
+
+    @property
+    def _owner(self) -> int:
+        """Which of the owners of experts this rank is."""
+        return 0
 
     def _has(self, item: Item) -> bool:
         return not self._several or item.tensor.stage == self._pp.rank
@@ -168,11 +201,23 @@ class OwnerRounds(Rounds):
 
 
 def make_rounds(
-    exchange: Exchange, sources: Sources, group: BoundedProcessGroup, pp: BoundedProcessGroup
+    exchange: Exchange,
+    sources: Sources,
+    group: BoundedProcessGroup,
+    pp: BoundedProcessGroup,
+    kept: Kept | None = None,
 ) -> Rounds:
     """The rounds of an exchange over the ranks that hold its items between them."""
     kind = OwnerRounds if exchange.owners > 1 else Rounds
-    return kind(exchange, sources, group, pp)
+    return kind(exchange, sources, group, pp, kept)
+
+
+def _cut(memory: Tensor, pieces: PoolSlice) -> Iterator[Tensor]:
+    """Consecutive parts of the memory, as long as the pieces."""
+    start = 0
+    for piece in pieces:
+        yield memory[start : start + piece.numel()]
+        start += piece.numel()
 
 
 def _wait(under_way: Pending) -> None:

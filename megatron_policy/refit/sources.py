@@ -5,6 +5,7 @@ holds whole; `rounds.py` has the stream of the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from ctypes import memmove
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,12 @@ class Sources:
         if key not in self._views:
             self._views[key] = _region(self._held[entry.megatron].detach(), region)
         return self._views[key]
+
+    def apart(self) -> Sources:
+        """The same parameters with nothing computed, for another thread, which reads none."""
+        other = copy(self)
+        other._merged, other._views, other._copies = None, {}, {}
+        return other
 
     def restart(self) -> None:
         """Forget what was merged: the adapters may have changed."""

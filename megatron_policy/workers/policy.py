@@ -158,6 +158,8 @@ class Policy(ColocatablePolicyInterface):
     offload_to_cpu = delegate("_batches", BatchDriver.offload_to_cpu)
     get_free_memory_bytes = delegate("_batches", BatchDriver.get_free_memory_bytes)
     refit = delegate("_refits", RefitDriver.refit)
+    begin_refit = delegate("_refits", RefitDriver.begin_refit)
+    finish_refit = delegate("_refits", RefitDriver.finish_refit)
     probe = delegate("_refits", RefitDriver.probe)
     prepare_refit_info = delegate("_refits", RefitDriver.prepare_refit_info)
     prepare_info_for_collective = delegate("_refits", RefitDriver.prepare_info_for_collective)
@@ -185,12 +187,15 @@ class Policy(ColocatablePolicyInterface):
     profile = delegate("_records", RecordingDriver.profile)
 
     def shutdown(self) -> bool:
-        """End all workers once a running save is complete; return whether their processes are gone.
-        Can be called again. If that save fails, or a worker dies during it, raise CheckpointError
-        or WorkerError; the workers are ended anyway.
+        """End all workers once a running save and a refit under way are complete; return whether
+        their processes are gone. Can be called again. If one of them fails, or a worker dies during
+        it, raise CheckpointError, RefitError or WorkerError; the workers are ended anyway.
         """
         try:
-            self._records.close()
+            try:
+                self._refits.close()
+            finally:
+                self._records.close()
         finally:
             gone = self._workers.shutdown()
         return gone

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,21 +27,48 @@ class RefitDriver:
 
     def __init__(self, workers: WorkerGroup, metrics: MetricsLog) -> None:
         self._workers, self._metrics, self._secret = workers, metrics, new_secret()
+        self._begun = False
 
     def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:
         """Send the weights, or the `adapters` alone, as `MegatronPolicy.refit` does on each worker;
         returns what all of them have sent. For a group that engines joined, call
         `broadcast_weights_for_collective`.
         """
-        if isinstance(transport, CollectiveTransport):
-            raise ConfigError(
-                "a group's transport cannot be sent to the workers: call init_collective and "
-                "broadcast_weights_for_collective"
-            )
+        _refuse_groups(transport)
+        self.finish_refit()
         sent = self._workers.run_all("refit", transport=transport, adapters=adapters)
+        return self._join(sent)
+
+    def begin_refit(self, transport: Transport, *, adapters: bool = False) -> None:
+        """Begin a refit of the weights as they are now, as `MegatronPolicy.begin_refit` does on
+        each worker, and return when they are copied to host memory. For a group that engines
+        joined, call `broadcast_weights_for_collective(detached=True)`.
+        """
+        _refuse_groups(transport)
+        self.finish_refit()
+        self._workers.run_all("begin_refit", transport=transport, adapters=adapters)
+        self._begun = True
+
+    def finish_refit(self) -> RefitManifest | None:
+        """Wait for the refit that was begun; return what all workers have sent, or None if none is
+        under way. RefitError if it has failed.
+        """
+        if not self._begun:
+            return None
+        self._begun = False
+        sent = self._workers.run_all("finish_refit")
+        return None if None in sent else self._join(sent)  # another call may have waited for it
+
+    def close(self) -> None:
+        """Wait for the refit that was begun, if the workers still answer."""
+        if self._workers.usable:
+            self.finish_refit()
+
+    def _join(self, sent: Sequence[RefitManifest]) -> RefitManifest:
+        """What all workers have sent together, recorded."""
         tensors = {name: each for manifest in sent for name, each in manifest.tensors.items()}
         slowest = max(manifest.seconds for manifest in sent)
-        whole: RefitManifest = replace(sent[0], tensors=tensors, seconds=slowest)
+        whole = replace(sent[0], tensors=tensors, seconds=slowest)
         self._metrics.sent(whole)
         return whole
 
@@ -49,6 +76,7 @@ class RefitDriver:
         """Compare what an engine computes with what the workers do, as `MegatronPolicy.probe`;
         everything that `probe` calls is called here.
         """
+        self.finish_refit()
         return run_probe(probe, _ProbedWorkers(self._workers))
 
     def prepare_refit_info(self, with_numel: bool = False, *, adapters: bool = False) -> RefitInfo:
@@ -142,17 +170,22 @@ class RefitDriver:
         num_buffers: int | None = None,
         *,
         adapters: bool = False,
+        detached: bool = False,
     ) -> list[Any]:
         """Start sending all weights, or the `adapters` alone, to the engines that joined; return
         Ray's futures of each worker's bytes, seconds and rate (`RefitManifest.speed`), which raise
-        RefitError if one refuses.
+        RefitError if one refuses. With `detached` they are there, without a value, when the weights
+        are copied to host memory: see `begin_refit`.
         """
+        self.finish_refit()
+        self._begun = detached
         return self._workers.futures(
             "broadcast_weights_for_collective",
             kv_scales=kv_scales,
             buffer_size_bytes=buffer_size_bytes,
             num_buffers=num_buffers,
             adapters=adapters,
+            detached=detached,
         )
 
 
@@ -185,6 +218,14 @@ class _ProbedWorkers:
 
     def together(self, hand_over: Callable[[], T]) -> T:
         return hand_over()
+
+
+def _refuse_groups(transport: Transport) -> None:
+    if isinstance(transport, CollectiveTransport):
+        raise ConfigError(
+            "a group's transport cannot be sent to the workers: call init_collective and "
+            "broadcast_weights_for_collective"
+        )
 
 
 def unite(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -91,6 +91,7 @@ class EngineRefits:
         from megatron_policy.refit.transports.ipc.handles import IpcHandles
 
         self.policy.memory.ready("get_weights_ipc_handles()", SEND_WEIGHTS)
+        self.policy.finish_refit()
         if self._handles is None:
             self._handles = IpcHandles(self.policy.exporter)
         return self._handles.weights(tuple(keys), self.policy.steps, adapters=adapters)
@@ -122,6 +123,7 @@ class EngineRefits:
         from megatron_policy.refit.transports.collective.transport import Collective
 
         refuse_unknown("init_collective", options)
+        self.policy.finish_refit()
         self._leave()
         self._collective = Collective.join(
             self.policy.exporter, ip, port, world_size, train_world_size, secret=secret
@@ -139,17 +141,22 @@ class EngineRefits:
         buffer_size_bytes: int | None = None,
         num_buffers: int | None = None,
         adapters: bool = False,
+        detached: bool = False,
     ) -> dict[str, float] | None:
         """Send all weights, or the `adapters` alone, to the engines that joined, at most
         `buffer_size_bytes` per broadcast; returns when all have accepted, with
         `RefitManifest.speed`. `num_buffers` is the host's and has no effect: the next chunk is
-        gathered while one is being sent.
+        gathered while one is being sent. `detached` only begins it, as `begin_refit` does, and
+        returns None.
         """
         refuse_scales(kv_scales)
         if self._collective is None:
             raise RefitError("no engine has joined: call init_collective first")
-        sent = self.policy.refit(self._collective.transport(buffer_size_bytes), adapters=adapters)
-        return sent.speed
+        transport = self._collective.transport(buffer_size_bytes)
+        if detached:
+            self.policy.begin_refit(transport, adapters=adapters)
+            return None
+        return self.policy.refit(transport, adapters=adapters).speed
 
     def release_handles(self) -> None:
         """Free the memory of `get_weights_ipc_handles`."""

@@ -138,6 +138,8 @@ class MegatronPolicyWorkerImpl:
     export_hf = delegate("policy", MegatronPolicy.export_hf)
     export_peft = delegate("policy", MegatronPolicy.export_peft)
     refit = delegate("policy", MegatronPolicy.refit)
+    begin_refit = delegate("policy", MegatronPolicy.begin_refit)
+    finish_refit = delegate("policy", MegatronPolicy.finish_refit)
     probe = delegate("policy", MegatronPolicy.probe)
     probe_facts = delegate("policy.probing", EngineProbing.probe_facts)
     probe_logprobs = delegate("policy.probing", EngineProbing.probe_logprobs)
@@ -301,9 +303,14 @@ class MegatronPolicyWorkerImpl:
             parameter.add_(noise.to(parameter))
 
     def shutdown(self) -> bool:
-        """Complete a running save and leave the process groups; the process ends with its actor."""
-        self.refits.close()
-        self.policy.shutdown()
+        """Complete a running save and a refit under way, and leave the process groups; the process
+        ends with its actor.
+        """
+        try:
+            self.policy.finish_refit()
+        finally:
+            self.refits.close()
+            self.policy.shutdown()
         return True
 
 

@@ -22,11 +22,12 @@ from megatron_policy.converters.rows import fill_shard
 from megatron_policy.converters.table import bind
 from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.memory.pinned_pool import PinnedMemoryPool
 from megatron_policy.parallel.topology import LayerSplit, Placement, Topology
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.plan import RefitPlan, RefitTensor, pack_tensors
 from megatron_policy.refit.planning import RefitModel, plan_refit
-from megatron_policy.refit.rounds import make_rounds, stream_together
+from megatron_policy.refit.rounds import Kept, make_rounds, stream_together
 from megatron_policy.refit.sources import Sources, stream_alone
 from tests.families import SAMPLES
 
@@ -104,10 +105,13 @@ class Channel:
 
 
 def together(
-    plan: RefitPlan, model: RefitModel, tensors: dict[str, torch.Tensor]
+    plan: RefitPlan, model: RefitModel, tensors: dict[str, torch.Tensor], *, detached: bool = False
 ) -> list[dict[str, torch.Tensor]]:
-    """What every rank of the topology receives; each runs in a thread of its own."""
-    grid = model.topology
+    """What every rank of the topology receives; each runs in a thread of its own. Of a `detached`
+    refit parameters are gone before anything is exchanged.
+    """
+    grid, taken = model.topology, [0] * model.topology.world_size
+    plan = plan.in_rounds if detached else plan
     channels: dict[object, Channel] = {}
     lock = threading.Lock()
 
@@ -128,11 +132,21 @@ def together(
         def place(tensor: RefitTensor) -> BufferSlice:
             return BufferSlice(Buffer.on(torch.device("cpu"), tensor.nbytes), 0)
 
-        for exchange in plan.exchanges:
+        kept: list[Kept | None] = [None] * len(plan.exchanges)
+        if detached:
+            pool = PinnedMemoryPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), 1 << 14)
+            for number, exchange in enumerate(plan.exchanges):
+                group = of_experts if exchange.of_experts else tp
+                own = make_rounds(exchange, sources, group, pp).keep(pool)
+                taken[rank] += sum(piece.numel() for _, pieces in own for piece in pieces)
+                kept[number] = own
+            for parameter in sources._held.values():
+                parameter.fill_(torch.nan)
+        for exchange, own in zip(plan.exchanges, kept, strict=True):
             group = of_experts if exchange.of_experts else tp
             stream = (
-                stream_together(exchange, make_rounds(exchange, sources, group, pp), place)
-                if exchange.gathers
+                stream_together(exchange, make_rounds(exchange, sources, group, pp, own), place)
+                if exchange.rounds
                 else stream_alone(exchange, sources, place)
             )
             for tensor, target in stream:
@@ -143,8 +157,10 @@ def together(
         assert tp.calls + pp.calls + of_experts.calls <= plan.collectives
         return found
 
-    with ThreadPoolExecutor(grid.world_size) as pool:
-        return list(pool.map(received, range(grid.world_size)))
+    with ThreadPoolExecutor(grid.world_size) as threads:
+        found = list(threads.map(received, range(grid.world_size)))
+    assert not detached or max(taken) == plan.snapshot_bytes
+    return found
 
 
 @pytest.mark.dear
@@ -163,10 +179,11 @@ def test_shards_become_the_tensors_again_however_their_streams_are_cut(
 
 
 def assert_received(plan: RefitPlan, model: RefitModel, expected: dict[str, torch.Tensor]) -> None:
-    for found in together(plan, model, expected):
-        assert set(found) == set(expected) - set(model.table.ignored)
-        for name, tensor in found.items():
-            assert torch.equal(tensor, expected[name]), name
+    for detached in (False, True):
+        for found in together(plan, model, expected, detached=detached):
+            assert set(found) == set(expected) - set(model.table.ignored)
+            for name, tensor in found.items():
+                assert torch.equal(tensor, expected[name]), name
 
 
 # Experts one tensor each; stacked in one tensor, with biases; one tensor each beside shared ones.

@@ -1,0 +1,110 @@
+"""Refits that go on while the policy trains: what this rank sends is copied to host memory, and a
+thread delivers it from there.
+
+Every rank copies what it would send, its own stream, before `begin` returns. Gathering and delivery
+are those of any refit, and run in a thread of each rank. They meet nothing of what the policy does
+meanwhile: they read the copy, and have operations and process groups of their own. Two threads in
+one group would mix their collectives. On GPUs these groups exchange host memory (gloo, not NCCL):
+kernels of two NCCL groups, started in another order on each rank, can wait for each other for
+ever, and where tensor parallelism has kernels start in the order of their launches they would. A
+broadcast to engines is no such wait: they read it whatever the policy computes.
+
+To gather at once and only deliver later would need no other groups, but the memory of the whole
+model on every rank that sends, in place of a share on each.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from megatron_policy.coordination.operation import REFITS
+from megatron_policy.device import on_side_stream, queued
+from megatron_policy.errors import RefitError
+from megatron_policy.memory.pinned_pool import PinnedMemoryPool
+from megatron_policy.refit.delivery import Transport, carry_out
+from megatron_policy.refit.exporter import Exporter
+from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.ranks import RefitRanks
+
+_log = logging.getLogger(__name__)
+
+
+class DetachedRefits:
+    """One rank's end of detached refits, of which one at most is under way. The host memory is kept
+    for the next one.
+    """
+
+    def __init__(self) -> None:
+        self._pool = PinnedMemoryPool()
+        self._ranks: RefitRanks | None = None
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._sent: RefitManifest | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is kept, in whole blocks of the pool."""
+        return self._pool.nbytes
+
+    def begin(self, exporter: Exporter, transport: Transport, step: int) -> None:
+        """Begin to send what the exporter exports, as it is after `step` optimizer steps. When it
+        returns, the weights can change or move.
+
+        Collective, after `finish`. RefitError on all ranks if one has no memory for its copy.
+        """
+        assert self._thread is None, "one is under way"
+        began, plan = time.perf_counter(), transport.plan(exporter)
+        planned = None if plan is None else plan.in_rounds
+        if self._ranks is None:
+            self._ranks = exporter.ranks.apart()
+        self._pool.reset()
+        frozen, failure = exporter, None
+        self._ranks.begin()
+        try:
+            frozen = exporter.freeze(planned, self._ranks, self._pool)
+        except Exception as error:
+            failure = error
+        self._ranks.agree(failure)
+        frozen.begin()
+        point = queued()
+
+        def send() -> RefitManifest:
+            with on_side_stream(point):
+                return carry_out(frozen, transport, planned, step, began)
+
+        self._step = step
+        # A process that fails must not wait for an engine before it ends.
+        self._thread = threading.Thread(
+            target=self._run, args=(send,), name="detached-refit", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> RefitManifest | None:
+        """Wait for the refit under way; return what this rank has sent. RefitError, on every rank,
+        if it has failed. None if none is under way.
+        """
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        (sent, failure), self._sent, self._failure = (self._sent, self._failure), None, None
+        if failure is not None:
+            raise RefitError(f"the refit of step {self._step} has failed: {failure}") from failure
+        return sent
+
+    def close(self) -> None:
+        """Leave the process groups, after `finish`."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _run(self, send: Callable[[], RefitManifest]) -> None:
+        try:
+            self._sent = send()
+        except Exception as error:
+            self._failure = REFITS.wrap(error)
+            # Logged too, as the process may end before anyone asks.
+            _log.error("the refit of step %d beside training has failed: %s", self._step, error)
