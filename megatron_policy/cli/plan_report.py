@@ -52,7 +52,11 @@ def _as_data(plan: StepPlan, base: Mapping[str, Any] | None) -> dict[str, Any]:
         "microbatches": plan.schedule.microbatches,
         "stages": list(_stages(plan)),
         "refit_bytes": plan.refit_bytes,
-        "host": {"reference_bytes": plan.reference_bytes, "staging_bytes": plan.staging_bytes},
+        "host": {
+            "reference_bytes": plan.reference_bytes,
+            "staging_bytes": plan.staging_bytes,
+            "snapshot_bytes": plan.snapshot_bytes,
+        },
         "model_flops": time.model_flops,
         "seconds": {
             "overlapped": time.overlapped,
@@ -99,7 +103,8 @@ def lines(plan: StepPlan, device: str) -> Iterator[str]:
     yield f"a refit: {show_gib(plan.refit_bytes)} of buffers on each rank, beside its states"
     yield (
         f"host memory of a rank: {show_gib(plan.reference_bytes)} for a reference policy, "
-        f"{show_gib(plan.staging_bytes)} for a save in the background"
+        f"{show_gib(plan.staging_bytes)} for a save in the background, "
+        f"{show_gib(plan.snapshot_bytes)} for a refit beside training"
     )
     yield from _time_lines(plan)
 

@@ -134,6 +134,15 @@ class StepPlan:
         return exchanged + bucket + largest
 
     @property
+    def snapshot_bytes(self) -> int:
+        """Host memory of what a rank sends in a detached refit, at most: what it shares with others
+        is counted whole.
+        """
+        width = Precisions.of(self.config).parameter
+        sent = min(width, WIDTHS[self.config.refit_dtype or self.config.precision])
+        return max(stage.states.parameters for stage in self.stages) * sent // width
+
+    @property
     def staging_bytes(self) -> int:
         """Host memory of a checkpoint that is saved in the background, on the fullest rank."""
         megatron = self.config.megatron_cfg

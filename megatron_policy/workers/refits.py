@@ -152,11 +152,12 @@ class EngineRefits:
         refuse_scales(kv_scales)
         if self._collective is None:
             raise RefitError("no engine has joined: call init_collective first")
-        transport = self._collective.transport(buffer_size_bytes)
         if detached:
+            transport = self._collective.transport(buffer_size_bytes)
             self.policy.begin_refit(transport, adapters=adapters)
             return None
-        return self.policy.refit(transport, adapters=adapters).speed
+        sent = self.policy.refit(self._collective.transport(buffer_size_bytes), adapters=adapters)
+        return sent.speed
 
     def release_handles(self) -> None:
         """Free the memory of `get_weights_ipc_handles`."""

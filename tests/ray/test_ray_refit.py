@@ -4,6 +4,7 @@ weights, and of adapters alone.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -209,6 +210,73 @@ def test_the_call_of_one_rank_sends_adapters_too(policy: Policy, tmp_path: Path)
     assert published.model == manifest.model
     on_disk.receiver.receive_directory(tmp_path / "peft")
     on_disk.check(expected, adapters=True)
+
+
+class HeldUp(Engine):
+    """Takes every pack as it comes, and waits before the first."""
+
+    def __init__(self, info: dict[str, Any]) -> None:
+        super().__init__()
+        self.receiver = Receiver(self._load, expected=info, timeout_s=WAIT_S, staged=False)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        self.begun.set()
+        assert self.go_on.wait(WAIT_S)
+        self.weights |= {name: tensor.clone() for name, tensor in weights}
+
+
+def test_a_refit_goes_on_while_the_driver_trains(policy: Policy, tmp_path: Path) -> None:
+    expected = exported(policy, tmp_path / "export", adapters=False)
+    info, address = policy.prepare_refit_info(), f"ipc://{tmp_path}/engine.sock"
+    engine = HeldUp(info)
+    with ThreadPoolExecutor(1) as threads:
+        received = threads.submit(engine.receiver.receive_ipc_stream, address)
+        policy.begin_refit(IpcStream(address, BUFFERS[False]))
+        assert engine.begun.wait(WAIT_S)
+        policy.train(batch(rows=GBS), TokenNLL())
+        engine.go_on.set()
+        manifest = policy.finish_refit()
+        assert received.result() == manifest and policy.finish_refit() is None
+    assert manifest is not None and manifest.bytes_per_second > 0
+    engine.check(expected, adapters=False)
+
+    moved = exported(policy, tmp_path / "moved", adapters=False)
+    engine = HeldUp(info)
+    with reserved_port() as port, ThreadPoolExecutor(1) as threads:
+        ray.get(policy.init_collective("127.0.0.1", port, 2))
+        secret = policy.get_refit_secret()
+        group = join_collective("127.0.0.1", port, 1, 2, None, WAIT_S, secret=secret)
+        received = threads.submit(engine.receiver.receive_collective, group)
+        begun = policy.broadcast_weights_for_collective(
+            buffer_size_bytes=BUFFERS[False], detached=True
+        )
+        assert ray.get(begun) == [None, None] and engine.begun.wait(WAIT_S)
+        policy.train(batch(rows=GBS), TokenNLL())
+        engine.go_on.set()
+        assert policy.finish_refit() == received.result()
+        group.close()
+    engine.check(moved, adapters=False)
+
+
+def test_a_refit_beside_training_that_fails_is_raised_by_the_next_one(
+    policy: Policy, tmp_path: Path
+) -> None:
+    address, wrong = f"ipc://{tmp_path}/engine.sock", policy.prepare_refit_info()
+    wrong[next(iter(wrong))] = ((1, 2), torch.float32)
+    refusing, engine = Engine(wrong), Engine()
+    with ThreadPoolExecutor(1) as threads:
+        received = threads.submit(refusing.receiver.receive_ipc_stream, address)
+        policy.begin_refit(IpcStream(address))
+        policy.train(batch(rows=GBS), TokenNLL())
+        with pytest.raises(RefitError, match=r"the refit of step \d+ has failed: rank 0"):
+            policy.refit(IpcStream(address))
+        with pytest.raises(RefitError):
+            received.result()
+        received = threads.submit(engine.receiver.receive_ipc_stream, address)
+        assert policy.refit(IpcStream(address)) == received.result()
+    with pytest.raises(ConfigError, match="broadcast_weights_for_collective"):
+        policy.begin_refit(Collective(False, None, "secret").transport())
 
 
 def test_a_refusal_reaches_the_driver_and_the_policy_goes_on(

@@ -143,6 +143,7 @@ def test_buffers_of_a_refit_are_those_of_its_plan(name: str) -> None:
     sent = plan_refit(RefitModel(table, plan.split, dtypes, torch.bfloat16, plan.topology))
     needed = sent.round_bytes + min(sent.bucket_bytes, sent.total_bytes) + sent.largest_bytes
     assert plan.refit_bytes == pytest.approx(needed, rel=0.02)
+    assert 0.8 * plan.snapshot_bytes < sent.snapshot_bytes <= plan.snapshot_bytes
 
 
 @pytest.mark.parametrize("name", [*MODELS, STACKED])

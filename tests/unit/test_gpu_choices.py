@@ -73,6 +73,21 @@ def test_no_watchdog_ends_the_process_before_a_wait_of_a_private_group_raises(
     assert os.environ.get(WATCHDOG) == before
 
 
+def test_host_memory_is_exchanged_by_gloo_where_there_are_gpus_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[int, int]] = []
+
+    def gloo(store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        made.append((rank, size))
+
+    monkeypatch.setattr(process_groups, "is_accelerated", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupGloo", gloo)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", None, raising=False)
+    process_groups.private_group(dist.HashStore(), 1, 2, 10.0, on_host=True)
+    assert made == [(1, 2)]
+
+
 def on_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
     taken: list[int] = []
     monkeypatch.setattr(device, "is_accelerated", lambda: True)
