@@ -16,7 +16,6 @@ from megatron_policy.checkpoint.report import SaveReport
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.described import described
 from megatron_policy.config.parallel_sizes import Engine, engine_of
-from megatron_policy.errors import RefitError
 from megatron_policy.interfaces.engine import EngineBuilder
 from megatron_policy.interfaces.loss import LossFunction
 from megatron_policy.interfaces.metrics import MetricsWriter
@@ -119,8 +118,7 @@ class MegatronPolicy:
         self._scoring = PolicyScoring(self.config, self._session, self._batcher)
         self._monitoring = PolicyMonitoring(self.config, self._session, all_writers)
         self._exports = WeightExports(self._session, self._monitoring.metrics)
-        settle = self._exports.finish_refit
-        self.probing = EngineProbing(self.config, self._session, self._batcher, settle)
+        self.probing = EngineProbing(self.config, self._session, self._batcher, self._exports)
         self.exporter, self.memory = self._session.exporter, self._session.memory
         empty_steps = EmptySteps.of(self.config, self._engine.table.architecture)
         state = self._session.state
@@ -294,16 +292,9 @@ class MegatronPolicy:
         """Wait for a running save and a refit under way, close the writers, and leave the process
         groups; can be called again.
         """
-        failure: RefitError | None = None
-        with closing(self._session), closing(self._monitoring.metrics), closing(self._exports):
-            try:
-                self.finish_refit()
-            except RefitError as error:  # on all ranks: they leave together all the same
-                failure = error
+        with closing(self._session), closing(self._monitoring.metrics), self._exports.ending():
             self.finalize_async_save()
             self._checkpoints.leave()
-        if failure is not None:
-            raise failure
 
 
 def _default_engine(config: PolicyConfig) -> EngineBuilder:

@@ -13,6 +13,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import RefitError
 from megatron_policy.memory.states import CHANGE_WEIGHTS
 from megatron_policy.policy.session import Session
+from megatron_policy.policy.weight_exports import WeightExports
 from megatron_policy.refit.comparison import EngineComparison, Logprobs, Rows
 from megatron_policy.refit.probe import (
     Disturbance,
@@ -34,14 +35,9 @@ class EngineProbing:
     """
 
     def __init__(
-        self,
-        config: PolicyConfig,
-        session: Session,
-        batcher: Batcher,
-        settle: Callable[[], object],
+        self, config: PolicyConfig, session: Session, batcher: Batcher, exports: WeightExports
     ) -> None:
-        """`settle` waits for a refit under way, if there is one."""
-        self._session, self._longest, self._settle = session, batcher.longest.tokens, settle
+        self._session, self._longest, self._exports = session, batcher.longest.tokens, exports
         # As a reference scores: engines say log-probabilities of whole distributions.
         self._scorer = Scorer(session.engine, batcher, config.logprob_batch_size, lambda: True)
         self._disturbance: Disturbance | None = None
@@ -52,7 +48,7 @@ class EngineProbing:
         names the kind that is stale, as far as refits can find out. The policy stays as it is.
         """
         self._session.memory.ready("probe()")
-        self._settle()
+        self._exports.finish_refit()
         return run_probe(probe, self)
 
     def probe_facts(self, adapters: bool = False) -> ProbeFacts:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 
 import torch
 
+from megatron_policy.errors import RefitError
 from megatron_policy.memory.states import SEND_WEIGHTS
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.policy.session import Session
@@ -106,6 +108,20 @@ class WeightExports:
             self._metrics.sent(sent)
         return sent
 
-    def close(self) -> None:
-        """Leave the process groups of detached refits, after `finish_refit`."""
-        self._detached.close()
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Finish the refit under way before the body, which ends the policy, and leave the process
+        groups of such refits after it. A failure of that refit is raised at the end: all ranks have
+        it, and leave together all the same.
+        """
+        failure: RefitError | None = None
+        try:
+            self.finish_refit()
+        except RefitError as error:
+            failure = error
+        try:
+            yield
+        finally:
+            self._detached.close()
+        if failure is not None:
+            raise failure
