@@ -178,14 +178,15 @@ class RefitDriver:
         are copied to host memory: see `begin_refit`.
         """
         self.finish_refit()
-        self._begun = detached
+        options = {"kv_scales": kv_scales, "buffer_size_bytes": buffer_size_bytes}
+        if detached:
+            self._begun = True
+            return self._workers.futures("begin_refit_for_collective", adapters=adapters, **options)
         return self._workers.futures(
             "broadcast_weights_for_collective",
-            kv_scales=kv_scales,
-            buffer_size_bytes=buffer_size_bytes,
             num_buffers=num_buffers,
             adapters=adapters,
-            detached=detached,
+            **options,
         )
 
 

@@ -141,23 +141,27 @@ class EngineRefits:
         buffer_size_bytes: int | None = None,
         num_buffers: int | None = None,
         adapters: bool = False,
-        detached: bool = False,
     ) -> dict[str, float] | None:
         """Send all weights, or the `adapters` alone, to the engines that joined, at most
         `buffer_size_bytes` per broadcast; returns when all have accepted, with
         `RefitManifest.speed`. `num_buffers` is the host's and has no effect: the next chunk is
-        gathered while one is being sent. `detached` only begins it, as `begin_refit` does, and
-        returns None.
+        gathered while one is being sent.
         """
         refuse_scales(kv_scales)
         if self._collective is None:
             raise RefitError("no engine has joined: call init_collective first")
-        if detached:
-            transport = self._collective.transport(buffer_size_bytes)
-            self.policy.begin_refit(transport, adapters=adapters)
-            return None
         sent = self.policy.refit(self._collective.transport(buffer_size_bytes), adapters=adapters)
         return sent.speed
+
+    def begin_refit_for_collective(
+        self, kv_scales: Any = None, buffer_size_bytes: int | None = None, adapters: bool = False
+    ) -> None:
+        """Begin what `broadcast_weights_for_collective` does, as `MegatronPolicy.begin_refit`."""
+        refuse_scales(kv_scales)
+        if self._collective is None:
+            raise RefitError("no engine has joined: call init_collective first")
+        transport = self._collective.transport(buffer_size_bytes)
+        self.policy.begin_refit(transport, adapters=adapters)
 
     def release_handles(self) -> None:
         """Free the memory of `get_weights_ipc_handles`."""

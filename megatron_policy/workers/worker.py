@@ -172,6 +172,7 @@ class MegatronPolicyWorkerImpl:
     broadcast_weights_for_collective = delegate(
         "refits", EngineRefits.broadcast_weights_for_collective
     )
+    begin_refit_for_collective = delegate("refits", EngineRefits.begin_refit_for_collective)
     create_context_parallel_ctx = staticmethod(split_buffers)
     train_context = staticmethod(use_fused_kernels)
 

@@ -160,6 +160,19 @@ def forms_of(path: Path) -> dict[str, Any]:
     return {name: (tuple(t.shape), t.dtype) for name, t in tensors_of(path).items()}
 
 
+def check_moment(process: OtherProcess, seen: list[dict[str, Any]]) -> None:
+    """The engine has what was there when its refit was begun, after what `train_meanwhile` saw."""
+    assert process.result() == 1
+    held, step, mixed, loads = process.call(engine.state)
+    first = seen[0]
+    assert held == first["then"] and (step, mixed) == (1, False) and len(loads) > 2
+    changed = {name for name, of in first["then"].items() if of != first["later"][name]}
+    assert len(changed) > len(held) // 2, "a mixture would be seen"
+    assert [each["sent"][0] for each in seen] == [1] * len(seen)
+    assert first["sent"][1] == sum(len(content) for _, _, content in held.values())
+    assert max(each["taken"] for each in seen) == first["planned"]
+
+
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.daily) for c in CASES])
 def test_an_engine_gets_the_weights_of_the_moment_although_training_goes_on(
     ranks: RankPool, checkpoint: Any, start: Any, address: str, tmp_path: Path, case: str
@@ -169,15 +182,7 @@ def test_an_engine_gets_the_weights_of_the_moment_although_training_goes_on(
     process = start(start_held_up, forms_of(path), tmp_path)
     process.begin(engine.receive, address)
     seen = ranks.run(world, train_meanwhile, path, section, address, tmp_path)
-    assert process.result() == 1
-    held, step, mixed, loads = process.call(engine.state)
-    first = seen[0]
-    assert held == first["then"] and (step, mixed) == (1, False) and len(loads) > 2
-    changed = {name for name, of in first["then"].items() if of != first["later"][name]}
-    assert len(changed) > len(held) // 2, "a mixture would be seen"
-    assert [each["sent"][0] for each in seen] == [1] * world
-    assert first["sent"][1] == sum(len(content) for _, _, content in held.values())
-    assert max(each["taken"] for each in seen) == first["planned"]
+    check_moment(process, seen)
 
 
 def outlive(path: Path, section: dict[str, Any], address: str) -> dict[str, Any]:
