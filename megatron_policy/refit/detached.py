@@ -45,11 +45,6 @@ class DetachedRefits:
         self._sent: RefitManifest | None = None
         self._failure: Exception | None = None
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that is kept, in whole blocks of the pool."""
-        return self._pool.nbytes
-
     def begin(self, exporter: Exporter, transport: Transport, step: int) -> None:
         """Begin to send what the exporter exports, as it is after `step` optimizer steps. When it
         returns, the weights can change or move.

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tp2, merged adapters": ("qwen2", 2, LAYOUTS["tp2"][1] | PEFT),
 }
 """A family, the number of ranks, and their section."""
+DAILY = ("tp2", "ep2", "fsdp2")
 
 
 class Broken(TokenNLL):
@@ -173,7 +174,9 @@ def check_moment(process: OtherProcess, seen: list[dict[str, Any]]) -> None:
     assert max(each["taken"] for each in seen) == first["planned"]
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.daily) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.daily] * (c in DAILY)) for c in CASES]
+)
 def test_an_engine_gets_the_weights_of_the_moment_although_training_goes_on(
     ranks: RankPool, checkpoint: Any, start: Any, address: str, tmp_path: Path, case: str
 ) -> None:

@@ -96,7 +96,9 @@ def train_beside(address: str, layout: str, path: Path, folder: Path) -> dict[st
         policy.shutdown()
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "ep2", "fsdp2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("tp2", marks=pytest.mark.daily), "pp2", "ep2", "fsdp2"]
+)
 def test_vllm_computes_with_the_weights_of_the_step_at_which_its_refit_was_begun(
     ranks: Any,
     engine: Callable[..., str],
