@@ -24,6 +24,7 @@ from megatron_policy.memory.states import IDLE, TRAIN
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.exporter import Exporter
 from megatron_policy.refit.receive.receiver import Receiver
+from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests import refit_engine as engine
 from tests.dist.cases import GLOBAL_BATCH, open_policy, own_share, policy_config
@@ -254,8 +255,17 @@ def meet_everything(path: Path, section: dict[str, Any], address: str, box: Path
             if policy.rank == 0:
                 letters.put("go on")
             steps = next_one.result().step, policy.steps
+        policy.begin_refit(HfDirectory(box / "published"))
+        step_on(policy, 3)
+        assert policy.finish_refit() is not None
+        last = bits_of(policy)
         policy.begin_refit(IpcStream(f"{address}3", buffer_bytes=BUFFER))
-    return {"then": then, "later": later, "steps": steps}  # and the shutdown waited for the last
+    return {
+        "then": then,
+        "later": later,
+        "last": last,
+        "steps": steps,
+    }  # and the shutdown waited for the last
 
 
 def test_saves_exports_memory_and_failed_steps_go_beside_it_and_refits_and_the_end_wait(
@@ -268,13 +278,12 @@ def test_saves_exports_memory_and_failed_steps_go_beside_it_and_refits_and_the_e
     for number, process in enumerate([held, *others], 1):
         process.begin(engine.receive, address if number == 1 else f"{address}{number}")
     first, _ = ranks.run(world, meet_everything, path, section, address, tmp_path)
-    assert [process.result() for process in (held, *others)] == [0, 1, 1]
-    assert held.call(engine.state)[0] == first["then"]
-    for process in others:
-        assert process.call(engine.state)[0] == first["later"]
+    assert [process.result() for process in (held, *others)] == [0, 1, 2]
+    states = [process.call(engine.state)[0] for process in (held, *others)]
+    assert states == [first["then"], first["later"], first["last"]]
     assert first["steps"] == (1, 1)
-    exported = {name: t.clone() for name, t in tensors_of(tmp_path / "exported").items()}
-    assert engine.bits(exported) == first["later"]
+    for name in ("exported", "published"):
+        assert engine.bits(tensors_of(tmp_path / name)) == first["later"], name
     assert os.listdir(Path(address.removeprefix("ipc://")).parent) == []
 
 

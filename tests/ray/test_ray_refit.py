@@ -275,6 +275,13 @@ def test_a_refit_beside_training_that_fails_is_raised_by_the_next_one(
             received.result()
         received = threads.submit(engine.receiver.receive_ipc_stream, address)
         assert policy.refit(IpcStream(address)) == received.result()
+    alone = exported(policy, tmp_path / "alone", adapters=True)
+    policy.begin_refit(PeftDirectory(tmp_path / "beside"), adapters=True)
+    policy.train(batch(rows=GBS), TokenNLL())
+    assert policy.finish_refit() is not None
+    found = load_file(tmp_path / "beside" / ADAPTER_MODEL)
+    assert found.keys() == alone.keys()
+    assert all(torch.equal(tensor, alone[name]) for name, tensor in found.items())
     with pytest.raises(ConfigError, match="broadcast_weights_for_collective"):
         policy.begin_refit(Collective(False, None, "secret").transport())
 
