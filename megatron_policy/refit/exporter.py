@@ -151,10 +151,8 @@ class Exporter:
         groups = ranks.join_groups()
         self._sources.restart()
         frozen._kept = [
-            make_rounds(exchange, self._sources, groups.of(exchange.of_experts), groups.pp).keep(
-                pool
-            )
-            for exchange in plan.exchanges
+            make_rounds(each, self._sources, groups.of(each.of_experts), groups.pp).keep(pool)
+            for each in plan.exchanges
         ]
         self._sources.restart()
         synchronize()

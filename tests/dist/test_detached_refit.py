@@ -260,12 +260,8 @@ def meet_everything(path: Path, section: dict[str, Any], address: str, box: Path
         assert policy.finish_refit() is not None
         last = bits_of(policy)
         policy.begin_refit(IpcStream(f"{address}3", buffer_bytes=BUFFER))
-    return {
-        "then": then,
-        "later": later,
-        "last": last,
-        "steps": steps,
-    }  # and the shutdown waited for the last
+    # The shutdown has waited for the last one.
+    return {"then": then, "later": later, "last": last, "steps": steps}
 
 
 def test_saves_exports_memory_and_failed_steps_go_beside_it_and_refits_and_the_end_wait(
