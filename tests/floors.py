@@ -30,6 +30,7 @@ PURE += (
     "lm_head*",
     "packing*",
     "parallel*",
+    "recurrence*",
     "refit.comparison",
     "refit.manifest",
     "refit.plan",

@@ -1,0 +1,100 @@
+"""The gated delta rule, in chunks and token by token.
+
+Of every value head there is a state S `[K, V]`, and its token does
+
+    S <- diag(exp(g)) S;   S <- S + k (beta (v - S^T k))^T;   o = S^T q / sqrt(K)
+
+with q and k scaled to length 1. The logarithm g of the decay is one number, or one of each channel
+of the key. With beta up to 2 instead of 1, the state's transitions can have negative eigenvalues.
+
+In a chunk the corrections beta (v - S^T k) of all tokens solve one unit-triangular system. Sources:
+Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" and
+"Gated Delta Networks: Improving Mamba2 with Delta Rule"; with decays per channel Kimi Team 2025,
+"Kimi Linear: An Expressive, Efficient Attention Architecture".
+
+Shapes: N tokens, Q sequences, C chunks of L places, H value heads, G key heads, K key and V value
+channels of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_policy.recurrence.chunks import Chunks, Slab, wide
+from megatron_policy.recurrence.decay import Decay, share
+from megatron_policy.recurrence.scan import Tensors, pass_on, scan
+
+EPSILON = 1e-6
+"""Added to the squared length of q and k, in transformers and in kernels."""
+
+
+def delta_rule(
+    q_NGK: torch.Tensor,
+    k_NGK: torch.Tensor,
+    v_NHV: torch.Tensor,
+    g: torch.Tensor,
+    beta_NH: torch.Tensor,
+    chunks: Chunks,
+    state_QHKV: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs `[N, H, V]` in the dtype of values, and the state after each sequence, fp32.
+
+    `g`, `[N, H]` or `[N, H, K]`, is the logarithm of the decay, never positive. As many value heads
+    as `H / G` in a row share a key head. Without `state_QHKV` every sequence begins with zeros.
+    """
+    inputs = (q_NGK, k_NGK, v_NHV, g, beta_NH)
+    shape_HKV = (v_NHV.size(1), k_NGK.size(-1), v_NHV.size(-1))
+    return scan(_compute, chunks, inputs, (), shape_HKV, state_QHKV, v_NHV.dtype)
+
+
+def delta_step(
+    q_QGK: torch.Tensor,
+    k_QGK: torch.Tensor,
+    v_QHV: torch.Tensor,
+    g: torch.Tensor,
+    beta_QH: torch.Tensor,
+    state_QHKV: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`delta_rule` of one more token of each sequence, without chunks."""
+    q_QHK, k_QHK = (share(x, v_QHV.size(1)) for x in _scale(q_QGK, k_QGK))
+    decay = wide(g).exp()
+    decay = decay.unsqueeze(-1) if decay.ndim == 3 else decay[..., None, None]
+    state_QHKV = state_QHKV * decay
+    known_QHV = (state_QHKV * k_QHK.unsqueeze(-1)).sum(-2)
+    new_QHV = wide(beta_QH).unsqueeze(-1) * (wide(v_QHV) - known_QHV)
+    state_QHKV = state_QHKV + k_QHK.unsqueeze(-1) * new_QHV.unsqueeze(-2)
+    return (state_QHKV * q_QHK.unsqueeze(-1)).sum(-2).to(v_QHV.dtype), state_QHKV
+
+
+def _scale(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys as the recurrence takes them, `wide`."""
+    return _unit(q) * q.size(-1) ** -0.5, _unit(k)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    x = wide(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+
+
+def _compute(
+    tokens: Tensors, shared: Tensors, state_QHKV: torch.Tensor, slab: Slab
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A `Core` of `scan`."""
+    q_CGLK, k_CGLK, v_CHLV, g_CHL, beta_CHL = tokens
+    q_CGLK, k_CGLK = _scale(q_CGLK, k_CGLK)
+    q_CHLK, k_CHLK = (share(x, v_CHLV.size(1)) for x in (q_CGLK, k_CGLK))
+    decay, beta_CHL1 = Decay.of(g_CHL), beta_CHL.unsqueeze(-1)
+    within_CHLL = decay.products(q_CGLK, k_CGLK)
+    system_CHLL = (beta_CHL1 * decay.products(k_CGLK, k_CGLK)).tril(-1)
+    # What tokens write, had the state been zero, and what they read of it before they write.
+    known = torch.cat([beta_CHL1 * v_CHLV, beta_CHL1 * decay.reach * k_CHLK], -1)
+    solved = torch.linalg.solve_triangular(system_CHLL, known, upper=False, unitriangular=True)
+    fresh_CHLV, seen_CHLK = solved.split([v_CHLV.size(-1), k_CHLK.size(-1)], -1)
+    query_CHLK, tail_CHKL = q_CHLK * decay.reach, (k_CHLK * decay.left).mT
+
+    def step(c: slice, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        new = fresh_CHLV[c] - seen_CHLK[c] @ state
+        output = query_CHLK[c] @ state + within_CHLL[c] @ new
+        return output, decay.whole[c] * state + tail_CHKL[c] @ new
+
+    return pass_on(slab, state_QHKV, step)
