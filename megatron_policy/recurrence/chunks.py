@@ -94,7 +94,8 @@ class Chunks:
             places[: len(one)] = torch.arange(one.start, one.stop, one.step)
             take_CL[before[: counts[q]] + rank] = places.view(-1, size)
         full = (take_CL[:, -1] < tokens).tolist()
-        return cls(tuple(sequences), take_CL, torch.tensor(order), _slabs(live, full, together))
+        order_Q = torch.tensor(order, dtype=torch.long)
+        return cls(tuple(sequences), take_CL, order_Q, _slabs(live, full, together))
 
     @property
     def tokens(self) -> int:
