@@ -1,18 +1,22 @@
 """A decoder-only model in numbers: what rows and builders know of a model. Read `architecture.py`
-first, then `layer.py` and the parts that layers are made of: `attention.py`, `mla.py`, `mlp.py` and
-`moe.py`.
+first, then `layer.py` and the parts that layers are made of: `attention.py`, `mla.py`, those of
+`recurrence.py` (`delta_net.py`, `mamba2.py` and `short_convolution.py`), `mlp.py` and `moe.py`.
 """
 
 from __future__ import annotations
 
 from .architecture import Architecture, VocabShard, padded_vocab, vocab_shard
 from .attention import Attention
+from .delta_net import DeltaNet
 from .layer import MOST_LAYERS, Feed, Layer, Mixer, Norms, stack
+from .mamba2 import Mamba2
 from .mla import Mla
 from .mlp import Mlp
 from .moe import Moe
 from .part import LayerPart
+from .recurrence import HeadRows
 from .rotary import Rope
+from .short_convolution import ShortConvolution
 from .traits import Activation, Norm, QkNorm, ScalarHead, Scoring
 
 __all__ = [
@@ -20,9 +24,12 @@ __all__ = [
     "Activation",
     "Architecture",
     "Attention",
+    "DeltaNet",
     "Feed",
+    "HeadRows",
     "Layer",
     "LayerPart",
+    "Mamba2",
     "Mixer",
     "Mla",
     "Mlp",
@@ -33,6 +40,7 @@ __all__ = [
     "Rope",
     "ScalarHead",
     "Scoring",
+    "ShortConvolution",
     "VocabShard",
     "padded_vocab",
     "stack",

@@ -11,12 +11,15 @@ from megatron_policy.errors import ConversionError
 
 from .attention import Attention
 from .checks import check_counts, check_factors, check_widths
-from .layer import Feed, Layer, Mixer, check_number
+from .delta_net import DeltaNet
+from .layer import Feed, Layer, check_number
+from .mamba2 import Mamba2
 from .mla import Mla
 from .mlp import Mlp
 from .moe import Moe
 from .part import LayerPart
 from .rotary import Rope
+from .short_convolution import ShortConvolution
 from .traits import Norm, ScalarHead
 
 VOCAB_MULTIPLE = 128
@@ -25,10 +28,10 @@ VOCAB_MULTIPLE = 128
 MOST_EXPERTS = 1_000_000
 """Over all layers together."""
 
-KINDS = (Attention, Mla, Mlp, Moe)
+KINDS = (Attention, Mla, DeltaNet, Mamba2, ShortConvolution, Mlp, Moe)
 """The kinds of parts, in the order in which messages name them."""
 
-_P = TypeVar("_P", Attention, Mla, Mlp, Moe)
+_P = TypeVar("_P", bound=LayerPart)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,9 @@ class Architecture:
         check_widths(hidden_size=self.hidden_size, vocab_size=self.vocab_size)
         check_factors(self, "layernorm_epsilon", "embedding_scale", "residual_scale")
         check_factors(self, "logit_scale", "logit_softcap")
+        for what, kinds in (("attention", KINDS[:2]), ("an MLP or experts", KINDS[-2:])):
+            if self.parts.keys().isdisjoint(kinds):
+                raise ConversionError(f"no layer of the model has {what}")
         moe = self.moe
         if moe is not None and moe.experts * self.num_layers > MOST_EXPERTS:
             raise ConversionError(
@@ -117,7 +123,7 @@ class Architecture:
         """One part of each kind that the model has; the others have the same sizes."""
         found: dict[type[LayerPart], LayerPart] = {}
         for layer in dict.fromkeys(self.layers):
-            for part in (layer.mixer, layer.feed):
+            for part in layer.parts:
                 first = found.setdefault(type(part), part)
                 if part.sizes != first.sizes:
                     raise ConversionError(
@@ -134,23 +140,29 @@ class Architecture:
         return self.find_part(Moe)
 
     @property
-    def mixer(self) -> Mixer:
-        """The first kind of attention that the model has."""
-        return self.layers[0].mixer
+    def mixer(self) -> Attention | Mla:
+        """The attention that the model has; where both kinds are, that of the first one."""
+        found = self.find_part(Attention) or self.find_part(Mla)
+        assert found is not None, "checked"
+        return found
 
     @property
     def feed(self) -> Feed:
         """A dense MLP, if the model has any, or else experts; both have one activation function."""
-        return self.find_part(Mlp) or self.layers[0].feed
+        found = self.find_part(Mlp) or self.moe
+        assert found is not None, "checked"
+        return found
 
     def find_layer(self, number: int) -> Layer:
         """A layer by its number; those for multi-token prediction, which come after all others, are
-        like the last one with experts, or the last of all.
+        like the last one that has attention and, if any layer has them, experts, or else like the
+        last one with experts, or the last of all.
         """
         if number < self.num_layers:
             return self.layers[number]
-        last = self.expert_layers[-1] if self.expert_layers else -1
-        return self.layers[last]
+        layers = [self.layers[n] for n in self.expert_layers] or self.layers
+        attend = [layer for layer in layers if isinstance(layer.mixer, Attention | Mla)]
+        return (attend or layers)[-1]
 
     @cached_property
     def expert_layers(self) -> tuple[int, ...]:
@@ -165,7 +177,7 @@ class Architecture:
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """The kinds of rotary embedding that layers have."""
-        ropes = (layer.mixer.rope for layer in dict.fromkeys(self.layers))
+        ropes = (layer.mixer and layer.mixer.rope for layer in dict.fromkeys(self.layers))
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property

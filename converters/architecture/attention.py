@@ -52,6 +52,10 @@ class Attention(LayerPart):
     """Attention scores s become cap * tanh(s / cap)."""
     attention_sinks: bool = False
     """Each head has a learnt score that takes part in the softmax and attends to nothing."""
+    attention_output_gate: bool = False
+    """The projection of queries also gives a gate for each channel, by whose sigmoid the output is
+    multiplied.
+    """
 
     def __post_init__(self) -> None:
         heads, groups, head = self.num_attention_heads, self.num_query_groups, self.kv_channels
@@ -83,6 +87,16 @@ class Attention(LayerPart):
         return self.num_query_groups * self.kv_channels
 
     @property
+    def gate_size(self) -> int:
+        """Rows of the gate."""
+        return self.query_size * self.attention_output_gate
+
+    @property
+    def gated_query_size(self) -> int:
+        """Rows of the query projection with those of the gate."""
+        return self.query_size + self.gate_size
+
+    @property
     def context_size(self) -> int:
         """Inputs of the output projection."""
         return self.query_size
@@ -90,6 +104,7 @@ class Attention(LayerPart):
     @property
     def sizes(self) -> tuple[object, ...]:
         biases = self.qkv_bias, self.proj_bias, self.qk_norm, self.attention_sinks
+        biases += (self.attention_output_gate,)
         return self.num_attention_heads, self.num_query_groups, self.kv_channels, *biases
 
     @property
@@ -100,7 +115,7 @@ class Attention(LayerPart):
         return SplitCount(self.num_attention_heads, "attention heads"), groups
 
     def list_linears(self, hidden_size: int) -> Linears:
-        qkv = Linear(QKV, hidden_size * (self.query_size + 2 * self.kv_size))
+        qkv = Linear(QKV, hidden_size * (self.gated_query_size + 2 * self.kv_size))
         proj = Linear(PROJ, self.context_size * hidden_size, Place.WHOLE, Place.STREAM)
         return (qkv,), (proj,)
 
@@ -108,9 +123,13 @@ class Attention(LayerPart):
         """Operations of the query-key products and of the weighted sums of values."""
         return count_pair_flops(lengths, self.window, self.query_size + self.context_size)
 
-    def count_exchanged(self, tp: int) -> int:
+    def count_exchanged(self, tp: int, cp: int) -> int:
         """Channels of a token's keys and values, which visit all context-parallel ranks."""
         return 2 * max(self.kv_size // tp, self.kv_channels)
+
+    def count_cached(self, tokens: int, width: int) -> int:
+        """Bytes that generation keeps of a sequence: keys and values of all its tokens."""
+        return 2 * self.kv_size * tokens * width
 
     def count_kept(self, share: RankShare, needed: bool) -> PartBytes:
         projected = share.training.keep(PROJ)
@@ -123,6 +142,8 @@ class Attention(LayerPart):
             inner += count_angle_bytes(self.rope, self.kv_channels, share)
         explicit = self.attention_sinks or self.attention_softcap is not None
         core = self._explicit_core if explicit else self._fused_core
+        if self.attention_output_gate:  # its sigmoid, and what that multiplies
+            inner += 2 * heads * self.kv_channels * share.whole * share.width
         return PartBytes(inner, core(share, share.tiles(self.window, explicit), projected))
 
     def _heads(self, tp: int) -> tuple[int, int]:
@@ -150,8 +171,8 @@ class Attention(LayerPart):
         token = share.whole * share.width
         query, key = heads * self.kv_channels * token, groups * self.kv_channels * token
         if self.num_query_groups < share.tp:
-            return query, key, (self.query_size + 2 * self.kv_size) * token
-        return query, key, query + 2 * key
+            return query, key, (self.gated_query_size + 2 * self.kv_size) * token
+        return query, key, query * (1 + self.attention_output_gate) + 2 * key
 
     def _fused_core(self, share: RankShare, found: Tiles, context: bool) -> CoreBytes:
         """In kernels that hold no scores, but their outputs and a sum for each query."""

@@ -11,12 +11,15 @@ from enum import Enum
 from megatron_policy.errors import ConversionError
 
 from .attention import Attention
+from .delta_net import DeltaNet
+from .mamba2 import Mamba2
 from .mla import Mla
 from .mlp import Mlp
 from .moe import Moe
 from .part import LayerPart
+from .short_convolution import ShortConvolution
 
-Mixer = Attention | Mla
+Mixer = Attention | Mla | DeltaNet | Mamba2 | ShortConvolution
 Feed = Mlp | Moe
 
 MOST_LAYERS = 10_000
@@ -50,21 +53,30 @@ class Norms(Enum):
 
 @dataclass(frozen=True)
 class Layer:
-    """The parts of one layer. Layers that are alike are one object."""
+    """The parts of one layer, or its only one. Layers that are alike are one object."""
 
-    mixer: Mixer
-    feed: Feed
+    mixer: Mixer | None
+    feed: Feed | None
     norms: Norms = Norms.BEFORE
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ConversionError("a layer has neither a mixer nor a feed")
+
+    @property
+    def parts(self) -> tuple[Mixer | Feed, ...]:
+        """Those that it has."""
+        return tuple(part for part in (self.mixer, self.feed) if part is not None)
 
     def find_part(self, kind: type[LayerPart] | None) -> LayerPart | None:
         """This layer's part of that kind, if it has one."""
-        return next((part for part in (self.mixer, self.feed) if type(part) is kind), None)
+        return next((part for part in self.parts if type(part) is kind), None)
 
 
 def stack(
     number: int,
-    mixer: Mixer | Sequence[Mixer],
-    feed: Feed | Sequence[Feed],
+    mixer: Mixer | Sequence[Mixer | None],
+    feed: Feed | Sequence[Feed | None],
     norms: Norms = Norms.BEFORE,
 ) -> tuple[Layer, ...]:
     """`number` layers; mixer and feed are one for all, or one for each."""
@@ -76,7 +88,7 @@ def stack(
             raise ConversionError(
                 f"the config has {number} layers, but names the kind of {named}, not of every layer"
             )
-    made: dict[tuple[Mixer, Feed], Layer] = {}
+    made: dict[tuple[Mixer | None, Feed | None], Layer] = {}
     return tuple(
         made.setdefault(parts, Layer(*parts, norms)) for parts in zip(mixers, feeds, strict=True)
     )

@@ -125,9 +125,13 @@ class Mla(LayerPart):
         """Operations of the query-key products and of the weighted sums of values."""
         return count_pair_flops(lengths, None, self.query_size + self.context_size)
 
-    def count_exchanged(self, tp: int) -> int:
+    def count_exchanged(self, tp: int, cp: int) -> int:
         """Channels of a token's keys and values, which visit all context-parallel ranks."""
         return self.num_attention_heads // tp * (self.kv_channels + self.v_head_dim)
+
+    def count_cached(self, tokens: int, width: int) -> int:
+        """Bytes that generation keeps of a sequence: keys and values of all its tokens."""
+        return self.count_exchanged(1, 1) * tokens * width
 
     def count_kept(self, share: RankShare, needed: bool) -> PartBytes:
         training = share.training

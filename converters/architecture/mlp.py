@@ -68,7 +68,7 @@ def count_token_bytes(
         # The factors of both its branches, one of them of a weight, and which it takes.
         return taken + (share.width * (3 + int(share.training.trained)) + 1) * inner
     if not gated:
-        return taken + share.width * inner
+        return taken + share.width * inner * (1 + int(weighted))
     widths = 2
     if not share.kernels.fused_activation:
         # The activation's output and the other half with its offset, factors of each other;

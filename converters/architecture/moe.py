@@ -13,13 +13,14 @@ from .part import FP32, INT64, LayerPart, Linear, Linears, PartBytes, Place, Ran
 from .traits import Activation, Scoring
 
 ROUTER = "mlp.router"
+LATENT_FC1, LATENT_FC2 = "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"
 EXPERT_FC1, EXPERT_FC2 = "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"
 SHARED_FC1, SHARED_FC2 = "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moe(LayerPart):
-    """Mixture-of-experts MLPs: `experts` gated MLPs, of which each token uses `chosen`."""
+    """Mixture-of-experts MLPs: `experts` MLPs, of which each token uses `chosen`."""
 
     experts: int
     chosen: int
@@ -48,8 +49,13 @@ class Moe(LayerPart):
     activation: Activation = Activation.SILU
     mlp_bias: bool = False
     """On both matrices of every expert."""
+    gated: bool = True
+    """An expert multiplies its activation by a second projection; so does the shared MLP."""
+    latent_size: int = 0
+    """Width of the vectors that experts read and give, to which tokens are projected and from
+    which they are projected back; 0: that of the model.
+    """
 
-    gated: ClassVar[bool] = True
     norm_apart: ClassVar[bool] = True
     keeps_input: ClassVar[bool] = True
     """Megatron-Core's router keeps its input, frozen or not."""
@@ -58,7 +64,7 @@ class Moe(LayerPart):
     def __post_init__(self) -> None:
         counts = ("experts", "chosen", "ffn_hidden_size", "groups", "groups_chosen")
         check_counts(self, *counts, of="moe.")
-        names = (*counts, "shared_ffn_hidden_size")
+        names = (*counts, "shared_ffn_hidden_size", "latent_size")
         check_widths(**{f"moe.{name}": getattr(self, name) for name in names})
         if self.experts % self.groups or self.groups_chosen > self.groups:
             raise ConversionError(
@@ -80,7 +86,8 @@ class Moe(LayerPart):
     @property
     def sizes(self) -> tuple[object, ...]:
         biases = self.correction_bias, self.router_bias, self.mlp_bias, self.shared_gate
-        return self.experts, self.ffn_hidden_size, self.shared_ffn_hidden_size, *biases
+        widths = self.ffn_hidden_size, self.shared_ffn_hidden_size, self.latent_size
+        return self.experts, *widths, self.activation, self.gated, *biases
 
     @property
     def splits(self) -> tuple[SplitCount, ...]:
@@ -88,13 +95,18 @@ class Moe(LayerPart):
         return (SplitCount(shared, "feed-forward channels"),) if shared else ()
 
     def list_linears(self, hidden_size: int) -> Linears:
-        own = hidden_size * self.chosen * self.ffn_hidden_size
-        shared = hidden_size * self.shared_ffn_hidden_size
+        width, up = self.latent_size or hidden_size, 1 + self.gated
+        own = width * self.chosen * self.ffn_hidden_size
+        shared, latent = hidden_size * self.shared_ffn_hidden_size, hidden_size * self.latent_size
         routed = (Place.ROUTED, Place.ROUTED, self.experts, self.chosen)
         router = Linear(ROUTER, hidden_size * (self.experts + self.shared_gates))
-        first = (Linear(EXPERT_FC1, 2 * own, *routed), Linear(SHARED_FC1, 2 * shared))
-        last = Linear(SHARED_FC2, shared, Place.WHOLE, Place.STREAM)
-        return (router, *first), (Linear(EXPERT_FC2, own, *routed), last)
+        first = (Linear(EXPERT_FC1, up * own, *routed), Linear(SHARED_FC1, up * shared))
+        last = Linear(EXPERT_FC2, own, *routed)
+        shared_last = Linear(SHARED_FC2, shared, Place.WHOLE, Place.STREAM)
+        if not latent:
+            return (router, *first), (last, shared_last)
+        into, out = (Linear(name, latent, out=Place.STREAM) for name in (LATENT_FC1, LATENT_FC2))
+        return (router, into, first[1]), first[:1], (last, shared_last), (out,)
 
     def count_kept(self, share: RankShare, needed: bool) -> PartBytes:
         # Scores, their transposed copy and the map of experts; choices, weights and places.
@@ -102,9 +114,13 @@ class Moe(LayerPart):
         inner = self.ffn_hidden_size // share.expert_tp
         kind = (self.activation, self.gated, share)
         experts = count_token_bytes(*kind, EXPERT_FC1, EXPERT_FC2, inner, needed, weighted=True)
-        experts += share.width * share.hidden_size * share.training.keep(EXPERT_FC1)
+        width = self.latent_size or share.hidden_size
+        experts += share.width * width * share.training.keep(EXPERT_FC1)
         experts += FP32 * needed
         inner = self.shared_ffn_hidden_size // share.tp
         shared = count_token_bytes(*kind, SHARED_FC1, SHARED_FC2, inner, needed)
         routed = share.tokens(Place.ROUTED, self.chosen) * experts
-        return PartBytes(share.stream * router * needed + routed + share.whole * shared)
+        # Experts read what the latent projection gives, and the other one reads what they give.
+        latent = share.width * self.latent_size * share.training.keep(LATENT_FC2)
+        whole = share.whole * shared
+        return PartBytes(share.stream * (router * needed + latent) + routed + whole)

@@ -188,6 +188,11 @@ class LayerPart(ABC):
     def splits(self) -> tuple[SplitCount, ...]:
         """What limits the number of tensor-parallel ranks."""
 
+    @property
+    def context_splits(self) -> tuple[SplitCount, ...]:
+        """What limits the product of the numbers of tensor- and of context-parallel ranks."""
+        return ()
+
     @abstractmethod
     def list_linears(self, hidden_size: int) -> Linears:
         """Its linear layers."""

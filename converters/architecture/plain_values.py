@@ -9,22 +9,29 @@ from typing import Any
 
 from .architecture import Architecture
 from .attention import Attention
-from .layer import Norms
+from .delta_net import DeltaNet
+from .layer import Layer, Norms
+from .mamba2 import Mamba2
 from .mla import Mla
 from .mlp import Mlp
 from .moe import Moe
+from .rotary import Rope
+from .short_convolution import ShortConvolution
 
 
 def flatten(architecture: Architecture) -> dict[str, Any]:
-    """All values of a model by name, those of attention and of dense MLPs among them; `mla` and
-    `moe` are parts of their own. What differs from layer to layer is a tuple with a value for each.
+    """All values of a model by name, those of attention and of dense MLPs among them; parts of
+    other kinds are values of their own. What differs from layer to layer is a tuple with a value
+    for each.
     """
     layers, mixer, feed = architecture.layers, architecture.mixer, architecture.feed
     latent = mixer if isinstance(mixer, Mla) else None
-    pairs = [(layer.mixer.window, layer.mixer.rope) for layer in layers]
+    pairs = [_see(layer) for layer in layers]
     whole = [rope for window, rope in pairs if rope is not None and window is None]
     windowed = [rope for window, rope in pairs if rope is not None and window is not None]
-    rope, ropes = next(iter(whole + windowed), None), [rope for _, rope in pairs]
+    rope = next(iter(whole + windowed), None)
+    attend = [isinstance(layer.mixer, Attention | Mla) for layer in layers]
+    without = [has and rope is None for has, (_, rope) in zip(attend, pairs, strict=True)]
     values = {
         each.name: getattr(architecture, each.name)
         for each in dataclasses.fields(architecture)
@@ -45,11 +52,26 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
         "rope": architecture.unused_rope or rope,
         "window": next((window for window, _ in pairs if window is not None), None),
         "windowed": _of_some([window is not None for window, _ in pairs]),
-        "without_rope": tuple(each is None for each in ropes) if None in ropes else (),
+        "without_rope": tuple(without) if any(without) else (),
         "moe": architecture.moe,
         "moe_layers": _of_some([isinstance(layer.feed, Moe) for layer in layers]),
         "mla": latent,
+        "mixers": () if all(attend) else tuple(_name(layer.mixer) for layer in layers),
+        "without_feed": _of_some([layer.feed is None for layer in layers]),
+        "delta_net": architecture.find_part(DeltaNet),
+        "mamba2": architecture.find_part(Mamba2),
+        "short_convolution": architecture.find_part(ShortConvolution),
     }
+
+
+def _see(layer: Layer) -> tuple[int | None, Rope | None]:
+    """Window and rotary embedding of a layer."""
+    mixer = layer.mixer
+    return (None, None) if mixer is None else (mixer.window, mixer.rope)
+
+
+def _name(part: object) -> str:
+    return "" if part is None else type(part).__name__
 
 
 _FLAT = [each for each in dataclasses.fields(Attention) if each.name not in ("rope", "window")]
@@ -62,8 +84,8 @@ def _of_some(layers: list[bool]) -> tuple[bool, ...]:
 _LAYERS: dict[str, Any] = {
     "pre_norm": True,
     **dict.fromkeys(("post_norm", "parallel"), False),
-    **dict.fromkeys(("window", "moe", "mla")),
-    **dict.fromkeys(("windowed", "without_rope", "moe_layers"), ()),
+    **dict.fromkeys(("window", "moe", "mla", "delta_net", "mamba2", "short_convolution")),
+    **dict.fromkeys(("windowed", "without_rope", "moe_layers", "mixers", "without_feed"), ()),
 }
 _DEFAULTS = _LAYERS | {
     each.name: each.default
@@ -71,7 +93,7 @@ _DEFAULTS = _LAYERS | {
     for each in dataclasses.fields(kind)
 }
 _OF_MODEL: dict[type, tuple[str, ...]] = {
-    Moe: ("activation", "mlp_bias"),
+    Moe: ("activation", "mlp_bias", "gated"),
     Mla: ("num_attention_heads", "rope", "attention_dropout", "attention_scale"),
 }
 """What `flatten` has beside a part, though it belongs to it."""

@@ -22,6 +22,8 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
     CLAMPED_SWIGLU = "clamped_swiglu"
     """gpt-oss: x * sigmoid(1.702 x) of a clamped gate, times the clamped up projection plus 1."""
+    SQUARED_RELU = "squared_relu"
+    """The square of positive inputs, 0 of others."""
     XIELU = "xielu"
     """Apertus: a square of positive inputs, an exponential of others; each layer learns factors."""
 

@@ -105,6 +105,7 @@ def check_layout(
     problems += [f"policy.refit_bucket_bytes: {each}" for each in refused]
     if engine_of(config) is Engine.MEGATRON_CORE:
         problems += _check_tensor_parallel(config, architecture, topology)
+        problems += _check_context_parallel(architecture, topology)
         problems += _check_experts(config, architecture, topology)
         problems += _check_routers(config, architecture)
         try:
@@ -245,6 +246,22 @@ def _check_tensor_parallel(
             "policy.megatron_cfg.sequence_parallel=true splits sequences over tensor-parallel "
             "ranks: set tensor_model_parallel_size to 2 or more, or sequence_parallel to false"
         )
+
+
+def _check_context_parallel(architecture: Architecture, topology: Topology) -> Iterator[str]:
+    """Report ranks that cannot share the heads of parts that exchange tokens for heads."""
+    tp, cp = topology.tp, topology.cp
+    splits = [split for part in architecture.parts.values() for split in part.context_splits]
+    failing = [split for split in splits if not split.allows(tp * cp)]
+    if cp == 1 or not failing or not all(split.allows(tp) for split in splits):
+        return
+    most = min(split.number for split in splits if split.multiples is None) // tp
+    legal = [n for n in range(1, most + 1) if all(split.allows(tp * n) for split in splits)]
+    counts = " and ".join(f"{number} {what}" for number, what, _ in failing)
+    yield (
+        f"policy.megatron_cfg.context_parallel_size={cp} with tensor_model_parallel_size={tp} "
+        f"shares {counts} among {tp * cp} ranks, which do not divide them: use one of {legal}"
+    )
 
 
 def _check_experts(

@@ -9,8 +9,10 @@ Recomputation in Large Transformer Models".
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from megatron_policy.converters.architecture import (
     Architecture,
@@ -25,7 +27,7 @@ from megatron_policy.converters.architecture.part import (
     INT64,
     CoreBytes,
     Kernels,
-    Linears,
+    Linear,
     RankShare,
     Tiles,
 )
@@ -120,6 +122,10 @@ class SavedBytes:
         return most + (self.stream if copied else 0)
 
 
+_NOTHING = SavedBytes(0, 0, 0, 0, CoreBytes(), 0, False, False, False, 0)
+"""Of a part that a layer does not have."""
+
+
 @dataclass(frozen=True)
 class LayerBytes:
     """What one layer keeps."""
@@ -164,15 +170,19 @@ class LayerActivations:
         """
         layer, training = self.arch.find_layer(number), LayerTraining.of(self.adapters, number)
         parallel, share = layer.norms.parallel, self._share(batch, training)
-        read, also = (_names(part.list_linears(1)[:1]) for part in (layer.mixer, layer.feed))
-        kept = training.keep(*read) or (parallel and training.keep(*also))
-        mixer = self._save(layer.mixer, layer.norms, share, training, needed, kept)
-        if not parallel:
-            needed = needed or training.adapted(*_names(layer.mixer.list_linears(1)))
-        kept = training.keep(*also) or (layer.feed.keeps_input and needed)
-        return LayerBytes(
-            mixer, self._save(layer.feed, layer.norms, share, training, needed, kept, parallel)
+        names, also = (
+            [] if part is None else [_names([group]) for group in part.list_linears(1)]
+            for part in (layer.mixer, layer.feed)
         )
+        mixer = feed = _NOTHING
+        if layer.mixer is not None:
+            kept = training.keep(*names[0]) or (parallel and training.keep(*chain(*also[:1])))
+            mixer = self._save(layer.mixer, layer.norms, share, training, needed, kept)
+            needed = needed or (not parallel and training.adapted(*chain(*names)))
+        if layer.feed is not None:
+            kept = training.keep(*also[0]) or (layer.feed.keeps_input and needed)
+            feed = self._save(layer.feed, layer.norms, share, training, needed, kept, parallel)
+        return LayerBytes(mixer, feed)
 
     def _save(
         self,
@@ -293,5 +303,5 @@ class LayerActivations:
         return own * size + FP32 + self.width * size * weighted
 
 
-def _names(linears: Linears) -> list[str]:
+def _names(linears: Iterable[Iterable[Linear]]) -> list[str]:
     return [linear.name for group in linears for linear in group]

@@ -1,7 +1,8 @@
 """Floating-point operations of a model over sequences of given lengths.
 
 Only matrix products count, two operations for each pair of factors: the projections, the pairs of
-tokens that attention looks at, the MLPs, the routers and the head. Element-wise work does not count
+tokens that attention looks at, convolutions and states of recurrences (token by token, however they
+are computed), the MLPs, the routers and the head. Element-wise work does not count
 (norms, rotary embedding, softmax, activation functions, the loss), nor does what one implementation
 does and another does not: recomputation, padding, masked pairs of tokens. So a count is that of the
 model, not of how it is run, as model FLOPs utilisation (MFU) needs it.
@@ -27,8 +28,9 @@ gradients; where one does, as with frozen weights, there are as many as forward.
 @dataclass(frozen=True)
 class LayerFlops:
     """Operations of one decoder layer, forward: `projections` of attention, `attention` itself
-    (query-key products and the weighted sums of values), `mlp` with routers and all experts that
-    are used, and `adapters`. `backward` are those of the backward pass.
+    (query-key products and the weighted sums of values) or a recurrence in its place, `mlp` with
+    routers and all experts that are used, and `adapters`. `backward` are those of the backward
+    pass.
     """
 
     projections: int
@@ -127,8 +129,10 @@ def layer_flops(
     whether anything before it is trained.
     """
     tokens, hidden = sum(lengths), architecture.hidden_size
-    core = layer.mixer.count_core_flops(lengths)
-    mixer, feed = layer.mixer.list_linears(hidden), layer.feed.list_linears(hidden)
+    core = 0 if layer.mixer is None else layer.mixer.count_core_flops(lengths)
+    mixer, feed = (
+        () if part is None else part.list_linears(hidden) for part in (layer.mixer, layer.feed)
+    )
     projections, inner = (
         _product(tokens, 1, sum(linear.elements for group in linears for linear in group))
         for linears in (mixer, feed)
@@ -136,11 +140,10 @@ def layer_flops(
     if adapters is None:
         backward = BACKWARD * (projections + core + inner)
         return LayerFlops(projections, core, inner, 0, backward)
-    *into, out = mixer
     count = _Adapted(architecture, adapters, tokens, trained)
-    count.pass_through(tuple(into))
+    count.pass_through(mixer[:-1])
     count.backward += BACKWARD * core * count.trained
-    count.pass_through((out,))
+    count.pass_through(mixer[-1:])
     if layer.norms.parallel:  # the feed does not read what the mixer gives
         count.trained = trained
     count.pass_through(feed)

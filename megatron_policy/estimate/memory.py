@@ -9,7 +9,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.layout import layer_split, microbatch_round
 from megatron_policy.converters.architecture import Activation, Architecture, Mla, padded_vocab
-from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
+from megatron_policy.converters.architecture.beyond import beyond_transformer_engine
 from megatron_policy.converters.architecture.part import FP32, Kernels
 from megatron_policy.estimate.activations import LayerActivations, MicrobatchShape
 from megatron_policy.estimate.adapters import ModelAdapters

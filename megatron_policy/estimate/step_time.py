@@ -128,7 +128,8 @@ def pass_seconds(
                 if settings.recompute_granularity == "selective":
                     modules = settings.recompute_modules or ()
                     backward += of.attention * ("core_attn" in modules)
-                    again = arch.layers[layer].feed.computed_again
+                    feed = arch.layers[layer].feed
+                    again = feed is not None and feed.computed_again
                     backward += of.mlp * ("mlp" in modules and again)
             passes[-1].append((forward, backward))
     forward, backward = passes[-1][-1]
@@ -157,12 +158,13 @@ def _traffic(
     # Each linear pair gathers and reduces in each pass; experts' ranks have traffic of their own.
     # With sequence parallelism the backward pass gathers the input again, unless weights are
     # frozen, which have no gradients.
-    pairs = 2 * len(held) - len(experts)
+    pairs = sum(len(layer.parts) for layer in held) - len(experts)
     collectives = 2 * pairs * passes
     if settings.sequence_parallel and not settings.peft.enabled:
         collectives += pairs
-    # Keys and values visit all ranks; their gradients come back.
-    exchanged = sum(layer.mixer.count_exchanged(at.tp) for layer in held)
+    # Keys and values visit all ranks, or tokens those that have their heads; gradients come back.
+    mixers = [layer.mixer for layer in held if layer.mixer is not None]
+    exchanged = sum(mixer.count_exchanged(at.tp, at.cp) for mixer in mixers)
     # A pass sends each token to its experts and back; the ranks that split an expert gather what
     # each got.
     spread = _share(at.ep) + (at.expert_tp - 1)

@@ -26,7 +26,7 @@ from megatron_policy.converters.architecture import (
     Norms,
     QkNorm,
 )
-from megatron_policy.converters.architecture.beyond_te import beyond_transformer_engine
+from megatron_policy.converters.architecture.beyond import beyond_transformer_engine
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.experts import experts_spec
@@ -98,6 +98,7 @@ def layer_spec(
         if one_norm:
             spec.module = ParallelLayer
     for place, part in (("self_attention", mixer), ("mlp", feed)):
+        assert part is not None, "no built-in family with such layers is offered yet"
         given = getattr(spec.submodules, place)
         setattr(spec.submodules, place, _PARTS[type(part)](part, given, architecture, with_te))
     return spec

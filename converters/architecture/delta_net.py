@@ -1,0 +1,91 @@
+"""Gated delta net (Yang et al. 2024, "Gated Delta Networks"): a state that forgets, and that each
+token corrects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron_policy.errors import ConversionError
+
+from .checks import check_counts, check_widths
+from .part import SplitCount
+from .recurrence import HeadRows, Recurrence
+
+QUERY, KEY = HeadRows("num_key_heads", "key_head_dim"), HeadRows("num_key_heads", "key_head_dim")
+VALUE, GATE = (HeadRows("num_value_heads", "value_head_dim"),) * 2
+BETA, ALPHA = (HeadRows("num_value_heads", 1),) * 2
+"""How strongly the state is corrected, and how fast it decays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet(Recurrence):
+    """Per value head a state of key x value channels; value heads in a row share a key head, which
+    has a query and a key. Queries, keys and values are convolved. Each head's output is normalised
+    alone, all with the same weights, and multiplied by its gate.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    taps: int
+
+    place: ClassVar[str] = "self_attention"
+
+    def __post_init__(self) -> None:
+        names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "taps"
+        check_counts(self, *names, of="delta_net.")
+        check_widths(**{f"delta_net.{name}": getattr(self, name) for name in names})
+        check_widths(**{"delta_net.projected_size": self.projected_size})
+        if self.num_value_heads % self.num_key_heads:
+            raise ConversionError(
+                f"{self.num_value_heads} value heads of a delta net must be a multiple of its "
+                f"{self.num_key_heads} key heads"
+            )
+
+    @property
+    def key_size(self) -> int:
+        """Channels of all queries, and of all keys."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Channels of all values, and of all gates."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def projected_size(self) -> int:
+        return self.convolved_size + self.value_size + 2 * self.num_value_heads
+
+    @property
+    def convolved_size(self) -> int:
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def inner_size(self) -> int:
+        return self.value_size
+
+    @property
+    def memory_size(self) -> int:
+        return self.num_value_heads * self.key_head_dim * self.value_head_dim
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        heads = self.num_key_heads, self.num_value_heads
+        return *heads, self.key_head_dim, self.value_head_dim, self.taps
+
+    @property
+    def splits(self) -> tuple[SplitCount, ...]:
+        keys = SplitCount(self.num_key_heads, "key heads of a delta net")
+        return SplitCount(self.num_value_heads, "value heads of a delta net"), keys
+
+    @property
+    def context_splits(self) -> tuple[SplitCount, ...]:
+        values, keys = self.splits
+        return values, keys._replace(multiples=True)
+
+    def count_memory_flops(self) -> int:
+        """What the state has for the key, its correction, and what it has for the query."""
+        return 6 * self.memory_size

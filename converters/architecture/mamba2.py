@@ -1,0 +1,87 @@
+"""Mamba2 (Dao and Gu 2024, "Transformers are SSMs"): a state that forgets at a rate of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron_policy.errors import ConversionError
+
+from .checks import check_counts, check_factors, check_widths
+from .part import SplitCount
+from .recurrence import HeadRows, Recurrence
+
+GATE, INPUT = (HeadRows("num_heads", "head_dim"),) * 2
+INTO, OUT = (HeadRows("groups", "state_size"),) * 2
+"""Where the state takes a token, and where it is read."""
+STEP = HeadRows("num_heads", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2(Recurrence):
+    """Per head a state of `state_size` x `head_dim`; heads in a row are a group, which shares where
+    its states take tokens and where they are read. Inputs and these two are convolved.
+    """
+
+    num_heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    taps: int
+    conv_bias: bool = True
+    proj_bias: bool = False
+    """On both projections."""
+    norm: bool = True
+    """The output is normalised over the channels of each group, after its gate."""
+    least_step: float = 0.0
+    """The steps of the state are not smaller; nor larger than `largest_step`, if that is set."""
+    largest_step: float | None = None
+
+    place: ClassVar[str] = "mixer"
+
+    def __post_init__(self) -> None:
+        names = "num_heads", "head_dim", "groups", "state_size", "taps"
+        check_counts(self, *names, of="mamba2.")
+        check_widths(**{f"mamba2.{name}": getattr(self, name) for name in names})
+        check_widths(**{"mamba2.projected_size": self.projected_size})
+        check_factors(self, "largest_step")
+        if self.num_heads % self.groups:
+            raise ConversionError(
+                f"{self.num_heads} heads of a Mamba2 layer must be a multiple of its "
+                f"{self.groups} groups"
+            )
+
+    @property
+    def projected_size(self) -> int:
+        return self.convolved_size + self.inner_size + self.num_heads
+
+    @property
+    def convolved_size(self) -> int:
+        return self.inner_size + 2 * self.groups * self.state_size
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def memory_size(self) -> int:
+        return self.inner_size * self.state_size
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        heads = self.num_heads, self.head_dim, self.groups, self.state_size, self.taps
+        return *heads, self.conv_bias, self.proj_bias, self.norm
+
+    @property
+    def splits(self) -> tuple[SplitCount, ...]:
+        groups = SplitCount(self.groups, "groups of a Mamba2 layer")
+        return SplitCount(self.num_heads, "heads of a Mamba2 layer"), groups
+
+    @property
+    def context_splits(self) -> tuple[SplitCount, ...]:
+        heads, groups = self.splits
+        return heads, groups._replace(multiples=True)
+
+    def count_memory_flops(self) -> int:
+        """What the state takes, and what is read of it."""
+        return 4 * self.memory_size

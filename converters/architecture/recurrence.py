@@ -1,0 +1,109 @@
+"""A mixer that hands a state on from token to token: what gated delta nets, Mamba2 and short
+convolutions have in common.
+
+One projection gives all that the mixer reads, in sections of heads. Some of them pass through a
+causal convolution that treats each channel alone, and another projection ends it. Context-parallel
+ranks, which share tokens, exchange them for heads: each then has all tokens of its own.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple
+
+from .part import FP32, CoreBytes, LayerPart, Linear, Linears, PartBytes, Place, RankShare
+
+CHUNK = 64
+"""A scan keeps its state once in so many tokens."""
+
+
+class HeadRows(NamedTuple):
+    """Rows of a projection that ranks share by heads: names of sizes, or numbers."""
+
+    heads: str
+    rows: str | int
+    """Of each head."""
+
+
+class Recurrence(LayerPart):
+    """Such a mixer. It sees all tokens and has no positions."""
+
+    window: ClassVar[None] = None
+    rope: ClassVar[None] = None
+    place: ClassVar[str]
+    """The mixer's name within a decoder layer."""
+    taps: int
+    """How many tokens the convolution sees, this one included."""
+
+    @property
+    @abstractmethod
+    def projected_size(self) -> int:
+        """Output rows of the first projection."""
+
+    @property
+    @abstractmethod
+    def convolved_size(self) -> int:
+        """Channels of the convolution."""
+
+    @property
+    @abstractmethod
+    def inner_size(self) -> int:
+        """Inputs of the last projection."""
+
+    @property
+    @abstractmethod
+    def memory_size(self) -> int:
+        """Elements of the state of a sequence, which is kept in fp32; 0: there is only the
+        convolution's.
+        """
+
+    @abstractmethod
+    def count_memory_flops(self) -> int:
+        """Operations of a token on the state."""
+
+    @property
+    def first(self) -> str:
+        """The first projection."""
+        return f"{self.place}.in_proj"
+
+    @property
+    def last(self) -> str:
+        """The last one."""
+        return f"{self.place}.out_proj"
+
+    def list_linears(self, hidden_size: int) -> Linears:
+        into = Linear(self.first, hidden_size * self.projected_size)
+        out = Linear(self.last, self.inner_size * hidden_size, Place.WHOLE, Place.STREAM)
+        return (into,), (out,)
+
+    def count_core_flops(self, lengths: Iterable[int]) -> int:
+        """Operations of the convolution and on the state, token by token."""
+        return sum(lengths) * (2 * self.taps * self.convolved_size + self.count_memory_flops())
+
+    def count_exchanged(self, tp: int, cp: int) -> int:
+        """Channels of a token that a context-parallel rank sends to each other one: what heads of
+        its there read, and what it reads of theirs.
+        """
+        return (self.projected_size + self.inner_size) // (tp * cp)
+
+    def count_cached(self, tokens: int, width: int) -> int:
+        """Bytes that generation keeps of a sequence, however long: the last inputs of the
+        convolution, and the state.
+        """
+        return (self.taps - 1) * self.convolved_size * width + FP32 * self.memory_size
+
+    def count_kept(self, share: RankShare, needed: bool) -> PartBytes:
+        """What the projection gives, what the scan reads with its states, what it gives, and the
+        input of the last projection.
+        """
+        training, tp, token = share.training, share.tp, share.whole * share.width
+        context = self.inner_size // tp * token * training.keep(self.last)
+        if not (needed or training.adapted(self.first)):
+            return PartBytes(0, CoreBytes(context, context, 0))
+        read = self.convolved_size // tp * token
+        states = FP32 * self.memory_size // tp * -(-share.whole // CHUNK)
+        given = self.inner_size // tp * token if self.memory_size else 0
+        inside = states + given
+        core = CoreBytes.of(read, inside, context, read + inside + context)
+        return PartBytes(self.projected_size // tp * token, core)

@@ -1,0 +1,63 @@
+"""A gated short convolution: each channel sees the last few tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .checks import check_counts, check_widths
+from .part import SplitCount
+from .recurrence import HeadRows, Recurrence
+
+INTO, OUT, INPUT = (HeadRows("channels", 1),) * 3
+"""The gate before the convolution, the one after it, and what is convolved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvolution(Recurrence):
+    """Its projection gives an input and two gates, which multiply what goes into the convolution
+    and what comes out of it.
+    """
+
+    channels: int
+    taps: int
+    bias: bool = False
+    """On both projections and on the convolution."""
+
+    place: ClassVar[str] = "self_attention"
+
+    def __post_init__(self) -> None:
+        check_counts(self, "channels", "taps", of="short_convolution.")
+        check_widths(**{"short_convolution.channels": self.channels})
+        check_widths(**{"short_convolution.taps": self.taps})
+
+    @property
+    def projected_size(self) -> int:
+        return 3 * self.channels
+
+    @property
+    def convolved_size(self) -> int:
+        return self.channels
+
+    @property
+    def inner_size(self) -> int:
+        return self.channels
+
+    @property
+    def memory_size(self) -> int:
+        return 0
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        return self.channels, self.taps, self.bias
+
+    @property
+    def splits(self) -> tuple[SplitCount, ...]:
+        return (SplitCount(self.channels, "channels of a short convolution"),)
+
+    @property
+    def context_splits(self) -> tuple[SplitCount, ...]:
+        return self.splits
+
+    def count_memory_flops(self) -> int:
+        return 0

@@ -1,0 +1,204 @@
+"""Parts other than attention in the place of a mixer, and layers of one part: their numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_policy.config.layout import check_layout
+from megatron_policy.config.model_table import check_implementation
+from megatron_policy.converters.architecture import (
+    Activation,
+    Architecture,
+    Attention,
+    DeltaNet,
+    Layer,
+    Mamba2,
+    Mlp,
+    Moe,
+    Rope,
+    Scoring,
+    ShortConvolution,
+    stack,
+)
+from megatron_policy.converters.architecture.beyond import beyond_engines
+from megatron_policy.converters.architecture.plain_values import plain
+from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.estimate.flops import forward_flops
+from megatron_policy.packing.cost import sequence_cost
+from megatron_policy.parallel.topology import Topology
+from tests.pure.test_layout import config
+
+ATTENTION = Attention(
+    num_attention_heads=16,
+    num_query_groups=2,
+    kv_channels=256,
+    rope=Rope(1e7, fraction=0.25),
+    attention_output_gate=True,
+)
+DELTA = DeltaNet(num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, taps=4)
+MAMBA = Mamba2(num_heads=64, head_dim=64, groups=8, state_size=128, taps=4)
+SHORT = ShortConvolution(channels=2048, taps=3)
+MLP = Mlp(ffn_hidden_size=5120)
+MOE = Moe(
+    experts=8,
+    chosen=2,
+    ffn_hidden_size=512,
+    scoring=Scoring.SIGMOID,
+    activation=Activation.SQUARED_RELU,
+    gated=False,
+    latent_size=1024,
+    shared_ffn_hidden_size=256,
+)
+
+
+def hybrid(mixers: list[Any], feeds: Any = MLP, **changes: Any) -> Architecture:
+    values: dict[str, Any] = {
+        "hidden_size": 2048,
+        "vocab_size": 1000,
+        "max_position_embeddings": 4096,
+        "layernorm_epsilon": 1e-6,
+        "tied": False,
+    }
+    return Architecture(layers=stack(len(mixers), mixers, feeds), **values | changes)
+
+
+MODEL = hybrid([DELTA, DELTA, DELTA, ATTENTION])
+SINGLE = hybrid([MAMBA, None, ATTENTION, None], [None, MLP, None, MOE])
+
+
+def test_projections_and_convolutions_have_the_rows_of_their_sections() -> None:
+    assert (DELTA.projected_size, DELTA.convolved_size, DELTA.inner_size) == (12352, 8192, 4096)
+    assert (MAMBA.projected_size, MAMBA.convolved_size, MAMBA.inner_size) == (10304, 6144, 4096)
+    assert (SHORT.projected_size, SHORT.convolved_size, SHORT.inner_size) == (6144, 2048, 2048)
+    assert ATTENTION.gated_query_size == 2 * ATTENTION.query_size == 8192
+    linears = {part: part.list_linears(2048) for part in (ATTENTION, DELTA, MAMBA, SHORT)}
+    names = {part: [group[0].name for group in found] for part, found in linears.items()}
+    assert names[DELTA] == names[SHORT] == ["self_attention.in_proj", "self_attention.out_proj"]
+    assert names[MAMBA] == ["mixer.in_proj", "mixer.out_proj"]
+    sizes = {part: [group[0].elements // 2048 for group in linears[part]] for part in linears}
+    assert sizes == {
+        ATTENTION: [9216, 4096],
+        DELTA: [12352, 4096],
+        MAMBA: [10304, 4096],
+        SHORT: [6144, 2048],
+    }
+
+
+def test_what_generation_keeps_of_a_sequence_grows_with_attention_alone() -> None:
+    assert DELTA.count_cached(1, 2) == DELTA.count_cached(10**6, 2) == 2 * 2**20 + 48 * 2**10
+    assert MAMBA.count_cached(9, 2) == 3 * 6144 * 2 + 64 * 64 * 128 * 4
+    assert SHORT.count_cached(9, 2) == 2 * 2048 * 2
+    assert ATTENTION.count_cached(9, 2) == 9 * 2 * 512 * 2
+
+
+def test_operations_on_states_grow_with_tokens_and_are_those_of_one_token_after_another() -> None:
+    state = 32 * 128 * 128
+    assert DELTA.count_core_flops([3, 4]) == 7 * (2 * 4 * 8192 + 6 * state)
+    assert MAMBA.count_core_flops([7]) == 7 * (2 * 4 * 6144 + 4 * 64 * 64 * 128)
+    assert SHORT.count_core_flops([7]) == 7 * 2 * 3 * 2048
+    found = forward_flops(SINGLE, [7]).layers
+    assert [layer.attention > 0 for layer in found] == [True, False, True, False]
+    assert [layer.mlp > 0 for layer in found] == [False, True, False, True]
+    # The router, both latent projections, both projections of two experts, the shared MLP.
+    latent = 2048 * (8 + 2 * 1024) + 2 * 2 * 1024 * 512 + 2 * 2048 * 256
+    assert found[3].total == 7 * 2 * latent
+
+
+def test_a_sequence_costs_less_of_what_grows_where_fewer_layers_attend() -> None:
+    plain_model = hybrid([ATTENTION] * 4)
+    whole, some, single = map(sequence_cost, (plain_model, MODEL, SINGLE))
+    length = 6 * 2048
+    assert whole(length) == 2 * length
+    assert some(length) == (1 + 1 / 4) * length
+    assert single(length) == (1 + 1 / 2) * length  # as two layers would, one with attention
+
+
+def layout(architecture: Architecture, **sizes: int) -> str:
+    """What is said of a layout that does not fit; "" if it does."""
+    keys = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size"}
+    parsed = config(
+        sequence_parallel=sizes.get("tp", 1) > 1, **{keys[k]: n for k, n in sizes.items()}
+    )
+    try:
+        check_layout(parsed, architecture, Topology(**sizes))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 16}, {"cp": 8}, {"tp": 4, "cp": 8}])
+def test_ranks_that_divide_the_heads_of_all_mixers_share_them(sizes: dict[str, int]) -> None:
+    assert layout(MODEL, **sizes) == ""
+
+
+def test_ranks_that_do_not_are_refused_with_those_that_do() -> None:
+    few = hybrid([replace(DELTA, num_key_heads=4), ATTENTION])
+    said = layout(few, tp=8)
+    assert "tensor_model_parallel_size=8 does not divide" in said
+    assert "4 key heads of a delta net" in said and "use one of [1, 2, 4]" in said
+    assert "context_parallel_size" not in said
+    # Key heads can be fewer than ranks that exchange tokens for heads.
+    assert layout(few, tp=4, cp=8) == ""
+    said = layout(few, cp=3)
+    assert re.search(
+        r"context_parallel_size=3 with .*=1 shares 32 value heads of a delta net", said
+    )
+    assert "use one of [1, 2, 4, 8, 16, 32]" in said
+    said = layout(hybrid([MAMBA, ATTENTION]), tp=2, cp=64)
+    assert "64 heads of a Mamba2 layer" in said and "use one of [1, 2, 4, 8, 16, 32]" in said
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Layer(None, None), "neither a mixer nor a feed"),
+        (lambda: hybrid([DELTA, MAMBA]), "no layer of the model has attention"),
+        (lambda: hybrid([ATTENTION], [None]), "no layer of the model has an MLP or experts"),
+        (lambda: replace(DELTA, num_value_heads=24), "24 value heads .* multiple of its 16 key"),
+        (lambda: replace(MAMBA, groups=5), "64 heads of a Mamba2 layer .* its 5 groups"),
+        (lambda: replace(SHORT, taps=0), "short_convolution.taps"),
+        (lambda: hybrid([DELTA, replace(DELTA, taps=2), ATTENTION]), "DeltaNet parts of different"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConversionError, match=said):
+        make()
+
+
+def test_layers_that_predict_are_like_the_last_one_that_attends() -> None:
+    model = hybrid([ATTENTION, DELTA, ATTENTION, DELTA], [MLP, MLP, MOE, MOE])
+    assert model.find_layer(4) is model.layers[2]
+    assert hybrid([ATTENTION, DELTA]).find_layer(2).mixer is ATTENTION
+
+
+def test_plain_values_tell_kinds_of_layers_apart_and_those_of_attention_are_as_before() -> None:
+    models = [MODEL, hybrid([DELTA, DELTA, ATTENTION, DELTA]), SINGLE]
+    models += [hybrid([replace(DELTA, taps=3)] * 3 + [ATTENTION])]
+    found = [str(plain(each)) for each in models]
+    assert len(set(found)) == len(found)
+    assert plain(MODEL)["mixers"] == ["DeltaNet"] * 3 + ["Attention"]
+    same = plain(hybrid([replace(ATTENTION, attention_output_gate=False)] * 2))
+    new = ("mixers", "without_feed", "delta_net", "mamba2", "attention_output_gate")
+    assert same.keys().isdisjoint(new)
+
+
+def test_models_whose_layers_no_engine_has_are_refused_with_what_is_missing() -> None:
+    assert beyond_engines(MODEL) == ["gated delta nets", "gated attention"]
+    assert beyond_engines(SINGLE) == [
+        "Mamba2",
+        "gated attention",
+        "a mixer or a feed alone",
+        "squares of ReLU",
+        "experts without gates",
+        "experts of latent vectors",
+    ]
+    with pytest.raises(ConfigError, match="the engines have no layer for gated delta nets, gated"):
+        check_implementation("auto", MODEL, adapted=False)
+    usual = hybrid([replace(ATTENTION, attention_output_gate=False)])
+    assert beyond_engines(usual) == []
+    check_implementation("auto", usual, adapted=False)
