@@ -1,10 +1,11 @@
 """Rows: which elements of Hugging Face tensors are which elements of a rank's shard. Read
-`blocks.py` (the contract, and the copy) first, then `kinds.py` and `shards.py`.
+`blocks.py` (the contract, and the copy) first, then `kinds.py`, `sections.py` and `shards.py`.
 """
 
 from __future__ import annotations
 
 from .blocks import (
+    DECAYED,
     Block,
     Role,
     Row,
@@ -33,11 +34,14 @@ from .kinds import (
     Whole,
     assign_part,
 )
+from .sections import GatedQkv, Sections
 
 __all__ = [
+    "DECAYED",
     "Block",
     "Columns",
     "GateUp",
+    "GatedQkv",
     "Halves",
     "Ignore",
     "Joined",
@@ -48,6 +52,7 @@ __all__ = [
     "Row",
     "RowBase",
     "Rows",
+    "Sections",
     "Shape",
     "Tied",
     "Vocab",

@@ -54,6 +54,14 @@ class Role(Enum):
     """A logit that takes part in a head's softmax and stands for no token."""
     ACTIVATION = "activation"
     """A constant of an activation function."""
+    CONVOLUTION = "convolution"
+    """What the channels of a convolution multiply tokens by."""
+    RECURRENCE = "recurrence"
+    """A head's constant of a recurrence: how fast its state decays, or what passes by it."""
+
+
+DECAYED = (Role.MATRIX, Role.CONVOLUTION)
+"""Parameters to which weight decay applies."""
 
 
 class Taken(Protocol):

@@ -64,3 +64,37 @@ class QkvParts(RowBase):
     def _heads(self, arch: Architecture) -> tuple[int, ...]:
         all_parts = self.measure(arch, ("heads_per_group", 1, 1))
         return tuple(all_parts[part] for part in self.parts)
+
+
+@dataclass(frozen=True)
+class GatedQkvParts(RowBase):
+    """Some parts of a fused attention input with a gate: for each group the heads of each part,
+    those of queries followed by their gates.
+    """
+
+    parts: tuple[int, ...]
+    tail: tuple[str | int, ...]
+    part: type[LayerPart] | None = field(default=Attention, kw_only=True)
+
+    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
+        sizes = self.measure(arch, ("gated_query_size", "kv_size", "kv_size"))
+        return tuple((sizes[part], *self.measure(arch, self.tail)) for part in self.parts)
+
+    def local_shape(self, arch: Architecture, size: int) -> Shape:
+        (groups,) = self.measure(arch, ("num_query_groups",))
+        rows = sum(rows for rows, *_ in self.hf_shapes(arch))
+        return (even(groups, size, self) * (rows // groups), *self.measure(arch, self.tail))
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        names = ("num_query_groups", "heads_per_group", "kv_channels")
+        groups, per, head, *tail = self.measure(arch, (*names, *self.tail))
+        mine, blocks, place = even(groups, size, self), list[Block](), 0
+        fused = (mine, self.local_shape(arch, size)[0] // (mine * head), 1, head, *tail)
+        for n, part in enumerate(self.parts):
+            heads, kinds = (1, 1) if part else (per, 2)
+            view = (groups, heads, kinds, head, *tail)
+            for kind in range(kinds):
+                taken = (nth(rank, mine), *ALL, nth(kind, 1))
+                blocks.append(Block(n, view, taken, fused, (*ALL, slice(place, place + heads))))
+                place += heads
+        return tuple(blocks)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_policy.adapters.rows import Concatenated, QkvParts
+from megatron_policy.adapters.rows import Concatenated, GatedQkvParts, QkvParts
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.blocks import Role, Row, fill_shard
 from megatron_policy.converters.rows.expert_rows import (
@@ -36,6 +36,7 @@ from megatron_policy.converters.rows.kinds import (
     Rows,
     Whole,
 )
+from megatron_policy.converters.rows.sections import GatedQkv, Sections
 from megatron_policy.converters.scalar_head import TENSORS
 from megatron_policy.converters.table import LAYER, Entry, Table
 from megatron_policy.errors import ConversionError
@@ -215,10 +216,10 @@ def number_outputs(row: Row, arch: Architecture, rank: int, size: int) -> Tensor
     """The outputs that shard `rank` of `size` of a fused layer's weight or B has: int64 `[O, 2]`,
     for each the number of its HF tensor and of its row there.
     """
-    assert isinstance(row, Qkv | QkvParts | GateUp | Columns), type(row)
-    narrow: Row = replace(row, dims=(row.dims[0], 1)) if isinstance(row, GateUp | Columns) else row
-    if isinstance(row, Qkv | QkvParts):
-        narrow = replace(row, tail=(1,))
+    assert isinstance(row, _Tailed | GateUp | Columns), type(row)
+    narrow: Row = (
+        replace(row, tail=(1,)) if isinstance(row, _Tailed) else replace(row, dims=(row.dims[0], 1))
+    )
     shapes = narrow.hf_shapes(arch)
     numbers = [torch.full(shape, part) for part, shape in enumerate(shapes)]
     rows = [torch.arange(shape[0]).unsqueeze(1) for shape in shapes]
@@ -302,7 +303,9 @@ def _make_stacked_rows(row: Row, module: str, rank: int) -> tuple[Row, Row]:
     )
 
 
-_Adaptable = Qkv | GateUp | Columns | Rows | Whole | StackedGateUp | StackedRows
+_Tailed = Qkv | QkvParts | GatedQkv | GatedQkvParts | Sections
+_Plain = Qkv | GatedQkv | Sections | GateUp | Columns | Rows | Whole
+_Adaptable = _Plain | StackedGateUp | StackedRows
 
 
 def _unjoin(row: Row) -> _Adaptable | None:
@@ -314,7 +317,7 @@ def _unjoin(row: Row) -> _Adaptable | None:
 def _make_rows(row: Row, parts: Parts, rank: int) -> tuple[Row, Row]:
     """The rows of A and B."""
     of = _unjoin(row)
-    assert isinstance(of, Qkv | GateUp | Columns | Rows | Whole), f"{row.megatron} is not adaptable"
+    assert isinstance(of, _Plain), f"{row.megatron} is not adaptable"
     into, out = (strip_weight(row.megatron) + side for side in (_IN, _OUT))
     numbers = tuple(range(len(row.hf))) if parts is None else parts
     modules = [PREFIX + strip_weight(row.hf[number]) for number in numbers]
@@ -328,17 +331,24 @@ def _make_rows(row: Row, parts: Parts, rank: int) -> tuple[Row, Row]:
         outputs, inputs = of.dims
         a = Whole(into, hf_a, (rank, inputs), part=kind)
         return a, type(of)(out, hf_b, (outputs, rank), part=kind)
-    (inputs,) = of.tail if isinstance(of, Qkv) else of.dims[1:]
+    (inputs,) = of.dims[1:] if isinstance(of, GateUp) else of.tail
     if parts is None:
         a = Whole(into, hf_a[:1], (rank, inputs), part=kind)
     else:
         a = Concatenated(into, hf_a, (rank, inputs), part=kind)
+    if isinstance(of, Sections):
+        own = tuple(of.sections[number] for number in numbers)
+        return a, Sections(out, hf_b, own, (rank,), by=of.by, part=kind)
     if len(numbers) < len(row.hf):
+        if isinstance(of, GatedQkv):
+            return a, GatedQkvParts(out, hf_b, numbers, (rank,))
         if isinstance(of, Qkv):
             return a, QkvParts(out, hf_b, numbers, (rank,))
         return a, Columns(out, hf_b, (of.dims[0], rank), part=kind)
     joins = isinstance(row, Joined)
     hf = () if joins else hf_b
+    if isinstance(of, GatedQkv):
+        return a, GatedQkv(out, hf, (rank,))
     b: Qkv | GateUp = Qkv(out, hf, (rank,))
     if isinstance(of, GateUp):
         b = GateUp(out, hf, (of.dims[0], rank), part=kind)

@@ -24,13 +24,15 @@ from megatron_policy.config.model_table import bind_model, check_implementation,
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.config.policy_config import PolicyConfig
-from megatron_policy.converters.rows import GateUp, Joined, Qkv
+from megatron_policy.converters.rows import GatedQkv, GateUp, Joined, Qkv
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.errors import ConfigError
 
 _KEY = "policy.megatron_cfg.peft"
+_QKV = ("linear_q", "linear_k", "linear_v")
 _SPLIT: dict[type, tuple[str, ...]] = {
-    Qkv: ("linear_q", "linear_k", "linear_v"),
+    Qkv: _QKV,
+    GatedQkv: _QKV,
     GateUp: ("linear_fc1_gate", "linear_fc1_up"),
 }
 """What Megatron-Bridge calls the parts of a fused layer."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.fsdp import PytorchOptimizerConfig
 from megatron_policy.config.parallel_sizes import transformers_settings
-from megatron_policy.converters.rows import Role
+from megatron_policy.converters.rows import DECAYED
 from megatron_policy.device import current_device, return_unused
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.engines.hugging_face.import_paths import (
@@ -52,7 +52,7 @@ def make_optimizer(config: PolicyConfig, holdings: Sequence[Holding]) -> torch.o
     everywhere = transformers_settings(config).weight_decay_of == "all"
     for each in holdings:
         if isinstance(each.tensor, torch.nn.Parameter):
-            decays = everywhere or each.entries[0].row.role is Role.MATRIX
+            decays = everywhere or each.entries[0].row.role in DECAYED
             (decaying if decays else others).append(each.tensor)
     groups: list[dict[str, Any]] = [{"params": decaying}]
     if others:

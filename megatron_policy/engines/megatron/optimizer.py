@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_policy.config import MegatronConfig
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.config.trained import ParamGroupConfig
-from megatron_policy.converters.rows import Role
+from megatron_policy.converters.rows import DECAYED
 from megatron_policy.device.timing import Stopwatch
 from megatron_policy.engines.megatron.mtp import sum_embedding_gradients
 from megatron_policy.interfaces.engine import REDUCE
@@ -77,7 +77,7 @@ def _find_overrides(
     """
     alike: dict[tuple[tuple[str, float], ...], set[int]] = defaultdict(set)
     for entry, tensor in held:
-        own = {} if entry.row.role is Role.MATRIX else {"wd_mult": 0.0}
+        own = {} if entry.row.role in DECAYED else {"wd_mult": 0.0}
         if (group := groups.group_of(entry)) is not None:
             own |= _find_rates(group, settings)
         if own:
