@@ -28,13 +28,16 @@ from megatron_policy.converters.families import (
     glm4_moe_lite,
     gpt_oss,
     granite,
+    granitemoehybrid,
     hunyuan_v1_dense,
+    lfm2,
     llama,
     mimo,
     minimax_m2,
     ministral3,
     mistral,
     mixtral,
+    nemotron_h,
     olmo2,
     olmo3,
     olmoe,
@@ -42,7 +45,10 @@ from megatron_policy.converters.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
     starcoder2,
@@ -66,6 +72,8 @@ class Family:
     """The model_type of transformers' class that has the same fields, if it is not `name`: the
     makers' own class comes with their checkpoints, and no code of a checkpoint is executed.
     """
+    awaits: str = ""
+    """What layers of its models have that no engine can build yet."""
     hf_prefix: str = ""
     """What the names of transformers' classes with a scalar head begin with, if not as those of
     `hf_architectures`.
@@ -124,6 +132,19 @@ FAMILIES = {
     )
 }
 
+PREPARED = {
+    family.name: family
+    for family in (
+        _built_in(granitemoehybrid, "GraniteMoeHybridForCausalLM", awaits="Mamba2"),
+        _built_in(lfm2, "Lfm2ForCausalLM", awaits="gated short convolutions"),
+        _built_in(nemotron_h, "NemotronHForCausalLM", awaits="Mamba2"),
+        _built_in(qwen3_5_moe_text, "Qwen3_5MoeForCausalLM", awaits="gated delta nets"),
+        _built_in(qwen3_5_text, "Qwen3_5ForCausalLM", awaits="gated delta nets"),
+        _built_in(qwen3_next, "Qwen3NextForCausalLM", awaits="gated delta nets"),
+    )
+}
+"""Families whose fields and tensors are known, but not offered: the engines lack their layers."""
+
 REFUSED = {
     "gemma3": "it also reads images; its text part alone is of model_type gemma3_text",
     "phi4_multimodal": "it also reads images and sound; text-only Phi-4 is of model_type phi3",
@@ -136,6 +157,12 @@ def family_of(model_type: str) -> Family:
     family = added_family(model_type) or FAMILIES.get(model_type)
     if family is not None:
         return family
+    if model_type in PREPARED:
+        raise ConversionError(
+            f"{model_type} cannot be converted or trained by Megatron-Core: the engines have no "
+            f"layer for {PREPARED[model_type].awaits} yet. policy.dtensor_cfg trains it with "
+            "transformers' own modules (FSDP2)."
+        )
     if model_type in REFUSED:
         raise ConversionError(f"{model_type} cannot be converted: {REFUSED[model_type]}")
     known = sorted({*FAMILIES, *(entry.name for entry in entry_points(group=GROUP))})

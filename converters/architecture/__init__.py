@@ -14,7 +14,7 @@ from .mla import Mla
 from .mlp import Mlp
 from .moe import Moe
 from .part import LayerPart
-from .recurrence import HeadRows
+from .recurrence import HeadRows, Recurrence
 from .rotary import Rope
 from .short_convolution import ShortConvolution
 from .traits import Activation, Norm, QkNorm, ScalarHead, Scoring
@@ -37,6 +37,7 @@ __all__ = [
     "Norm",
     "Norms",
     "QkNorm",
+    "Recurrence",
     "Rope",
     "ScalarHead",
     "Scoring",

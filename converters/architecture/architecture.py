@@ -177,7 +177,8 @@ class Architecture:
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """The kinds of rotary embedding that layers have."""
-        ropes = (layer.mixer and layer.mixer.rope for layer in dict.fromkeys(self.layers))
+        mixers = (layer.mixer for layer in dict.fromkeys(self.layers))
+        ropes = (mixer.rope for mixer in mixers if mixer is not None)
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property

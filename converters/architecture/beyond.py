@@ -15,16 +15,13 @@ from .traits import Activation, Norm, QkNorm
 def beyond_engines(architecture: Architecture) -> list[str]:
     """The model's features for which no engine of Megatron-Core's modules has a layer yet."""
     attention, moe = architecture.find_part(Attention), architecture.moe
-    feeds = (architecture.find_part(Mlp), moe)
     features = {
         "gated delta nets": architecture.find_part(DeltaNet),
         "Mamba2": architecture.find_part(Mamba2),
         "gated short convolutions": architecture.find_part(ShortConvolution),
         "gated attention": attention and attention.attention_output_gate,
         "a mixer or a feed alone": any(len(each.parts) < 2 for each in set(architecture.layers)),
-        "squares of ReLU": any(
-            feed and feed.activation is Activation.SQUARED_RELU for feed in feeds
-        ),
+        "squares of ReLU": architecture.feed.activation is Activation.SQUARED_RELU,
         "experts without gates": moe and not moe.gated,
         "experts of latent vectors": moe and moe.latent_size,
     }

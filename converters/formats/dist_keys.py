@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron_policy.converters.architecture import Architecture, Mla, Moe
+from megatron_policy.converters.architecture import Architecture, Mla, Moe, Recurrence
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.table import Entry, Table
 
@@ -56,7 +56,7 @@ def readable(entry: Entry, arch: Architecture) -> Iterator[KeyedSlice]:
         yield KeyedSlice(entry.megatron)
         return
     name = _within_layer(entry)
-    for spelling in dict.fromkeys((*_spellings(entry, arch), name, _fused(name))):
+    for spelling in dict.fromkeys((*_spellings(entry, arch), name, _fused(name, entry, arch))):
         yield _place(entry, spelling, arch, stacked=True)
         if entry.layer is not None:
             yield _place(entry, spelling, arch, stacked=False)
@@ -92,7 +92,7 @@ def not_weights(keys: Iterable[str]) -> set[str]:
 
 def _spellings(entry: Entry, arch: Architecture) -> tuple[str, ...]:
     name = _within_layer(entry)
-    fused = _fused(name)
+    fused = _fused(name, entry, arch)
     if entry.layer is None or fused == name:
         return (name,)
     layer = arch.find_layer(entry.layer)
@@ -103,9 +103,14 @@ def _spellings(entry: Entry, arch: Architecture) -> tuple[str, ...]:
     return (fused, name) if latent or experts else (fused,)
 
 
-def _fused(name: str) -> str:
+def _fused(name: str, entry: Entry, arch: Architecture) -> str:
     norm = next((norm for norm in _FUSED if name.startswith(norm)), None)
-    return name if norm is None else _FUSED[norm] + name.removeprefix(norm)
+    if norm is None:
+        return name
+    mixer = None if entry.layer is None else arch.find_layer(entry.layer).mixer
+    if norm == "input_layernorm." and isinstance(mixer, Recurrence):
+        return f"{mixer.first}.layer_norm_{name.removeprefix(norm)}"
+    return _FUSED[norm] + name.removeprefix(norm)
 
 
 def _within_layer(entry: Entry) -> str:

@@ -88,6 +88,65 @@ class StackedWhole(RowBase):
 
 
 @dataclass(frozen=True)
+class StackedGateAboveUp(RowBase):
+    """Input projection of one expert's gated MLP; HF stacks all, each gate above its up projection:
+    [experts, 2 x ffn, hidden].
+    """
+
+    tail: tuple[str, ...]
+    """Dimensions after the rows."""
+    expert: int = 0
+    part: type[LayerPart] | None = field(default=Moe, kw_only=True)
+
+    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
+        experts, rows = self.measure(arch, ("experts", "ffn_hidden_size"))
+        return ((experts, 2 * rows, *self.measure(arch, self.tail)),)
+
+    def local_shape(self, arch: Architecture, size: int) -> Shape:
+        (rows,) = self.measure(arch, ("ffn_hidden_size",))
+        return (2 * even(rows, size, self), *self.measure(arch, self.tail))
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        experts, rows, *tail = self.measure(arch, ("experts", "ffn_hidden_size", *self.tail))
+        mine = even(rows, size, self)
+        view, local = (experts, 2, rows, *tail), (1, 2, mine, *tail)
+        return tuple(
+            Block(
+                0,
+                view,
+                (nth(self.expert, 1), nth(half, 1), nth(rank, mine)),
+                local,
+                (*ALL, nth(half, 1)),
+            )
+            for half in (0, 1)
+        )
+
+
+@dataclass(frozen=True)
+class StackedInputs(RowBase):
+    """Output projection of one expert's gated MLP, of which ranks share the inputs; HF stacks all:
+    [experts, out, ffn].
+    """
+
+    dims: tuple[str, str]
+    """Output and input dimensions."""
+    expert: int = 0
+    part: type[LayerPart] | None = field(default=Moe, kw_only=True)
+
+    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
+        return (self.measure(arch, ("experts", *self.dims)),)
+
+    def local_shape(self, arch: Architecture, size: int) -> Shape:
+        out, inner = self.measure(arch, self.dims)
+        return (out, even(inner, size, self))
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        (stack,), local = self.hf_shapes(arch), self.local_shape(arch, size)
+        index = (nth(self.expert, 1), *ALL, nth(rank, local[1]))
+        return (Block(0, stack, index, (1, *local), ALL),)
+
+
+@dataclass(frozen=True)
 class StackedAdapterA(RowBase):
     """A of the low-rank adapter on one expert of a stack; PEFT has those of all experts one below
     another: [experts x rank, inputs].
@@ -148,5 +207,7 @@ class StackedAdapterB(RowBase):
         return tuple(block(slice(ends[0] + n, ends[1], 2), nth(n, mine)) for n in range(2))
 
 
-Stacked = StackedGateUp | StackedRows | StackedWhole | StackedAdapterA | StackedAdapterB
+_Untransposed = StackedGateAboveUp | StackedInputs
+_Adapters = StackedAdapterA | StackedAdapterB
+Stacked = StackedGateUp | StackedRows | StackedWhole | _Untransposed | _Adapters
 """Rows whose HF tensor holds all experts of a layer; `expert` says which one the row takes."""

@@ -216,7 +216,7 @@ def number_outputs(row: Row, arch: Architecture, rank: int, size: int) -> Tensor
     """The outputs that shard `rank` of `size` of a fused layer's weight or B has: int64 `[O, 2]`,
     for each the number of its HF tensor and of its row there.
     """
-    assert isinstance(row, _Tailed | GateUp | Columns), type(row)
+    assert isinstance(row, _Numbered), type(row)
     narrow: Row = (
         replace(row, tail=(1,)) if isinstance(row, _Tailed) else replace(row, dims=(row.dims[0], 1))
     )
@@ -304,6 +304,7 @@ def _make_stacked_rows(row: Row, module: str, rank: int) -> tuple[Row, Row]:
 
 
 _Tailed = Qkv | QkvParts | GatedQkv | GatedQkvParts | Sections
+_Numbered = _Tailed | GateUp | Columns
 _Plain = Qkv | GatedQkv | Sections | GateUp | Columns | Rows | Whole
 _Adaptable = _Plain | StackedGateUp | StackedRows
 

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from megatron_policy.checkpoint.slices import cut_pieces, cut_slices, divide
 from megatron_policy.converters.architecture import Architecture, Moe, Scoring
 from megatron_policy.converters.rows import Row, Whole, shard
-from megatron_policy.converters.rows.expert_rows import StackedGateUp, StackedRows, StackedWhole
+from megatron_policy.converters.rows.expert_rows import (
+    StackedGateAboveUp,
+    StackedGateUp,
+    StackedInputs,
+    StackedRows,
+    StackedWhole,
+)
 from megatron_policy.converters.rows.shards import unpadded_shape
 from megatron_policy.errors import ConversionError
 from tests.pure.test_rows import KINDS, SIZES, model
@@ -23,6 +29,8 @@ EXPERTS = [
     StackedGateUp("fc1.bias", ("gate_up.bias",), (), expert=2),
     StackedRows("fc2", ("down",), ("hidden_size", "ffn_hidden_size"), expert=1),
     StackedWhole("fc2.bias", ("down.bias",), ("hidden_size",), expert=0),
+    StackedGateAboveUp("fc1", ("input",), ("hidden_size",), expert=2),
+    StackedInputs("fc2", ("output",), ("hidden_size", "ffn_hidden_size"), expert=1),
 ]
 
 

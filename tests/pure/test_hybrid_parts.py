@@ -26,8 +26,10 @@ from megatron_policy.converters.architecture import (
     stack,
 )
 from megatron_policy.converters.architecture.beyond import beyond_engines
+from megatron_policy.converters.architecture.part import Kernels
 from megatron_policy.converters.architecture.plain_values import plain
 from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.estimate.activations import LayerActivations, MicrobatchShape
 from megatron_policy.estimate.flops import forward_flops
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.parallel.topology import Topology
@@ -68,7 +70,8 @@ def hybrid(mixers: list[Any], feeds: Any = MLP, **changes: Any) -> Architecture:
 
 
 MODEL = hybrid([DELTA, DELTA, DELTA, ATTENTION])
-SINGLE = hybrid([MAMBA, None, ATTENTION, None], [None, MLP, None, MOE])
+SQUARED = replace(MLP, activation=Activation.SQUARED_RELU, gated=False)
+SINGLE = hybrid([MAMBA, None, ATTENTION, None], [None, SQUARED, None, MOE])
 
 
 def test_projections_and_convolutions_have_the_rows_of_their_sections() -> None:
@@ -185,6 +188,23 @@ def test_plain_values_tell_kinds_of_layers_apart_and_those_of_attention_are_as_b
     same = plain(hybrid([replace(ATTENTION, attention_output_gate=False)] * 2))
     new = ("mixers", "without_feed", "delta_net", "mamba2", "attention_output_gate")
     assert same.keys().isdisjoint(new)
+
+
+def test_a_scan_keeps_what_it_reads_and_gives_and_a_state_for_each_chunk() -> None:
+    tokens, width = 128, 2
+    batch = MicrobatchShape(tokens, tokens, tokens)
+    for tp in (1, 2):
+        kernels = Kernels(transformer_engine=False, fused_activation=False)
+        kept = LayerActivations(MODEL, Topology(tp=tp), width, False, kernels).saved(0, batch).mixer
+        read, given, states = 8192 * width * tokens, 4096 * width * tokens, 2 * 4 * 32 * 128 * 128
+        assert kept.inner == 12352 // tp * width * tokens
+        assert kept.core.total == (read + states + 2 * given) // tp
+        assert kept.core.kept == (read + given) // tp
+        single = LayerActivations(SINGLE, Topology(tp=tp), width, False, kernels)
+        alone = [single.saved(number, batch) for number in range(4)]
+        assert [each.mixer.total > 0 for each in alone] == [True, False, True, False]
+        assert [each.feed.total > 0 for each in alone] == [False, True, False, True]
+        assert all(each.again(()) == each.total == each.kept(()) for each in alone)
 
 
 def test_models_whose_layers_no_engine_has_are_refused_with_what_is_missing() -> None:

@@ -18,7 +18,9 @@ from megatron_policy.converters.architecture import (
     Attention,
     DeltaNet,
     Mamba2,
+    Moe,
     Rope,
+    Scoring,
     ShortConvolution,
     delta_net,
     mamba2,
@@ -34,6 +36,7 @@ from megatron_policy.converters.rows import (
     unpack,
     unshard,
 )
+from megatron_policy.converters.rows.expert_rows import StackedGateAboveUp, StackedInputs
 from megatron_policy.converters.rows.shards import copies_of, is_split, split_dimension
 from megatron_policy.errors import ConversionError
 from tests.pure.test_rows import SIZES, largest, legal, model, numbered, thorough
@@ -260,6 +263,26 @@ def test_a_delta_net_by_key_heads_is_put_section_by_section() -> None:
     assert whole.tolist() == [0, 6, 1, 7, 2, 3, 8, 9, 4, 5, 10, 11, 12, 13, 16, 17, 14, 15, 18, 19]
     second = shard(row, arch, pack(row, arch, numbered(row, arch, start=0)), 1, 2)[:, 0] // 6
     assert second.tolist() == [6, 7, 8, 9, 10, 11, 16, 17, 18, 19]
+
+
+def test_experts_that_are_stacked_as_they_are_come_back_from_shards() -> None:
+    moe = Moe(experts=3, chosen=2, ffn_hidden_size=12, scoring=Scoring.SOFTMAX)
+    arch, size = model(moe=moe), 2
+    stack = torch.arange(3 * 24 * 8).view(3, 24, 8)
+    row = StackedGateAboveUp("fc1", ("input",), ("hidden_size",), expert=1)
+    assert row.hf_shapes(arch) == (stack.shape,)
+    for rank in range(size):
+        gate, up = (half.chunk(size)[rank] for half in stack[1].chunk(2))
+        held = torch.empty(row.local_shape(arch, size), dtype=torch.long)
+        fill_shard(row, arch, held, [stack], rank, size)
+        assert torch.equal(held, torch.cat([gate, up]))
+    outputs = StackedInputs("fc2", ("output",), ("hidden_size", "ffn_hidden_size"), expert=2)
+    stack = torch.arange(3 * 8 * 12).view(3, 8, 12)
+    assert outputs.hf_shapes(arch) == (stack.shape,)
+    for rank in range(size):
+        held = torch.empty(outputs.local_shape(arch, size), dtype=torch.long)
+        fill_shard(outputs, arch, held, [stack], rank, size)
+        assert torch.equal(held, stack[2].chunk(size, 1)[rank])
 
 
 def test_sections_are_split_along_their_rows_by_ranks_that_divide_their_heads() -> None:

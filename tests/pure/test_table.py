@@ -254,6 +254,11 @@ def test_the_chunks_of_a_pipeline_hold_every_entry_and_copies_only_where_needed(
             0,
             "decoder.layers.0.pre_mlp_layernorm.weight",
         ),
+        (
+            "decoder.layers.0.mixer.in_proj.layer_norm_weight",
+            1,
+            "decoder.layers.1.input_layernorm.weight",
+        ),
         ("decoder.final_layernorm.weight", 6, "decoder.final_layernorm.weight"),
         ("module.output_layer.weight", 6, "output_layer.weight"),
     ],

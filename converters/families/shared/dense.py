@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from megatron_policy.converters.architecture import (
     Activation,
@@ -193,10 +193,28 @@ QK_NORM = assign_part(
 )
 
 
+def rename(rows: Iterable[Row | Ignore], names: Mapping[str, str]) -> tuple[Row | Ignore, ...]:
+    """The same rows where HF has other names: `names` has what takes the place of parts of them."""
+
+    def new(name: str) -> str:
+        for part, other in names.items():
+            name = name.replace(part, other)
+        return name
+
+    def renamed(row: Row | Ignore) -> Row | Ignore:
+        if isinstance(row, Ignore):
+            return replace(row, hf=new(row.hf), equals=new(row.equals))
+        if isinstance(row, Tied):
+            return replace(row, of=replace(row.of, hf=tuple(map(new, row.of.hf))))
+        return cast(Row, replace(cast(RowBase, row), hf=tuple(map(new, row.hf))))
+
+    return tuple(map(renamed, rows))
+
+
 def architecture(
     fields: Fields,
-    mixer: Mixer | Sequence[Mixer] | None = None,
-    feed: Feed | Sequence[Feed] | None = None,
+    mixer: Mixer | Sequence[Mixer | None] | None = None,
+    feed: Feed | Sequence[Feed | None] | None = None,
     *,
     norms: Norms = Norms.BEFORE,
     epsilon: str = "rms_norm_eps",
@@ -223,7 +241,7 @@ def architecture(
         max_position_embeddings=fields.take("max_position_embeddings"),
         layernorm_epsilon=fields.take(epsilon),
         tied=fields.take("tie_word_embeddings"),
-        unused_ffn_hidden_size=0 if dense else fields.take("intermediate_size"),
+        unused_ffn_hidden_size=0 if dense else fields.take("intermediate_size", 0),
         **traits,
     )
 

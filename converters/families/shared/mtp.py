@@ -43,6 +43,8 @@ class Names:
     embedding: str = ""
     """Copies of the model's embedding and head; "" if there are none."""
     head: str = ""
+    layer: str = ""
+    """The start of the names of its decoder layer, if not as of the others."""
 
     @property
     def own(self) -> tuple[Row, ...]:
@@ -102,13 +104,23 @@ def layers(rows: Iterable[Row | Ignore], names: Names = NUMBERED_ON) -> tuple[Ro
     ordinary = [row for row in rows if not isinstance(row, Ignore)]
     held = (*names.own, *(_predicting(row, names) for row in ordinary), names.last)
     tensors = [name for row in held for name in row.hf] + [copy.hf for copy in names.copies]
-    left_out = dict.fromkeys(name.replace(names.held, names.left_out) for name in tensors)
+    left_out = {name: _leave_out(name, names) for name in tensors}
     return (
         _COPIED_EMBEDDING,
         *held,
         *names.copies,
-        *(Ignore(name, _PREDICTS, carried=True) for name in left_out),
+        *(
+            Ignore(other, _PREDICTS, when="!mtp_layers" * (other == name), carried=True)
+            for name, other in left_out.items()
+        ),
     )
+
+
+def _leave_out(name: str, names: Names) -> str:
+    """The name of a tensor of a layer that the model leaves out; where checkpoints have at most one
+    such layer, its tensors may have no number.
+    """
+    return name.replace(names.held, names.left_out).replace("{mtp}", "{left_out}")
 
 
 def _predicting(row: Row, names: Names) -> Row:
@@ -118,7 +130,7 @@ def _predicting(row: Row, names: Names) -> Row:
         replace(
             cast(RowBase, row),
             megatron=row.megatron.replace(M, _MTP + "transformer_layer."),
-            hf=tuple(name.replace(H, names.held) for name in row.hf),
+            hf=tuple(name.replace(H, names.layer or names.held) for name in row.hf),
         ),
     )
 

@@ -1,0 +1,150 @@
+"""Granite 4: Mamba2 with one group, attention with or without a rotary embedding, an MLP or experts
+with a shared one, and factors on embeddings, attention, residual sums and logits.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from megatron_policy.converters.architecture import (
+    Architecture,
+    Attention,
+    Feed,
+    Mamba2,
+    Mixer,
+    Mlp,
+    Moe,
+    Scoring,
+)
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.config_fields.rope_fields import take_rope
+from megatron_policy.converters.families.shared import dense, experts, recurrences
+from megatron_policy.converters.families.shared.dense import H, M
+from megatron_policy.converters.rows import GateUp, Ignore, Joined, Row, Rows, Whole, assign_part
+from megatron_policy.converters.rows.expert_rows import StackedGateAboveUp, StackedInputs
+
+_MIXTURE = H + "block_sparse_moe."
+_SHARED_IN, _SHARED_OUT = (f"{H}shared_mlp.{name}_linear.weight" for name in ("input", "output"))
+TABLE: tuple[Row | Ignore, ...] = (
+    *dense.ENDS,
+    *dense.NORMS,
+    *dense.ATTENTION,
+    *dense.ATTENTION_BIAS,
+    *recurrences.rows_of_mamba2("mamba"),
+    *(
+        Joined((_SHARED_IN,), row) if isinstance(row, GateUp) else row
+        for row in dense.rename(dense.MLP, {H + "mlp.down_proj.weight": _SHARED_OUT})
+    ),
+    *assign_part(
+        Moe,
+        Whole(
+            M + "mlp.router.weight", (_MIXTURE + "router.layer.weight",), ("experts", "hidden_size")
+        ),
+        StackedGateAboveUp(
+            experts.EXPERT + "linear_fc1.weight",
+            (_MIXTURE + "input_linear.weight",),
+            ("hidden_size",),
+        ),
+        StackedInputs(
+            experts.EXPERT + "linear_fc2.weight",
+            (_MIXTURE + "output_linear.weight",),
+            ("hidden_size", "ffn_hidden_size"),
+        ),
+        Rows(
+            experts.SHARED + "linear_fc2.weight",
+            (_SHARED_OUT,),
+            ("hidden_size", "shared_ffn_hidden_size"),
+        ),
+    ),
+    Joined(
+        (_SHARED_IN,),
+        GateUp(
+            experts.SHARED + "linear_fc1.weight",
+            ("gate", "up"),
+            ("shared_ffn_hidden_size", "hidden_size"),
+            part=Moe,
+        ),
+    ),
+)
+_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Kinds of layers by older names."""
+_INITIAL = ("init_method", "mamba_chunk_size", "mamba_expand", "normalization_function")
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a GraniteMoeHybridConfig describes."""
+    for name in _INITIAL:
+        fields.ignore(name, "other fields say it, or it only bears on rounding")
+    kinds: dict[str, Mixer] = {
+        "full_attention": _take_attention(fields),
+        "linear_attention": _take_mamba2(fields),
+    }
+    layers = [_KINDS.get(kind, kind) for kind in fields.take("layer_types")]
+    for kind in dict.fromkeys(layers):
+        if kind not in kinds:
+            fields.refuse("layer_types", kind, f"must be {' or '.join(kinds)}")
+    return dense.architecture(
+        fields,
+        [kinds.get(kind, kinds["full_attention"]) for kind in layers],
+        _take_feed(fields),
+        embedding_scale=float(fields.take("embedding_multiplier")),
+        residual_scale=float(fields.take("residual_multiplier")),
+        logit_scale=1.0 / fields.take("logits_scaling"),
+    )
+
+
+def _take_attention(fields: Fields) -> Attention:
+    kind, hidden = fields.take("position_embedding_type", None), fields.take("hidden_size")
+    fields.expect("position_embedding_type", ("rope", "nope"), "heads are rotated, or not")
+    if kind != "rope":
+        for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+            fields.ignore(name, "no layer has a rotary embedding")
+    heads, bias = fields.take("num_attention_heads"), fields.take("attention_bias", False)
+    return Attention(
+        num_attention_heads=heads,
+        num_query_groups=fields.take("num_key_value_heads", heads),
+        kv_channels=hidden // heads,
+        rope=take_rope(fields) if kind == "rope" else None,
+        qkv_bias=bias,
+        proj_bias=bias,
+        attention_dropout=fields.take("attention_dropout", 0.0),
+        attention_scale=float(fields.take("attention_multiplier")),
+    )
+
+
+def _take_mamba2(fields: Fields) -> Mamba2:
+    fields.expect("hidden_act", ("silu", "swish"), "Mamba2 and its gate have it")
+    least, largest = fields.take("time_step_limit", (0.0, inf))
+    return Mamba2(
+        num_heads=fields.take("mamba_n_heads"),
+        head_dim=fields.take("mamba_d_head"),
+        groups=fields.take("mamba_n_groups"),
+        state_size=fields.take("mamba_d_state"),
+        taps=fields.take("mamba_d_conv"),
+        conv_bias=fields.take("mamba_conv_bias"),
+        proj_bias=fields.take("mamba_proj_bias"),
+        least_step=float(least),
+        largest_step=None if float(largest) == inf else float(largest),
+    )
+
+
+def _take_feed(fields: Fields) -> Feed:
+    """An MLP, or experts, where it is the one that all tokens also pass through."""
+    shared = fields.take("shared_intermediate_size")
+    mlp = Mlp(ffn_hidden_size=shared, activation=dense.take_activation(fields, "hidden_act"))
+    number = fields.take("num_local_experts", 0)
+    if not number:
+        for name in ("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef"):
+            fields.ignore(name, "the model has no experts")
+        fields.ignore("output_router_logits", "the model has no experts")
+        return mlp
+    moe = Moe(
+        experts=number,
+        chosen=fields.take("num_experts_per_tok"),
+        ffn_hidden_size=fields.take("intermediate_size"),
+        scoring=Scoring.SOFTMAX_OF_CHOSEN,
+        shared_ffn_hidden_size=shared,
+    )
+    feed = experts.place(fields, moe, mlp=mlp)
+    assert isinstance(feed, Moe)
+    return feed

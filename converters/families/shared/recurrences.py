@@ -1,0 +1,161 @@
+"""Rows of mixers other than attention, under Megatron-Core's names where it has such a mixer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_policy.converters.architecture import (
+    DeltaNet,
+    HeadRows,
+    LayerPart,
+    Mamba2,
+    ShortConvolution,
+    delta_net,
+    mamba2,
+    short_convolution,
+)
+from megatron_policy.converters.rows import (
+    Columns,
+    GatedQkv,
+    Role,
+    RowBase,
+    Rows,
+    Sections,
+    Whole,
+    assign_part,
+)
+
+from .dense import H, M
+
+_MIXER: dict[type[LayerPart], str] = {
+    DeltaNet: M + "self_attention.",
+    Mamba2: M + "mixer.",
+    ShortConvolution: M + "self_attention.",
+}
+_QKV = (delta_net.QUERY, delta_net.KEY, delta_net.VALUE)
+_XBC = (mamba2.INPUT, mamba2.INTO, mamba2.OUT)
+_GATED = (short_convolution.INTO, short_convolution.OUT, short_convolution.INPUT)
+_PER_HEAD: dict[str, Any] = {"role": Role.RECURRENCE, "keeps_dtype": True}
+"""Few numbers, of whose exponentials states are made: many checkpoints have them in fp32."""
+
+
+def rows_of_gated_attention(block: str = "self_attn") -> tuple[RowBase, ...]:
+    """Rows of the input of attention whose queries come with gates; `block` is HF's name of it."""
+    weight, bias = (
+        tuple(f"{H}{block}.{name}_proj.{kind}" for name in "qkv") for kind in ("weight", "bias")
+    )
+    joint = M + "self_attention.linear_qkv."
+    return (
+        GatedQkv(joint + "weight", weight, ("hidden_size",)),
+        GatedQkv(joint + "bias", bias, (), when="qkv_bias", role=Role.BIAS),
+    )
+
+
+def rows_of_delta_net(*, by_key_heads: bool, block: str = "linear_attn") -> tuple[RowBase, ...]:
+    """Rows of a gated delta net, which HF calls `block`. Its projection goes by key heads, or
+    section by section.
+    """
+    own, block = _MIXER[DeltaNet], f"{H}{block}."
+    sections: dict[str, tuple[HeadRows, ...]] = {
+        "qkvz": (*_QKV, delta_net.GATE),
+        "ba": (delta_net.BETA, delta_net.ALPHA),
+    }
+    if not by_key_heads:
+        each = {"z": delta_net.GATE, "b": delta_net.BETA, "a": delta_net.ALPHA}
+        sections = {"qkv": _QKV, **{name: (rows,) for name, rows in each.items()}}
+    heads = ("num_value_heads",)
+    return assign_part(
+        DeltaNet,
+        Sections(
+            own + "in_proj.weight",
+            tuple(f"{block}in_proj_{name}.weight" for name in sections),
+            tuple(sections.values()),
+            ("hidden_size",),
+            by="num_key_heads" * by_key_heads,
+        ),
+        _make_convolution(own, block, "conv1d.weight", _QKV),
+        Columns(own + "A_log", (block + "A_log",), heads, **_PER_HEAD),
+        Columns(own + "dt_bias", (block + "dt_bias",), heads, role=Role.BIAS),
+        Whole(
+            own + "out_norm.weight",
+            (block + "norm.weight",),
+            ("value_head_dim",),
+            role=Role.NORM,
+            keeps_dtype=True,
+        ),
+        _make_output(own, block),
+    )
+
+
+def rows_of_mamba2(block: str) -> tuple[RowBase, ...]:
+    """Rows of a Mamba2 mixer, which HF calls `block`."""
+    own, block, heads = _MIXER[Mamba2], f"{H}{block}.", ("num_heads",)
+    sections = ((mamba2.GATE, *_XBC, mamba2.STEP),)
+    return assign_part(
+        Mamba2,
+        Sections(own + "in_proj.weight", (block + "in_proj.weight",), sections, ("hidden_size",)),
+        Sections(
+            own + "in_proj.bias",
+            (block + "in_proj.bias",),
+            sections,
+            (),
+            when="proj_bias",
+            role=Role.BIAS,
+        ),
+        _make_convolution(own, block, "conv1d.weight", _XBC),
+        _make_convolution(own, block, "conv1d.bias", _XBC, when="conv_bias"),
+        Columns(own + "A_log", (block + "A_log",), heads, **_PER_HEAD),
+        Columns(own + "D", (block + "D",), heads, **_PER_HEAD),
+        Columns(own + "dt_bias", (block + "dt_bias",), heads, role=Role.BIAS),
+        Columns(
+            own + "norm.weight",
+            (block + "norm.weight",),
+            ("inner_size",),
+            when="norm",
+            role=Role.NORM,
+        ),
+        _make_output(own, block),
+        _make_output_bias(own, block, "proj_bias"),
+    )
+
+
+def rows_of_short_convolution(block: str) -> tuple[RowBase, ...]:
+    """Rows of a gated short convolution, which HF calls `block`."""
+    own, block = _MIXER[ShortConvolution], f"{H}{block}."
+    name, bias = block + "in_proj.", own + "in_proj.bias"
+    taps = "conv.weight", (short_convolution.INPUT,)
+    return assign_part(
+        ShortConvolution,
+        Sections(own + "in_proj.weight", (name + "weight",), (_GATED,), ("hidden_size",)),
+        Sections(bias, (name + "bias",), (_GATED,), (), when="bias", role=Role.BIAS),
+        _make_convolution(own, block, *taps),
+        _make_convolution(own, block, "conv.bias", taps[1], when="bias"),
+        _make_output(own, block),
+        _make_output_bias(own, block, "bias"),
+    )
+
+
+def _make_convolution(
+    own: str, block: str, name: str, sections: tuple[HeadRows, ...], when: str = ""
+) -> RowBase:
+    """The row of a convolution's weight or bias, which HF calls `name`."""
+    kind = name.rpartition(".")[2]
+    weight = kind == "weight"
+    return Sections(
+        f"{own}conv1d.{kind}",
+        (block + name,),
+        (sections,),
+        (1, "taps") if weight else (),
+        when=when,
+        role=Role.CONVOLUTION if weight else Role.BIAS,
+    )
+
+
+def _make_output(own: str, block: str) -> RowBase:
+    size = ("hidden_size", "inner_size")
+    return Rows(own + "out_proj.weight", (block + "out_proj.weight",), size)
+
+
+def _make_output_bias(own: str, block: str, when: str) -> RowBase:
+    names = own + "out_proj.bias", (block + "out_proj.bias",)
+    return Whole(*names, ("hidden_size",), when=when, role=Role.BIAS)

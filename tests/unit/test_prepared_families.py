@@ -1,0 +1,495 @@
+"""Families whose layers no engine has yet: names, shapes and bits against transformers' models, and
+that they are refused by name until then.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_policy.adapters.table import PREFIX, A, B, build_adapter_table, is_adaptable
+from megatron_policy.convert import convert, verify
+from megatron_policy.converters.architecture import (
+    Activation,
+    Attention,
+    DeltaNet,
+    Mamba2,
+    Moe,
+    Norm,
+    Recurrence,
+    ShortConvolution,
+)
+from megatron_policy.converters.files.raw_files import RawFiles
+from megatron_policy.converters.formats.dist_files import DistReader
+from megatron_policy.converters.formats.hf_config import has_family, read_config
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.opening import open_model
+from megatron_policy.converters.registry import FAMILIES, PREPARED
+from megatron_policy.converters.rows import Whole, fill_parts, fill_shard
+from megatron_policy.converters.table import Table, bind
+from megatron_policy.errors import ConversionError
+
+Fields = dict[str, Any]
+COMMON: Fields = {
+    "vocab_size": 150,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LFM2: Fields = COMMON | {
+    "num_hidden_layers": 4,
+    "intermediate_size": 60,
+    "block_multiple_of": 8,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+}
+LINEAR: Fields = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "attention_bias": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+NEXT: Fields = (
+    COMMON
+    | LINEAR
+    | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [0],
+    }
+)
+QWEN35: Fields = COMMON | LINEAR
+QWEN35_MOE: Fields = {
+    name: value
+    for name, value in NEXT.items()
+    if name not in ("intermediate_size", "mlp_only_layers")
+}
+NEMOTRON: Fields = COMMON | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 4,
+    "n_groups": 2,
+    "ssm_state_size": 6,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+}
+GRANITE: Fields = COMMON | {
+    "num_hidden_layers": 3,
+    "intermediate_size": 24,
+    "shared_intermediate_size": 40,
+    "num_local_experts": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 6,
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.5,
+    "residual_multiplier": 0.25,
+    "logits_scaling": 4.0,
+}
+TINY: dict[str, tuple[str, Fields]] = {
+    "lfm2": ("lfm2", LFM2 | {"conv_bias": True, "tie_word_embeddings": False}),
+    "lfm2, tied": ("lfm2", LFM2 | {"block_auto_adjust_ff_dim": False}),
+    "qwen3_next": ("qwen3_next", NEXT),
+    "qwen3_next, tied": (
+        "qwen3_next",
+        NEXT | {"tie_word_embeddings": True, "attention_bias": False, "num_key_value_heads": 1},
+    ),
+    "qwen3_5_text": ("qwen3_5_text", QWEN35),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", QWEN35_MOE),
+    "nemotron_h": ("nemotron_h", NEMOTRON),
+    "granitemoehybrid": ("granitemoehybrid", GRANITE | {"position_embedding_type": "rope"}),
+    "granitemoehybrid, dense": (
+        "granitemoehybrid",
+        GRANITE | {"num_local_experts": 0, "mamba_n_groups": 2, "mamba_proj_bias": True},
+    ),
+    "nemotron_h, latent": ("nemotron_h", NEMOTRON | {"moe_latent_size": 12}),
+}
+PUBLISHED: dict[str, tuple[str, Fields]] = {
+    "LFM2-1.2B": (
+        "lfm2",
+        {
+            "block_auto_adjust_ff_dim": True,
+            "block_dim": 2048,
+            "block_ff_dim": 12288,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_mlp_init_scale": 1.0,
+            "block_multiple_of": 256,
+            "block_norm_eps": 1e-05,
+            "block_out_init_scale": 1.0,
+            "block_use_swiglu": True,
+            "block_use_xavier_init": True,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "conv_dim": 2048,
+            "conv_dim_out": 2048,
+            "conv_use_xavier_init": True,
+            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            "hidden_size": 2048,
+            "max_position_embeddings": 128000,
+            "norm_eps": 1e-05,
+            "num_attention_heads": 32,
+            "num_heads": 32,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "rope_theta": 1000000.0,
+            "use_pos_enc": True,
+            "vocab_size": 65536,
+        },
+    ),
+    "Qwen3-Next-80B-A3B": (
+        "qwen3_next",
+        {
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "num_attention_heads": 16,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 2,
+            "output_router_logits": False,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 10000000,
+            "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": 512,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+    "Nemotron-3-Nano-30B-A3B": (
+        "nemotron_h",
+        {
+            "attention_bias": False,
+            "chunk_size": 128,
+            "conv_kernel": 4,
+            "expand": 2,
+            "head_dim": 128,
+            "hidden_size": 2688,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            "intermediate_size": 1856,
+            "layer_norm_epsilon": 1e-05,
+            "mamba_head_dim": 64,
+            "mamba_hidden_act": "silu",
+            "mamba_num_heads": 64,
+            "mamba_proj_bias": False,
+            "max_position_embeddings": 262144,
+            "mlp_bias": False,
+            "mlp_hidden_act": "relu2",
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "n_group": 1,
+            "n_groups": 8,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts_per_tok": 6,
+            "num_hidden_layers": 52,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 1.0,
+            "rescale_prenorm_residual": True,
+            "residual_in_fp32": False,
+            "rope_theta": 10000,
+            "routed_scaling_factor": 2.5,
+            "ssm_state_size": 128,
+            "tie_word_embeddings": False,
+            "time_step_max": 0.1,
+            "time_step_min": 0.001,
+            "topk_group": 1,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "vocab_size": 131072,
+        },
+    ),
+}
+MTP = {
+    "mtp.fc.weight": (32, 64),
+    "mtp.norm.weight": (32,),
+    "mtp.pre_fc_norm_embedding.weight": (32,),
+    "mtp.pre_fc_norm_hidden.weight": (32,),
+    "mtp.layers.0.input_layernorm.weight": (32,),
+    "mtp.layers.0.post_attention_layernorm.weight": (32,),
+    "mtp.layers.0.self_attn.q_proj.weight": (128, 32),
+    "mtp.layers.0.self_attn.k_proj.weight": (32, 32),
+    "mtp.layers.0.self_attn.v_proj.weight": (32, 32),
+    "mtp.layers.0.self_attn.o_proj.weight": (32, 64),
+    "mtp.layers.0.self_attn.q_norm.weight": (16,),
+    "mtp.layers.0.self_attn.k_norm.weight": (16,),
+    "mtp.layers.0.mlp.gate.weight": (4, 32),
+    "mtp.layers.0.mlp.shared_expert_gate.weight": (1, 32),
+    **{
+        f"mtp.layers.0.mlp.{block}.{name}_proj.weight": shape
+        for block, width in (("shared_expert", 24), *((f"experts.{e}", 16) for e in range(4)))
+        for name, shape in (("gate", (width, 32)), ("up", (width, 32)), ("down", (32, width)))
+    },
+}
+"""The tensors of the layer for multi-token prediction of Qwen3-Next, with biases of attention left
+out.
+"""
+FP32 = ("A_log", "linear_attn.norm.weight", "e_score_correction_bias", "mixer.D", "mamba.D")
+"""What makers keep in fp32."""
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These families as if engines had their layers."""
+    for name, family in PREPARED.items():
+        monkeypatch.setitem(FAMILIES, name, family)
+    for name in [*PREPARED]:
+        monkeypatch.delitem(PREPARED, name)
+
+
+def make(path: Path, family: str, fields: Fields) -> Path:
+    """A checkpoint in bf16, but for what makers keep in fp32, with nothing in it trivial."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **fields)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                tensor.add_(torch.randn_like(tensor))
+                if name.endswith(FP32):
+                    tensor.data = torch.randn(tensor.shape)
+    model.save_pretrained(path, max_shard_size="40KB")
+    return path
+
+
+@pytest.fixture(scope="module", params=TINY)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
+    return make(tmp_path_factory.mktemp("prepared") / "hf", *TINY[request.param])
+
+
+def bound(path: Path, **options: Any) -> Table:
+    return bind(read_config(path), **options)
+
+
+def test_names_shapes_and_dtypes_are_those_of_transformers(offered: None, checkpoint: Path) -> None:
+    table = bound(checkpoint)
+    with HfReader(checkpoint) as reader:
+        assert table.hf_shapes() == reader.shapes
+        table.check_hf(reader.shapes, reader.dtypes)
+        kept = {name for e in table.exported() if e.row.keeps_dtype for name in e.hf}
+        assert kept == {name for name in reader.shapes if name.endswith(FP32)}
+        assert all((reader.dtypes[n] == torch.float32) is (n in kept) for n in reader.shapes)
+
+
+def test_every_element_comes_back_from_shards_of_every_size(
+    offered: None, checkpoint: Path
+) -> None:
+    table = bound(checkpoint)
+    with HfReader(checkpoint) as reader:
+        mamba = table.architecture.find_part(Mamba2)
+        for size in (1, 2) if mamba is None or mamba.groups > 1 else (1,):
+            back = {n: torch.full_like(reader.tensor(n), torch.nan) for n in reader.shapes}
+            for entry in table.exported():
+                for rank in range(size):
+                    piece = torch.full(entry.row.local_shape(table.architecture, size), torch.nan)
+                    parts = [reader.part(name) for name in entry.hf]
+                    fill_shard(entry.row, table.architecture, piece, parts, rank, size)
+                    where = (0, 1) if isinstance(entry.row, Whole) else (rank, size)
+                    own = [back[name] for name in entry.hf]
+                    fill_parts(entry.row, table.architecture, own, piece, *where)
+            for name, tensor in back.items():
+                assert torch.equal(tensor, reader.tensor(name)), (name, size)
+
+
+def test_a_conversion_there_and_back_is_equal_bit_for_bit(
+    offered: None, checkpoint: Path, tmp_path: Path
+) -> None:
+    convert(checkpoint, tmp_path / "mcore", "mcore")
+    with RawFiles() as files:
+        keys = DistReader(tmp_path / "mcore", files).keys
+    table = bound(checkpoint)
+    for number, layer in enumerate(table.architecture.layers):
+        if isinstance(layer.mixer, Recurrence):  # as Transformer Engine has it
+            norm = f"decoder.layers.{number}.{layer.mixer.first}.layer_norm_weight"
+            assert norm in keys
+    convert(tmp_path / "mcore", tmp_path / "hf", "hf")
+    verify(checkpoint, tmp_path / "hf")
+    one, other = (
+        {n: t for file in path.glob("*.safetensors") for n, t in load_file(file).items()}
+        for path in (checkpoint, tmp_path / "hf")
+    )
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_have_the_tensors_that_transformers_builds(
+    offered: None, tmp_path: Path, name: str
+) -> None:
+    family, fields = PUBLISHED[name]
+    file = {"model_type": family, "architectures": list(FAMILIES[family].hf_architectures)}
+    (tmp_path / "config.json").write_text(json.dumps(file | fields))
+    shapes = bound(tmp_path).hf_shapes()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    states = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del states["lm_head.weight"]
+    if family == "nemotron_h":
+        states = {n.replace("model.", "backbone.", 1): t for n, t in states.items()}
+    count = sum(torch.Size(shape).numel() for shape in shapes.values())
+    assert count == sum(tensor.numel() for tensor in states.values())
+    # transformers stacks experts in memory.
+    apart = {n: tuple(t.shape) for n, t in states.items() if ".experts." not in n}
+    assert {n: s for n, s in shapes.items() if ".experts." not in n} == apart
+
+
+def test_the_parts_of_layers_are_those_of_the_config(offered: None, tmp_path: Path) -> None:
+    found = {}
+    for name, (family, fields) in TINY.items():
+        (tmp_path / name).mkdir()
+        file = {"model_type": family, **fields}
+        (tmp_path / name / "config.json").write_text(json.dumps(file))
+        found[name] = bound(tmp_path / name).architecture
+    short = [type(layer.mixer) for layer in found["lfm2"].layers]
+    assert short == [ShortConvolution, ShortConvolution, Attention, ShortConvolution]
+    assert [each.feed.ffn_hidden_size for each in (found["lfm2"], found["lfm2, tied"])] == [40, 60]
+    model = found["qwen3_next"]
+    assert [type(layer.mixer) for layer in model.layers] == [DeltaNet, Attention] * 2
+    assert [type(layer.feed) is Moe for layer in model.layers] == [False, True, True, True]
+    assert model.norm is Norm.RMS_PLUS_ONE and model.ropes[0].fraction == 0.25
+    assert model.find_part(Attention).attention_output_gate
+    model = found["nemotron_h, latent"]
+    assert [layer.mixer and type(layer.mixer) for layer in model.layers] == [
+        Mamba2,
+        None,
+        Attention,
+        None,
+        Mamba2,
+    ]
+    moe = model.moe
+    assert (moe.activation, moe.gated, moe.latent_size) == (Activation.SQUARED_RELU, False, 12)
+    assert model.ropes == () and model.find_part(Mamba2).largest_step is None
+
+
+REFUSED: list[tuple[str, Fields, str]] = [
+    (
+        "lfm2",
+        {"layer_types": ["conv"] * 3 + ["ssm"]},
+        "layer_types = 'ssm': must be full_attention",
+    ),
+    ("lfm2", {"block_use_swiglu": False}, "block_use_swiglu = False: the MLP is gated"),
+    ("lfm2", {"conv_dim": 48}, "conv_dim = 48: repeats hidden_size"),
+    ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act = 'gelu': convolutions and gates"),
+    ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window = True: no layer has"),
+    ("qwen3_next", {"n_routed_experts": 4}, "n_routed_experts = 4: unknown field"),
+    ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu': the MLP's activation is"),
+    ("nemotron_h", {"use_bias": True}, "use_bias = True: linear layers have no biases"),
+    ("nemotron_h", {"sliding_window": 8}, "sliding_window = 8: no layer has a window"),
+    ("nemotron_h", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1: layers that"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "said"), REFUSED)
+def test_values_that_have_no_rows_or_no_layers_are_refused_by_name(
+    offered: None, tmp_path: Path, family: str, changes: Fields, said: str
+) -> None:
+    fields = {"model_type": family, **dict([*TINY.values()])[family], **changes}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConversionError) as caught:
+        bound(tmp_path)
+    assert said in str(caught.value)
+
+
+def test_the_layer_that_qwen3_next_has_for_prediction_is_carried_or_held(
+    offered: None, tmp_path: Path
+) -> None:
+    path = make(tmp_path / "hf", "qwen3_next", NEXT | {"attention_bias": False})
+    with HfReader(path) as reader:
+        own = dict(reader.shapes)
+    config, dtypes = read_config(path), dict.fromkeys((*own, *MTP), torch.bfloat16)
+    without, held = bind(config), bind(config, mtp_layers=1)
+    without.check_hf(own, dtypes)
+    without.check_hf(own | MTP, dtypes)
+    assert {name for name in without.carried() if name in MTP} == MTP.keys()
+    assert bind(config, tensors=MTP).architecture.mtp_layers == 1
+    held.check_hf(own | MTP, dtypes)
+    assert held.hf_shapes() == own | MTP and not held.carried()
+    with pytest.raises(ConversionError, match=r"missing: mtp\.fc\.weight"):
+        held.check_hf(own, dtypes)
+    names = {entry.megatron for entry in held.entries if entry.megatron.startswith("mtp.")}
+    assert {"mtp.layers.0.eh_proj.weight", "mtp.layers.0.final_layernorm.weight"} <= names
+    assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in names
+    assert not any("in_proj" in name for name in names)
+
+
+ADAPTED = {
+    "lfm2": ["conv.in_proj", "conv.out_proj"],
+    "qwen3_next": ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj"],
+    "qwen3_5_text": [f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")],
+    "nemotron_h": ["mixer.in_proj", "mixer.out_proj"],
+}
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_projections_can_have_adapters_and_convolutions_cannot(
+    offered: None, tmp_path: Path, family: str
+) -> None:
+    path = make(tmp_path / "hf", family, dict([*TINY.values()])[family])
+    table, rank = bound(path), 3
+    shapes = table.hf_shapes()
+    weights = [entry for entry in table.entries if is_adaptable(entry)]
+    assert not any("conv1d" in entry.megatron or "A_log" in entry.megatron for entry in weights)
+    parts = {e.megatron: tuple(range(len(e.hf))) if len(e.hf) > 1 else None for e in weights}
+    for chosen in (parts, dict.fromkeys(parts)):
+        adapters = build_adapter_table(table, rank, chosen).hf_shapes()
+        for entry in weights:
+            if entry.expert is None:
+                for name in entry.hf:
+                    rows, columns = shapes[name]
+                    module = PREFIX + name.removesuffix(".weight")
+                    assert adapters[module + B] == (rows, rank), name
+                    assert adapters.get(module + A, (rank, columns)) == (rank, columns), name
+    for name in ADAPTED[family]:
+        assert any(name in each for each in adapters), name
+
+
+@pytest.mark.parametrize("family", PREPARED)
+def test_they_are_refused_by_name_as_long_as_no_engine_has_their_layers(
+    tmp_path: Path, family: str
+) -> None:
+    path = make(tmp_path / "hf", family, dict([*TINY.values()])[family])
+    said = f"{family} cannot be converted.*the engines have no layer for .* yet.*dtensor_cfg"
+    assert family not in FAMILIES and not has_family(family)
+    with pytest.raises(ConversionError, match=said):
+        open_model(path)
+    with pytest.raises(ConversionError, match=said):
+        convert(path, tmp_path / "mcore", "mcore")
