@@ -73,7 +73,7 @@ class Family:
     makers' own class comes with their checkpoints, and no code of a checkpoint is executed.
     """
     awaits: str = ""
-    """What layers of its models have that no engine can build yet."""
+    """What its models have that is not offered yet."""
     hf_prefix: str = ""
     """What the names of transformers' classes with a scalar head begin with, if not as those of
     `hf_architectures`.
@@ -143,7 +143,9 @@ PREPARED = {
         _built_in(qwen3_next, "Qwen3NextForCausalLM", awaits="gated delta nets"),
     )
 }
-"""Families whose fields and tensors are known, but not offered: the engines lack their layers."""
+"""Families whose fields and tensors are known, but not offered: not all that a policy does with a
+model has been tried with theirs.
+"""
 
 REFUSED = {
     "gemma3": "it also reads images; its text part alone is of model_type gemma3_text",
@@ -159,8 +161,8 @@ def family_of(model_type: str) -> Family:
         return family
     if model_type in PREPARED:
         raise ConversionError(
-            f"{model_type} cannot be converted or trained by Megatron-Core: the engines have no "
-            f"layer for {PREPARED[model_type].awaits} yet. policy.dtensor_cfg trains it with "
+            f"{model_type} cannot be converted or trained by Megatron-Core yet: models with "
+            f"{PREPARED[model_type].awaits} are not offered. policy.dtensor_cfg trains it with "
             "transformers' own modules (FSDP2)."
         )
     if model_type in REFUSED:

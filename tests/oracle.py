@@ -123,22 +123,25 @@ WITHOUT_DECAY = {
     ("Ernie4_5_MoeStatics", "e_score_correction_bias"),
     ("GptOssAttention", "sinks"),
     ("MiniMaxM2SparseMoeBlock", "e_score_correction_bias"),
+    *(("Qwen3NextGatedDeltaNet", name) for name in ("A_log", "dt_bias")),
+    *(("NemotronHMamba2Mixer", name) for name in ("A_log", "D", "dt_bias")),
 }
 """What other modules than linear layers, routers, experts and norms hold themselves."""
 
 
 def decays(module: torch.nn.Module, name: str) -> bool:
     """Whether the parameter or buffer `name` of a Hugging Face module has weight decay. The module
-    says what it is: matrices of linear layers, embeddings, routers and experts have, what a norm
-    scales and shifts by, biases and attention sinks have not.
+    says what it is: matrices of linear layers, convolutions, embeddings, routers and experts have,
+    what a norm scales and shifts by, biases, attention sinks and constants of recurrences have not.
     """
     kind = type(module).__name__
-    if isinstance(module, torch.nn.Linear | torch.nn.Embedding) or kind.endswith("Router"):
+    linear = torch.nn.Linear | torch.nn.Embedding | torch.nn.Conv1d
+    if isinstance(module, linear) or kind.endswith("Router"):
         assert name in ("weight", "bias", "e_score_correction_bias"), (kind, name)
         return name == "weight"
     if kind.endswith("Experts"):
         return not name.endswith("bias")
-    assert kind.endswith("Norm") or (kind, name) in WITHOUT_DECAY, (kind, name)
+    assert kind.endswith(("Norm", "NormGated")) or (kind, name) in WITHOUT_DECAY, (kind, name)
     return False
 
 

@@ -103,6 +103,7 @@ class Attention(LayerPart):
 
     @property
     def sizes(self) -> tuple[object, ...]:
+        biases: tuple[object, ...]
         biases = self.qkv_bias, self.proj_bias, self.qk_norm, self.attention_sinks
         biases += (self.attention_output_gate,)
         return self.num_attention_heads, self.num_query_groups, self.kv_channels, *biases

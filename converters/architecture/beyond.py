@@ -14,14 +14,8 @@ from .traits import Activation, Norm, QkNorm
 
 def beyond_engines(architecture: Architecture) -> list[str]:
     """The model's features for which no engine of Megatron-Core's modules has a layer yet."""
-    attention, moe = architecture.find_part(Attention), architecture.moe
+    moe = architecture.moe
     features = {
-        "gated delta nets": architecture.find_part(DeltaNet),
-        "Mamba2": architecture.find_part(Mamba2),
-        "gated short convolutions": architecture.find_part(ShortConvolution),
-        "gated attention": attention and attention.attention_output_gate,
-        "a mixer or a feed alone": any(len(each.parts) < 2 for each in set(architecture.layers)),
-        "squares of ReLU": architecture.feed.activation is Activation.SQUARED_RELU,
         "experts without gates": moe and not moe.gated,
         "experts of latent vectors": moe and moe.latent_size,
     }
@@ -48,6 +42,12 @@ def beyond_transformer_engine(architecture: Architecture, adapted: bool = False)
         "query and key norms across heads": qk_norm in (QkNorm.ALL_HEADS, QkNorm.EACH_HEAD),
         "activation function with learnt constants": mlp and mlp.activation is Activation.XIELU,
         "query and key norms after rotation": qk_norm is QkNorm.AFTER_ROTATION,
+        "gated delta nets": architecture.find_part(DeltaNet),
+        "Mamba2": architecture.find_part(Mamba2),
+        "gated short convolutions": architecture.find_part(ShortConvolution),
+        "gated attention": attention and attention.attention_output_gate,
+        "a mixer or a feed alone": any(len(each.parts) < 2 for each in set(architecture.layers)),
+        "squares of ReLU": architecture.feed.activation is Activation.SQUARED_RELU,
         "adapters": adapted,
     }
     return [name for name, has in features.items() if has]

@@ -36,13 +36,18 @@ class Sequences:
     """The pieces of this rank's attention."""
     varlen: VarlenSequences | None
     """The same for a kernel that takes all of them at once; None where there is none."""
-    longest: int
-    """Length of the longest sequence, including its filler, over all ranks."""
+    lengths: tuple[int, ...]
+    """Of all sequences of a row, including their filler, over all ranks."""
     order: torch.Tensor | None
     """Index that sorts what is gathered from the context-parallel ranks, `[C * T]`, into the order
     of all ranks' positions; None if there is one rank.
     """
     context_group: dist.ProcessGroup
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest sequence, including its filler, over all ranks."""
+        return max(self.lengths)
 
 
 def sequences_in(layout: TokenLayout, cp_group: dist.ProcessGroup) -> Sequences:
@@ -53,7 +58,7 @@ def sequences_in(layout: TokenLayout, cp_group: dist.ProcessGroup) -> Sequences:
     return Sequences(
         pieces=pieces,
         varlen=varlen_sequences(pieces, rows),
-        longest=max(segment.length for segment in layout.segments),
+        lengths=tuple(segment.length for segment in layout.segments),
         order=layout.order_CT if layout.ranks > 1 else None,
         context_group=cp_group,
     )

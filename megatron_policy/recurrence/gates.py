@@ -80,17 +80,18 @@ def _time_steps(
 def _after(
     epsilon: float, activation: Activation, y: torch.Tensor, gate: torch.Tensor, weight: Any
 ) -> torch.Tensor:
-    return (_normalise(y, weight, epsilon) * activation(wide(gate))).to(y.dtype)
+    return (normalise(y, weight, epsilon) * activation(wide(gate))).to(y.dtype)
 
 
 def _before(
     epsilon: float, activation: Activation, y: torch.Tensor, gate: torch.Tensor, weight: Any
 ) -> torch.Tensor:
     gated = wide(y) * activation(wide(gate))
-    return (gated if weight is None else _normalise(gated, weight, epsilon)).to(y.dtype)
+    return (gated if weight is None else normalise(gated, weight, epsilon)).to(y.dtype)
 
 
-def _normalise(y: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def normalise(y: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`norm(y) * weight` over the last dimension, `wide`."""
     y = wide(y)
     scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + epsilon)
     return wide(weight) * (y * scale)

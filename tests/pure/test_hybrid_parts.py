@@ -208,17 +208,10 @@ def test_a_scan_keeps_what_it_reads_and_gives_and_a_state_for_each_chunk() -> No
 
 
 def test_models_whose_layers_no_engine_has_are_refused_with_what_is_missing() -> None:
-    assert beyond_engines(MODEL) == ["gated delta nets", "gated attention"]
-    assert beyond_engines(SINGLE) == [
-        "Mamba2",
-        "gated attention",
-        "a mixer or a feed alone",
-        "squares of ReLU",
-        "experts without gates",
-        "experts of latent vectors",
-    ]
-    with pytest.raises(ConfigError, match="the engines have no layer for gated delta nets, gated"):
-        check_implementation("auto", MODEL, adapted=False)
-    usual = hybrid([replace(ATTENTION, attention_output_gate=False)])
-    assert beyond_engines(usual) == []
-    check_implementation("auto", usual, adapted=False)
+    assert beyond_engines(SINGLE) == ["experts without gates", "experts of latent vectors"]
+    with pytest.raises(ConfigError, match="the engines have no layer for experts without gates"):
+        check_implementation("auto", SINGLE, adapted=False)
+    assert beyond_engines(MODEL) == []
+    check_implementation("auto", MODEL, adapted=False)
+    with pytest.raises(ConfigError, match="this model's gated delta nets, gated attention; use"):
+        check_implementation("transformer_engine", MODEL, adapted=False)

@@ -1,5 +1,5 @@
-"""Families whose layers no engine has yet: names, shapes and bits against transformers' models, and
-that they are refused by name until then.
+"""Families that are not offered yet: names, shapes and bits against transformers' models, and that
+they are refused by name until then.
 """
 
 from __future__ import annotations
@@ -515,11 +515,11 @@ def test_projections_can_have_adapters_and_convolutions_cannot(
 
 
 @pytest.mark.parametrize("family", PREPARED)
-def test_they_are_refused_by_name_as_long_as_no_engine_has_their_layers(
+def test_they_are_refused_by_name_as_long_as_they_are_not_offered(
     tmp_path: Path, family: str
 ) -> None:
     path = make(tmp_path / "hf", family, dict([*TINY.values()])[family])
-    said = f"{family} cannot be converted.*the engines have no layer for .* yet.*dtensor_cfg"
+    said = f"{family} cannot be converted.* yet: models with .* are not offered.*dtensor_cfg"
     assert family not in FAMILIES and not has_family(family)
     with pytest.raises(ConversionError, match=said):
         open_model(path)

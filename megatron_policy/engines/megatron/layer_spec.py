@@ -10,10 +10,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_policy.config.model_table import check_implementation
 from megatron_policy.converters.architecture import (
@@ -25,11 +26,13 @@ from megatron_policy.converters.architecture import (
     Moe,
     Norms,
     QkNorm,
+    Recurrence,
 )
 from megatron_policy.converters.architecture.beyond import beyond_transformer_engine
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.experts import experts_spec
+from megatron_policy.engines.megatron.layers.mixers import MIXERS, MixerLayer, mixer_spec
 from megatron_policy.engines.megatron.layers.mla import mla_spec
 from megatron_policy.engines.megatron.layers.norm import norm_of
 from megatron_policy.engines.megatron.layers.parallel_layer import ParallelLayer
@@ -98,9 +101,13 @@ def layer_spec(
         if one_norm:
             spec.module = ParallelLayer
     for place, part in (("self_attention", mixer), ("mlp", feed)):
-        assert part is not None, "no built-in family with such layers is offered yet"
+        if part is None:
+            _leave_out(spec.submodules, place)
+            continue
         given = getattr(spec.submodules, place)
         setattr(spec.submodules, place, _PARTS[type(part)](part, given, architecture, with_te))
+    if isinstance(mixer, Recurrence) and mixer.place != "self_attention":
+        spec.module, spec.params = MixerLayer, {**spec.params, "place": mixer.place}
     return spec
 
 
@@ -142,8 +149,18 @@ def _make_attention_spec(
     return given
 
 
+def _leave_out(submodules: TransformerLayerSubmodules, place: str) -> None:
+    """Let a layer pass by what it does not have: its norm, its module and its residual sum."""
+    norms = {"self_attention": "input_layernorm", "mlp": "pre_mlp_layernorm"}
+    sums = {"self_attention": "self_attn_bda", "mlp": "mlp_bda"}
+    setattr(submodules, norms[place], IdentityOp)
+    setattr(submodules, place, IdentityOp)
+    setattr(submodules, sums[place], IdentityFuncOp)
+
+
 _PARTS: dict[type[LayerPart], Callable[..., Any]] = {
     Attention: _make_attention_spec,
+    **dict.fromkeys(MIXERS, lambda part, *_: mixer_spec(part)),
     Mla: lambda part, _, __, with_te: mla_spec(part, with_te),
     Mlp: lambda _, given, *__: given,
     Moe: lambda part, _, __, with_te: experts_spec(part, with_te),

@@ -27,6 +27,10 @@ def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x).square()
+
+
 def _of_layer(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("`install_activations` gives every layer its own function")
 
@@ -36,6 +40,7 @@ FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: functools.partial(F.gelu, approximate="tanh"),
     Activation.CLAMPED_SWIGLU: _quick_gelu,
+    Activation.SQUARED_RELU: _squared_relu,
     Activation.XIELU: _of_layer,
 }
 """What Megatron-Core's config takes for each activation."""

@@ -45,6 +45,16 @@ class LayerAttention(SelfAttention):
         result = super().forward(hidden_states, *args, rotary_pos_emb=mine, **kwargs)
         return result
 
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """As in Megatron-Core, whose releases before 0.19 give a rank the output gates of all ranks
+        that share its key-value group.
+        """
+        found: tuple[torch.Tensor, ...] = super().get_query_key_value_tensors(*args, **kwargs)
+        if len(found) == 4 and found[3].size(2) != (heads := found[0].size(2)):
+            first = self.pg_collection.tp.rank() * heads % found[3].size(2)
+            found = (*found[:3], found[3][:, :, first : first + heads])
+        return found
+
 
 def _adjust_config(config: TransformerConfig, part: Attention) -> TransformerConfig:
     """The model's config as this layer's attention needs it: its biases, norms and window, and the
@@ -54,6 +64,7 @@ def _adjust_config(config: TransformerConfig, part: Attention) -> TransformerCon
     assert part.qkv_bias or not part.proj_bias
     own.add_bias_linear = part.proj_bias
     own.qk_layernorm = bool(part.qk_norm)
+    own.attention_output_gate = part.attention_output_gate
     # A window of W tokens reaches W - 1 positions back.
     own.window_size = None if part.window is None else (part.window - 1, 0)
     factor = 1.0 if part.rope is None else attention_factor(part.rope)

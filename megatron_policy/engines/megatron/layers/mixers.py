@@ -1,0 +1,208 @@
+"""Gated delta nets, Mamba2 and short convolutions as a Megatron-Core layer's mixer.
+
+Shapes: N tokens, R rows, S positions, Q sequences, F columns of the first projection, D channels of
+the convolution, W taps, H heads, G key heads or groups, K key channels or state, V value channels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_policy.converters.architecture import (
+    DeltaNet,
+    Mamba2,
+    Recurrence,
+    ShortConvolution,
+    delta_net,
+    mamba2,
+    short_convolution,
+)
+from megatron_policy.device import current_device
+from megatron_policy.engines.megatron.layers.recurrent import (
+    RecurrentMixer,
+    Share,
+    Span,
+    State,
+    make_share,
+)
+from megatron_policy.recurrence.convolution import convolve_step, gated_convolve
+from megatron_policy.recurrence.delta_rule import delta_rule, delta_step
+from megatron_policy.recurrence.gates import (
+    gate_then_normalise,
+    log_decay,
+    normalise,
+    normalise_then_gate,
+    time_steps,
+    write_strength,
+)
+from megatron_policy.recurrence.state_space import state_space, state_space_step
+
+
+def mixer_spec(part: Recurrence) -> ModuleSpec:
+    """The spec that Megatron-Core builds a layer's mixer from."""
+    return ModuleSpec(module=MIXERS[type(part)], params={"part": part})
+
+
+class MixerLayer(TransformerLayer):
+    """A decoder layer whose mixer goes by another name than `self_attention`, in checkpoints too;
+    Megatron-Core's forward pass finds it by both.
+    """
+
+    def __init__(self, *args: Any, place: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._modules[place] = self._modules.pop("self_attention")
+        self._place = place
+
+    @property
+    def self_attention(self) -> Any:
+        """The mixer."""
+        return self._modules[self._place]
+
+
+class DeltaNetMixer(RecurrentMixer):
+    """A gated delta net; see `converters.architecture.DeltaNet`."""
+
+    part: DeltaNet
+    sections = (
+        delta_net.QUERY,
+        delta_net.KEY,
+        delta_net.VALUE,
+        delta_net.GATE,
+        delta_net.BETA,
+        delta_net.ALPHA,
+    )
+    convolved = slice(0, 3)
+
+    def __init__(self, config: TransformerConfig, part: DeltaNet, **given: Any) -> None:
+        super().__init__(config=config, part=part, **given)
+        heads = part.num_value_heads // self.tp.size()
+        self.A_log, self.dt_bias = make_share(config, heads), make_share(config, heads)
+        self.out_norm = HeadNorm(config, part.value_head_dim)
+
+    def mix(
+        self, projected_NF: torch.Tensor, share: Share, span: Span
+    ) -> tuple[torch.Tensor, State]:
+        convolved_ND, gate_NHV, beta_NH1, alpha_NH1 = share.split(projected_NF, self.convolved)
+        (q_NGK, k_NGK, v_NHV), recent_QWD = self.convolve(convolved_ND, share, span)
+        A_log_H, dt_bias_H = share.of_heads(self.A_log), share.of_heads(self.dt_bias)
+        decay_NH = log_decay(alpha_NH1.squeeze(-1), A_log_H, dt_bias_H)
+        inputs = (q_NGK, k_NGK, v_NHV, decay_NH, write_strength(beta_NH1.squeeze(-1)))
+        if span.is_step:
+            out_NHV, memory_QHKV = delta_step(*inputs, span.memory)
+        else:
+            out_NHV, memory_QHKV = delta_rule(*inputs, span.chunks, span.memory)
+        # All heads have the same weight, and each rank some of the heads: gradients are summed.
+        weight_V = copy_to_tensor_model_parallel_region(self.out_norm.weight, self.tp)
+        epsilon = self.config.layernorm_epsilon
+        normed_NHV = normalise_then_gate(out_NHV, gate_NHV, weight_V, epsilon)
+        return normed_NHV.flatten(1), (recent_QWD, memory_QHKV)
+
+
+class Mamba2Mixer(RecurrentMixer):
+    """Mamba2; see `converters.architecture.Mamba2`."""
+
+    part: Mamba2
+    sections = (mamba2.GATE, mamba2.INPUT, mamba2.INTO, mamba2.OUT, mamba2.STEP)
+    convolved = slice(1, 4)
+
+    def __init__(self, config: TransformerConfig, part: Mamba2, **given: Any) -> None:
+        biases = {"proj_bias": part.proj_bias, "conv_bias": part.conv_bias}
+        super().__init__(config=config, part=part, **biases, **given)
+        heads = part.num_heads // self.tp.size()
+        self.A_log, self.D = make_share(config, heads), make_share(config, heads)
+        self.dt_bias = make_share(config, heads)
+        self.norm = GroupNorm(config, heads * part.head_dim) if part.norm else None
+
+    def mix(
+        self, projected_NF: torch.Tensor, share: Share, span: Span
+    ) -> tuple[torch.Tensor, State]:
+        gate_NHV, convolved_ND, dt_NH1 = share.split(projected_NF, self.convolved)
+        (x_NHV, b_NGK, c_NGK), recent_QWD = self.convolve(convolved_ND, share, span)
+        least, largest = self.part.least_step, self.part.largest_step
+        limit = (least, math.inf if largest is None else largest)
+        steps_NH = time_steps(dt_NH1.squeeze(-1), share.of_heads(self.dt_bias), limit)
+        A_log_H, D_H = share.of_heads(self.A_log), share.of_heads(self.D)
+        inputs = (x_NHV, steps_NH, A_log_H, b_NGK, c_NGK, D_H)
+        if span.is_step:
+            y_NHV, memory_QHKV = state_space_step(*inputs, span.memory)
+        else:
+            y_NHV, memory_QHKV = state_space(*inputs, span.chunks, span.memory)
+        return self._gate(y_NHV, gate_NHV, share).flatten(1), (recent_QWD, memory_QHKV)
+
+    def finish(self, mixed_TRV: torch.Tensor) -> torch.Tensor:
+        if self.norm is None:
+            return mixed_TRV
+        weight_GV = self._weight_by_group(self.norm)
+        by_group = mixed_TRV.unflatten(-1, (weight_GV.size(0), -1))
+        normed = normalise(by_group, weight_GV, self.config.layernorm_epsilon)
+        return normed.flatten(-2).to(mixed_TRV.dtype)
+
+    def _gate(self, y_NHV: torch.Tensor, gate_NHV: torch.Tensor, share: Share) -> torch.Tensor:
+        """Gated and, where this rank has whole groups, normalised: `finish` does it elsewhere."""
+        epsilon = self.config.layernorm_epsilon
+        if self.norm is None or share is not self.whole:
+            return gate_then_normalise(y_NHV, gate_NHV, None, epsilon)
+        weight_GV = self._weight_by_group(self.norm)
+        y, gate = (x.flatten(1).unflatten(1, (weight_GV.size(0), -1)) for x in (y_NHV, gate_NHV))
+        return gate_then_normalise(y, gate, weight_GV, epsilon)
+
+    def _weight_by_group(self, norm: GroupNorm) -> torch.Tensor:
+        return norm.weight.unflatten(0, (self.part.groups // self.tp.size(), -1))
+
+
+class ShortConvolutionMixer(RecurrentMixer):
+    """A gated short convolution; see `converters.architecture.ShortConvolution`."""
+
+    part: ShortConvolution
+    sections = (short_convolution.INTO, short_convolution.OUT, short_convolution.INPUT)
+    convolved = slice(2, 3)
+
+    def __init__(self, part: ShortConvolution, **given: Any) -> None:
+        super().__init__(part=part, proj_bias=part.bias, conv_bias=part.bias, **given)
+
+    def mix(
+        self, projected_NF: torch.Tensor, share: Share, span: Span
+    ) -> tuple[torch.Tensor, State]:
+        before_ND, after_ND, x_ND = projected_NF.chunk(3, -1)
+        taps_DW, bias_D = self.find_taps(share)
+        if span.is_step:
+            y_ND, recent_QWD = convolve_step(
+                before_ND * x_ND, taps_DW, bias_D, span.recent, silu=False
+            )
+            return after_ND * y_ND, (recent_QWD,)
+        windows = span.windows(self.part.taps)
+        given = (taps_DW, bias_D, windows, span.recent)
+        y_ND, recent_QWD = gated_convolve(before_ND, after_ND, x_ND, *given)
+        return y_ND, (recent_QWD,)
+
+
+class HeadNorm(torch.nn.Module):
+    """The weight of a norm that all heads share, those of other ranks too."""
+
+    def __init__(self, config: TransformerConfig, channels: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.empty(channels, device=current_device(), dtype=config.params_dtype)
+        )
+
+
+class GroupNorm(torch.nn.Module):
+    """The weight of a norm over groups of channels, those of this rank."""
+
+    def __init__(self, config: TransformerConfig, channels: int) -> None:
+        super().__init__()
+        self.weight = make_share(config, channels)
+
+
+MIXERS: dict[type[Recurrence], type[RecurrentMixer]] = {
+    DeltaNet: DeltaNetMixer,
+    Mamba2: Mamba2Mixer,
+    ShortConvolution: ShortConvolutionMixer,
+}
