@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+import torch
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 
 from megatron_policy.hosts.nemo_rl.refit import cpu_address
@@ -23,12 +24,21 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
+MARKS = ("range_push", "range_pop")
+"""How NeMo RL tells CUDA's profiler what it does. Where torch has no CUDA they raise."""
+
+
+def _no_mark(*arguments: Any) -> None:
+    """Tell nobody."""
+
 
 class Worker(VllmGenerationWorkerImpl):
     """Under the names by which NeMo RL calls vLLM's worker."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         os.environ.update(ENVIRONMENT)
+        for name in MARKS:
+            setattr(torch.cuda.nvtx, name, _no_mark)
         # NeMo RL's methods for vLLM's workers open the IPC handles of CUDA's tensors.
         own = {"worker_extension_cls": EXTENSION, "enable_sleep_mode": False}
         super()._create_engine({**llm_kwargs, **own})

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
+import typing
 from pathlib import Path
 from typing import Any
+
+import typing_extensions
 
 VLLM = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 ENGINES = {"transformers": "cpu_engine.CpuEngine", "vllm": "cpu_vllm.CpuVllm"}
@@ -38,6 +41,9 @@ def main() -> None:
 
     program = launch.Program.parse(sys.argv[1:])
     launch.find(program)
+    if sys.version_info < (3, 12):
+        # NeMo RL is for newer ones, where pydantic takes Python's own.
+        typing.TypedDict = typing_extensions.TypedDict
     nemo_rl.install()
     replace_vllm(ENGINES[os.environ.get("LAPTOP_ENGINE", "transformers")])
     launch.run(program)
