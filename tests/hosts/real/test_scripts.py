@@ -9,8 +9,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,11 @@ class Laptop:
         assert "megatron_policy.hosts.nemo_rl.worker.MegatronPolicyWorker" in done.stdout
         return done.stdout
 
+    def show(self, script: str, *arguments: object) -> str:
+        """What another script of the laptop's prints."""
+        command = [sys.executable, str(LAPTOP / script), *map(str, arguments)]
+        return subprocess.check_output(command, env=self.env, text=True, timeout=LIMIT_S)
+
     def go_on(self, kind: str, file: str, out: Path, steps: int, **options: str) -> str:
         """Start a script again that has saved its third step; what it printed."""
         said = self.run(f"run_{kind}.py", file, out, f"{kind}.max_num_steps={steps}", **options)
@@ -77,16 +82,22 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
         "TINY": str(tiny),
         "CUDA_VISIBLE_DEVICES": "0,1",
         "RAY_AUTH_MODE": "disabled",
+        "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_OFFLINE": "1",
     }
     env.pop("RAY_ADDRESS", None)
-    prepare = [sys.executable, "-m", "examples.nemo_rl.prepare", str(tiny)]
-    # The host has a package `examples` too.
-    alone = env | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(prepare, cwd=ROOT, env=alone, check=True, timeout=LIMIT_S)
+    prepare(tiny, env)
     with ray_head(env, tmp_path_factory.mktemp("r"), gpus=2, cpus=24) as address:
         yield Laptop(tiny, host, env | {"RAY_ADDRESS": address})
+
+
+def prepare(tiny: Path, env: Mapping[str, str], *options: str) -> None:
+    """Make the model and its data in `tiny`."""
+    command = [sys.executable, "-m", "examples.nemo_rl.prepare", str(tiny), *options]
+    # The host has a package `examples` too.
+    alone = {**env, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=ROOT, env=alone, check=True, timeout=LIMIT_S)
 
 
 def saved(out: Path, kind: str = "policy") -> list[str]:
@@ -190,16 +201,29 @@ def test_grpo_of_the_dtensor_configuration_gives_the_engine_its_weights(
 
 @pytest.mark.nightly
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM's CPU build is not installed")
-def test_grpo_gives_vllm_the_weights_of_every_step(laptop: Laptop, tmp_path: Path) -> None:
+def test_grpo_learns_sums_from_vllm_which_has_the_weights_of_every_step(
+    laptop: Laptop, tmp_path: Path
+) -> None:
+    tiny = tmp_path / "tiny"
+    prepare(tiny, laptop.env, "--steps", "150")
+    laptop = replace(laptop, tiny=tiny, env=laptop.env | {"TINY": str(tiny)})
     said = laptop.run(script_for_grpo(), "grpo_vllm.yaml", tmp_path, engine="vllm")
-    # Before each of the three steps, and before validation.
-    steps = [int(found) for found in re.findall(r"vLLM has the weights of step (\d+)", said)]
-    assert steps == sorted(steps) and {0, 1, 2} <= set(steps)
-    assert saved(tmp_path) == ["step_3"]
-    check_rollouts(tmp_path, laptop.tiny / "model", steps=3)
+    # Two engines, before each step and before the last validation.
+    held = [int(found) for found in re.findall(r"vLLM has the weights of step (\d+)", said)]
+    assert sorted(held) == sorted([*range(41)] * 2)
+    assert saved(tmp_path)[-1] == "step_40"
+    check_rollouts(tmp_path, laptop.tiny / "model", steps=4, rows=128)
+    table = [
+        [float(value) for value in line.split()]
+        for line in laptop.show("curve.py", tmp_path / "logs").splitlines()[1:]
+    ]
+    steps, rewards, errors, *_ = zip(*table, strict=True)
+    assert list(steps) == list(range(1, 41))
+    assert all(1 <= error < 1 + TOLERANCE for error in errors)
+    assert sum(rewards[-10:]) > 1.5 * sum(rewards[:10]) > 0
 
 
-def check_rollouts(out: Path, base: Path, steps: int) -> None:
+def check_rollouts(out: Path, base: Path, steps: int, rows: int = 16) -> None:
     """What generated has computed with the policy's weights of its step, and the policy learns: the
     model that it started from assigns other log-probabilities from the second step on.
     """
@@ -207,10 +231,10 @@ def check_rollouts(out: Path, base: Path, steps: int) -> None:
     moved = []
     for step in range(1, steps + 1):
         (file,) = out.glob(f"logs/**/train_data_step{step}.jsonl")
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        assert len(rows) == 16
+        logged = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(logged) == rows
         farthest = 0.0
-        for row in rows:
+        for row in logged:
             # Values stand in lists of one row.
             held = {key: torch.tensor(row[key]) for key in LOGGED}
             mask_S = held["token_loss_mask"][0].bool()
