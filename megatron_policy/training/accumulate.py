@@ -29,7 +29,7 @@ from megatron_policy.training.losses import (
     count_own,
 )
 from megatron_policy.training.results import TrainResult, complete_metrics, result_of
-from megatron_policy.training.rollout_mismatch import MismatchMeter
+from megatron_policy.training.rollout_mismatch import MismatchMeter, check_rollouts
 from megatron_policy.training.speed import SpeedMeter
 from megatron_policy.training.step import UNCHANGED, Step, Training, run_batch
 from megatron_policy.training.sync_microbatches import cut_together
@@ -130,6 +130,8 @@ class GradientAccumulator:
                 return [GlobalBatch(_EMPTY, [])]
             batcher = self._training.batcher.for_loss(now.loss_fn)
             checked = batcher.check(data, engine.vocab_size, now.loss_fn)
+            head = engine.table.architecture.head
+            check_rollouts(checked, self._training.mismatch, head)
             return [batcher.for_part(checked, now.mbs)]
 
         (batch,), workload = cut_together(cut, self._training.batcher, engine.groups.dp)

@@ -38,7 +38,6 @@ from megatron_policy.training.checks import (
 )
 from megatron_policy.training.longest import Longest
 from megatron_policy.training.replay import Replay, RouterReplay
-from megatron_policy.training.rollout_mismatch import check_rollouts, compares_rollouts
 from megatron_policy.training.speed import Estimator
 
 
@@ -74,8 +73,6 @@ class Batcher:
     replay: RouterReplay
     estimator: Estimator
     attachments: tuple[str, ...] = ()
-    compares_rollouts: bool = True
-    """Whether training compares its log-probabilities with those of the engine that sampled."""
 
     @classmethod
     def of(cls, config: PolicyConfig, topology: Topology, table: Table) -> Batcher:
@@ -102,7 +99,6 @@ class Batcher:
             replay=RouterReplay.of(config, architecture),
             estimator=estimator,
             attachments=architecture.attachments,
-            compares_rollouts=compares_rollouts(config, architecture.head),
         )
 
     def for_loss(self, loss_fn: LossFunction) -> Batcher:
@@ -128,8 +124,6 @@ class Batcher:
         checked = self.replay.prepare(checked, replay)
         if loss_fn is not None:
             check_loss_inputs(loss_fn, checked, vocab_size)
-            if self.compares_rollouts:
-                check_rollouts(checked)
         return checked
 
     def for_training(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_policy.config import PolicyConfig, RolloutMismatchConfig
+from megatron_policy.config.sections import RolloutMismatchConfig
 from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.coordination.agreement import gather_numbers
 from megatron_policy.errors import BatchError
@@ -98,19 +98,14 @@ def find_rollout_key(data: Mapping[str, Any]) -> str | None:
     return next((key for key in ROLLOUT_KEYS if key in data), None)
 
 
-def compares_rollouts(config: PolicyConfig, head: ScalarHead | None) -> bool:
-    """Whether training compares with rollouts, where the data have their log-probabilities: not
-    with a scalar head, which has none of its own.
-    """
-    return config.rollout_mismatch.enabled and head is None
-
-
-def check_rollouts(data: Mapping[str, Any]) -> None:
-    """BatchError unless the engine's log-probabilities, where there are any, are one for each
-    token.
+def check_rollouts(
+    data: Mapping[str, Any], config: RolloutMismatchConfig, head: ScalarHead | None
+) -> None:
+    """BatchError unless the engine's log-probabilities, where there are any and training compares
+    with them, are one for each token. A scalar head has none to compare.
     """
     key = find_rollout_key(data)
-    if key is None:
+    if key is None or not config.enabled or head is not None:
         return
     given, wanted = data[key], tuple(data["input_ids"].shape)
     plain = isinstance(given, torch.Tensor)

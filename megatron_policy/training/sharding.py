@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.config import PolicyConfig
+from megatron_policy.config import PolicyConfig, RolloutMismatchConfig
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.layout import microbatch_round, microbatches
 from megatron_policy.converters.architecture import Architecture, ScalarHead
@@ -34,7 +34,7 @@ from megatron_policy.training.longest import Longest
 from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.training.replay import Replay, RouterReplay
 from megatron_policy.training.results import TrainResult
-from megatron_policy.training.rollout_mismatch import check_rollouts, compares_rollouts
+from megatron_policy.training.rollout_mismatch import check_rollouts
 from megatron_policy.training.speed import merge_speeds
 
 
@@ -75,7 +75,7 @@ class BatchDispatcher:
     replay: RouterReplay
     head: ScalarHead | None = None
     attachments: tuple[str, ...] = ()
-    compares_rollouts: bool = True
+    mismatch: RolloutMismatchConfig = field(default_factory=RolloutMismatchConfig)
 
     @classmethod
     def of(
@@ -93,7 +93,7 @@ class BatchDispatcher:
             RouterReplay.of(config, architecture),
             architecture.head,
             architecture.attachments,
-            compares_rollouts(config, architecture.head),
+            config.rollout_mismatch,
         )
 
     def to_train(
@@ -144,8 +144,7 @@ class BatchDispatcher:
         self.longest.check(data)
         data = self.replay.prepare(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
-        if self.compares_rollouts:
-            check_rollouts(data)
+        check_rollouts(data, self.mismatch, self.head)
         return data, training
 
     def to_score(self, data: BatchedDataDict, replay: Replay = Replay.IF_GIVEN) -> ShardedBatch:

@@ -14,7 +14,7 @@ from megatron_policy.training.loss_checks import check_loss
 from megatron_policy.training.loss_faults import any_fault, raise_everywhere
 from megatron_policy.training.losses import Metrics, ValidCounts, count_valid
 from megatron_policy.training.results import OptimStats, TrainResult, complete_metrics, result_of
-from megatron_policy.training.rollout_mismatch import MismatchMeter
+from megatron_policy.training.rollout_mismatch import MismatchMeter, check_rollouts
 from megatron_policy.training.speed import SpeedMeter
 from megatron_policy.training.step import (
     UNCHANGED,
@@ -97,8 +97,9 @@ def _cut(
     """Check data and loss, raising what is wrong with them, and cut the data."""
     check_sizes(gbs, mbs)
     batcher, engine = training.batcher.for_loss(loss_fn), training.engine
-    checked = batcher.check(data, engine.vocab_size, loss_fn)
-    check_loss(loss_fn, engine.table.architecture.head)
+    checked, head = batcher.check(data, engine.vocab_size, loss_fn), engine.table.architecture.head
+    check_rollouts(checked, training.mismatch, head)
+    check_loss(loss_fn, head)
     return batcher.for_training(checked, gbs, mbs)
 
 

@@ -14,8 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.config import PolicyConfig
-from megatron_policy.config.policy_config import least_section
+from megatron_policy.config import RolloutMismatchConfig
 from megatron_policy.converters.architecture import ScalarHead
 from megatron_policy.errors import BatchError
 from megatron_policy.lm_head.rollout_mismatch import (
@@ -30,7 +29,6 @@ from megatron_policy.monitoring.report import PolicyReport
 from megatron_policy.training.results import TrainResult
 from megatron_policy.training.rollout_mismatch import (
     check_rollouts,
-    compares_rollouts,
     join_on_host,
 )
 from tests.pure.test_metrics_log import RESULT, Kept, memory
@@ -199,7 +197,8 @@ def batch(**more: object) -> BatchedDataDict:
 
 @pytest.mark.parametrize("key", ["generation_logprobs", "rollout_log_probs"])
 def test_training_refuses_rollouts_that_are_not_one_number_for_each_token(key: str) -> None:
-    check_rollouts(batch(**{key: torch.full((2, 5), math.nan)}))
+    plain, off = RolloutMismatchConfig(), RolloutMismatchConfig(enabled=False)
+    check_rollouts(batch(**{key: torch.full((2, 5), math.nan)}), plain, None)
     wrong: Sequence[tuple[object, str]] = [
         (torch.zeros(2), r"is torch.float32 \(2,\)"),
         (torch.zeros(2, 5, 3), r"is torch.float32 \(2, 5, 3\)"),
@@ -208,16 +207,9 @@ def test_training_refuses_rollouts_that_are_not_one_number_for_each_token(key: s
     ]
     for given, told in wrong:
         with pytest.raises(BatchError, match=f"'{key}' {told}.*under another name"):
-            check_rollouts(batch(**{key: given}))
-
-
-def test_rollouts_are_compared_unless_the_configuration_or_the_head_has_nothing_for_it() -> None:
-    section = least_section("model", "float32", 1, {})
-    plain = PolicyConfig.parse(section)
-    off = PolicyConfig.parse(section | {"rollout_mismatch": {"enabled": False}})
-    assert compares_rollouts(plain, None)
-    assert not compares_rollouts(off, None)
-    assert not compares_rollouts(plain, ScalarHead(per_token=False))
+            check_rollouts(batch(**{key: given}), plain, None)
+        check_rollouts(batch(**{key: given}), off, None)
+        check_rollouts(batch(**{key: given}), plain, ScalarHead(per_token=False))
 
 
 def test_a_record_and_a_report_have_it_under_the_names_of_dashboards() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.config import RolloutMismatchConfig
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import sequence_cost
@@ -53,7 +54,7 @@ def test_the_driver_refuses_rollouts_only_where_they_are_compared() -> None:
     data["generation_logprobs"] = torch.zeros(4, 3, 2)
     with pytest.raises(BatchError, match=r"'generation_logprobs' is torch.float32 \(4, 3, 2\)"):
         dealer.to_train(data, TokenNLL(), 4, 1)
-    dealer = replace(dealer, compares_rollouts=False)
+    dealer = replace(dealer, mismatch=RolloutMismatchConfig(enabled=False))
     assert sum(shard.size for shard in dealer.to_train(data, TokenNLL(), 4, 1)) == 4
 
 
