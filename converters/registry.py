@@ -72,12 +72,12 @@ class Family:
     """The model_type of transformers' class that has the same fields, if it is not `name`: the
     makers' own class comes with their checkpoints, and no code of a checkpoint is executed.
     """
-    awaits: str = ""
-    """What its models have that is not offered yet."""
     hf_prefix: str = ""
     """What the names of transformers' classes with a scalar head begin with, if not as those of
     `hf_architectures`.
     """
+    awaits: str = ""
+    """What its models have that is not offered yet."""
 
     @property
     def scalar_classes(self) -> tuple[str, str]:

@@ -74,7 +74,7 @@ _INITIAL = ("init_method", "mamba_chunk_size", "mamba_expand", "normalization_fu
 def architecture(fields: Fields) -> Architecture:
     """The architecture a GraniteMoeHybridConfig describes."""
     for name in _INITIAL:
-        fields.ignore(name, "other fields say it, or it only bears on rounding")
+        fields.ignore(name, "other fields say it, or it only affects rounding")
     kinds: dict[str, Mixer] = {
         "full_attention": _take_attention(fields),
         "linear_attention": _take_mamba2(fields),

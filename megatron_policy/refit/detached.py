@@ -5,8 +5,8 @@ Every rank copies what it would send, its own stream, before `begin` returns. Ga
 are those of any refit, and run in a thread of each rank. They meet nothing of what the policy does
 meanwhile: they read the copy, and have operations and process groups of their own. Two threads in
 one group would mix their collectives. On GPUs these groups exchange host memory (gloo, not NCCL):
-kernels of two NCCL groups, started in another order on each rank, can wait for each other for
-ever, and where tensor parallelism has kernels start in the order of their launches they would. A
+kernels of two NCCL groups, started in another order on each rank, can wait for each other forever,
+and where tensor parallelism has kernels start in the order of their launches they would. A
 broadcast to engines is no such wait: they read it whatever the policy computes.
 
 To gather at once and only deliver later would need no other groups, but the memory of the whole

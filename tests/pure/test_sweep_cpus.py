@@ -30,7 +30,7 @@ def test_tests_that_have_tolerances_are_swept_but_for_those_of_gpus_verl_and_vll
     found = set(comparing_tests())
     assert {"tests/dist/test_invariance.py", "tests/unit/test_merging.py"} <= found
     assert "tests/pure/test_sweep_cpus.py" not in found
-    assert {name.split("/")[1] for name in found} == {"dist", "hosts", "ray", "unit"}
+    assert {name.split("/")[1] for name in found} == {"dist", "hosts", "pure", "ray", "unit"}
 
 
 def test_margins_are_read_from_the_summary_of_a_run() -> None:

@@ -435,8 +435,8 @@ def test_the_parts_of_layers_are_those_of_the_config(offered: None, tmp_path: Pa
 REFUSED: list[tuple[str, Fields, str]] = [
     (
         "lfm2",
-        {"layer_types": ["conv"] * 3 + ["ssm"]},
-        "layer_types = 'ssm': must be full_attention",
+        {"layer_types": ["conv"] * 3 + ["linear_attention"]},
+        "layer_types = 'linear_attention': must be full_attention",
     ),
     ("lfm2", {"block_use_swiglu": False}, "block_use_swiglu = False: the MLP is gated"),
     ("lfm2", {"conv_dim": 48}, "conv_dim = 48: repeats hidden_size"),

@@ -26,10 +26,10 @@ from megatron_policy.converters.architecture import (
 )
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.recurrent import (
+    HeadShare,
     RecurrentMixer,
-    Share,
-    Span,
     State,
+    TokenSpan,
     make_share,
 )
 from megatron_policy.recurrence.convolution import convolve_step, gated_convolve
@@ -87,7 +87,7 @@ class DeltaNetMixer(RecurrentMixer):
         self.out_norm = HeadNorm(config, part.value_head_dim)
 
     def mix(
-        self, projected_NF: torch.Tensor, share: Share, span: Span
+        self, projected_NF: torch.Tensor, share: HeadShare, span: TokenSpan
     ) -> tuple[torch.Tensor, State]:
         convolved_ND, gate_NHV, beta_NH1, alpha_NH1 = share.split(projected_NF, self.convolved)
         (q_NGK, k_NGK, v_NHV), recent_QWD = self.convolve(convolved_ND, share, span)
@@ -121,7 +121,7 @@ class Mamba2Mixer(RecurrentMixer):
         self.norm = GroupNorm(config, heads * part.head_dim) if part.norm else None
 
     def mix(
-        self, projected_NF: torch.Tensor, share: Share, span: Span
+        self, projected_NF: torch.Tensor, share: HeadShare, span: TokenSpan
     ) -> tuple[torch.Tensor, State]:
         gate_NHV, convolved_ND, dt_NH1 = share.split(projected_NF, self.convolved)
         (x_NHV, b_NGK, c_NGK), recent_QWD = self.convolve(convolved_ND, share, span)
@@ -144,7 +144,7 @@ class Mamba2Mixer(RecurrentMixer):
         normed = normalise(by_group, weight_GV, self.config.layernorm_epsilon)
         return normed.flatten(-2).to(mixed_TRV.dtype)
 
-    def _gate(self, y_NHV: torch.Tensor, gate_NHV: torch.Tensor, share: Share) -> torch.Tensor:
+    def _gate(self, y_NHV: torch.Tensor, gate_NHV: torch.Tensor, share: HeadShare) -> torch.Tensor:
         """Gated and, where this rank has whole groups, normalised: `finish` does it elsewhere."""
         epsilon = self.config.layernorm_epsilon
         if self.norm is None or share is not self.whole:
@@ -168,7 +168,7 @@ class ShortConvolutionMixer(RecurrentMixer):
         super().__init__(part=part, proj_bias=part.bias, conv_bias=part.bias, **given)
 
     def mix(
-        self, projected_NF: torch.Tensor, share: Share, span: Span
+        self, projected_NF: torch.Tensor, share: HeadShare, span: TokenSpan
     ) -> tuple[torch.Tensor, State]:
         before_ND, after_ND, x_ND = projected_NF.chunk(3, -1)
         taps_DW, bias_D = self.find_taps(share)

@@ -41,7 +41,7 @@ a mixer that has one, its memory `[Q, H, K, V]`.
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """The tokens of a forward pass: where its sequences are, and what was before them."""
 
     lengths: tuple[int, ...]
@@ -85,7 +85,7 @@ def _make_windows(lengths: tuple[int, ...], rows: int, taps: int, device: torch.
 
 
 @dataclass(frozen=True)
-class Share:
+class HeadShare:
     """The heads that this rank computes, of those of its tensor-parallel rank."""
 
     sizes: Sizes
@@ -160,10 +160,10 @@ class RecurrentMixer(MegatronModule, ABC):
             (getattr(part, heads) // ranks, rows if isinstance(rows, int) else getattr(part, rows))
             for heads, rows in self.sections
         )
-        self.whole = Share(sizes)
+        self.whole = HeadShare(sizes)
         self.columns_CF, self.own = self._share(sizes)
 
-    def _share(self, sizes: Sizes) -> tuple[torch.Tensor | None, Share]:
+    def _share(self, sizes: Sizes) -> tuple[torch.Tensor | None, HeadShare]:
         """The columns of the first projection for each context-parallel rank, and what this one
         computes.
         """
@@ -178,7 +178,7 @@ class RecurrentMixer(MegatronModule, ABC):
         own = tuple((max(1, heads // ranks), width) for heads, width in sizes)
         channels_D = choose(sizes[self.convolved])
         heads_H = choose([(max(heads for heads, _ in sizes), 1)])
-        return share_heads(sizes, ranks).to(device), Share(own, channels_D, heads_H)
+        return share_heads(sizes, ranks).to(device), HeadShare(own, channels_D, heads_H)
 
     def forward(
         self,
@@ -199,7 +199,7 @@ class RecurrentMixer(MegatronModule, ABC):
             projected_TRF, share = exchange.to_heads(projected_TRF, self.columns_CF), self.own
         positions, rows, _columns = projected_TRF.shape
         lengths = (positions,) if packed_seq_params is None else packed_seq_params.lengths
-        span = Span(lengths, rows, self._read_past(inference_context))
+        span = TokenSpan(lengths, rows, self._read_past(inference_context))
         mixed_NV, state = self.mix(projected_TRF.flatten(0, 1), share, span)
         if inference_context is not None:
             inference_context.key_value_memory_dict[self.layer_number] = state
@@ -211,7 +211,7 @@ class RecurrentMixer(MegatronModule, ABC):
 
     @abstractmethod
     def mix(
-        self, projected_NF: torch.Tensor, share: Share, span: Span
+        self, projected_NF: torch.Tensor, share: HeadShare, span: TokenSpan
     ) -> tuple[torch.Tensor, State]:
         """What the heads of `share` make of the first projection's output, `[N, V]`, and what later
         tokens need.
@@ -221,14 +221,14 @@ class RecurrentMixer(MegatronModule, ABC):
         """What is left to do when context-parallel ranks have exchanged heads for tokens."""
         return mixed_TRV
 
-    def find_taps(self, share: Share) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def find_taps(self, share: HeadShare) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The convolution's weights `[D, W]` of these heads, and its biases `[D]`."""
         bias_D = self.conv1d.bias
         taps_DW = share.of_channels(self.conv1d.weight).squeeze(1)
         return taps_DW, None if bias_D is None else share.of_channels(bias_D)
 
     def convolve(
-        self, x_ND: torch.Tensor, share: Share, span: Span
+        self, x_ND: torch.Tensor, share: HeadShare, span: TokenSpan
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """The convolved sections by heads, `[N, H, columns]`, after SiLU, and the last inputs of
         the convolution.
