@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 
-ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+MODEL = "actor_rollout_ref.model"
 ADAPTED = (
     f"{MODEL}.lora.rank=8",
     f"{MODEL}.lora.alpha=16",
@@ -38,10 +38,6 @@ OVERRIDES = {
     "a server for each rank": (),
     "adapters alone": (*ADAPTED, f"{MODEL}.lora.merge=False"),
     "merged adapters": (*ADAPTED, f"{MODEL}.lora.merge=True"),
-    "a server of two workers": (
-        f"{ROLLOUT}.tensor_model_parallel_size=2",
-        f"++{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=mp",
-    ),
 }
 
 
