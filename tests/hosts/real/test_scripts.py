@@ -1,5 +1,6 @@
 """The host's own scripts, as its users start them, with the laptop's configurations of
-examples/nemo_rl as examples/nemo_rl/README.md says, on two GPUs that exist in Ray's books only.
+examples/nemo_rl as examples/nemo_rl/README.md and, for vLLM, docs/nemo-rl.md say, on two GPUs that
+exist in Ray's books only.
 """
 
 from __future__ import annotations
