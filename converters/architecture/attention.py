@@ -103,10 +103,9 @@ class Attention(LayerPart):
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        biases: tuple[object, ...]
+        heads = self.num_attention_heads, self.num_query_groups, self.kv_channels
         biases = self.qkv_bias, self.proj_bias, self.qk_norm, self.attention_sinks
-        biases += (self.attention_output_gate,)
-        return self.num_attention_heads, self.num_query_groups, self.kv_channels, *biases
+        return *heads, *biases, self.attention_output_gate
 
     @property
     def splits(self) -> tuple[SplitCount, ...]:
