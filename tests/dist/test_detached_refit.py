@@ -338,5 +338,5 @@ def test_a_failure_is_raised_on_all_ranks_by_the_next_call_that_sends_or_ends(
         assert said.startswith("the refit of step 0 has failed: rank 0: no engine"), said
     here, there = (each.pop(3) for each in seen)
     assert here.startswith("the refit of step 0 has failed: ")
-    assert there == "the refit of step 0 has failed: this rank cannot go on"
+    assert there == "the refit of step 0 has failed: RuntimeError: this rank cannot go on"
     assert seen[0] == seen[1]
