@@ -95,7 +95,7 @@ class DeltaNetMixer(RecurrentMixer):
         decay_NH = log_decay(alpha_NH1.squeeze(-1), A_log_H, dt_bias_H)
         inputs = (q_NGK, k_NGK, v_NHV, decay_NH, write_strength(beta_NH1.squeeze(-1)))
         if span.is_step:
-            out_NHV, memory_QHKV = delta_step(*inputs, span.memory)
+            out_NHV, memory_QHKV = delta_step(*inputs, span.before_step[1])
         else:
             out_NHV, memory_QHKV = delta_rule(*inputs, span.chunks, span.memory)
         # All heads have the same weight, and each rank some of the heads: gradients are summed.
@@ -131,7 +131,7 @@ class Mamba2Mixer(RecurrentMixer):
         A_log_H, D_H = share.of_heads(self.A_log), share.of_heads(self.D)
         inputs = (x_NHV, steps_NH, A_log_H, b_NGK, c_NGK, D_H)
         if span.is_step:
-            y_NHV, memory_QHKV = state_space_step(*inputs, span.memory)
+            y_NHV, memory_QHKV = state_space_step(*inputs, span.before_step[1])
         else:
             y_NHV, memory_QHKV = state_space(*inputs, span.chunks, span.memory)
         return self._gate(y_NHV, gate_NHV, share).flatten(1), (recent_QWD, memory_QHKV)
@@ -154,7 +154,8 @@ class Mamba2Mixer(RecurrentMixer):
         return gate_then_normalise(y, gate, weight_GV, epsilon)
 
     def _weight_by_group(self, norm: GroupNorm) -> torch.Tensor:
-        return norm.weight.unflatten(0, (self.part.groups // self.tp.size(), -1))
+        weight_GV: torch.Tensor = norm.weight.unflatten(0, (self.part.groups // self.tp.size(), -1))
+        return weight_GV
 
 
 class ShortConvolutionMixer(RecurrentMixer):
@@ -173,8 +174,9 @@ class ShortConvolutionMixer(RecurrentMixer):
         before_ND, after_ND, x_ND = projected_NF.chunk(3, -1)
         taps_DW, bias_D = self.find_taps(share)
         if span.is_step:
+            (past_QWD,) = span.before_step
             y_ND, recent_QWD = convolve_step(
-                before_ND * x_ND, taps_DW, bias_D, span.recent, silu=False
+                before_ND * x_ND, taps_DW, bias_D, past_QWD, silu=False
             )
             return after_ND * y_ND, (recent_QWD,)
         windows = span.windows(self.part.taps)

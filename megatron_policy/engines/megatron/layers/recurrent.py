@@ -56,6 +56,12 @@ class TokenSpan:
         return self.past is not None and self.lengths == (1,)
 
     @property
+    def before_step(self) -> State:
+        """What a step goes on from."""
+        assert self.past is not None
+        return self.past
+
+    @property
     def recent(self) -> torch.Tensor | None:
         """The last inputs of the convolution."""
         return None if self.past is None else self.past[0]
@@ -235,8 +241,7 @@ class RecurrentMixer(MegatronModule, ABC):
         """
         taps_DW, bias_D = self.find_taps(share)
         if span.is_step:
-            assert span.recent is not None
-            mixed_ND, recent_QWD = convolve_step(x_ND, taps_DW, bias_D, span.recent)
+            mixed_ND, recent_QWD = convolve_step(x_ND, taps_DW, bias_D, span.before_step[0])
         else:
             windows = span.windows(self.part.taps)
             mixed_ND, recent_QWD = convolve(x_ND, taps_DW, bias_D, windows, span.recent)
