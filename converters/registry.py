@@ -162,8 +162,8 @@ def family_of(model_type: str) -> Family:
     if model_type in PREPARED:
         raise ConversionError(
             f"{model_type} cannot be converted or trained by Megatron-Core yet: models with "
-            f"{PREPARED[model_type].awaits} are not offered. policy.dtensor_cfg trains it with "
-            "transformers' own modules (FSDP2)."
+            f"{PREPARED[model_type].awaits} are not supported. policy.dtensor_cfg can train it "
+            "with transformers' own modules (FSDP2)."
         )
     if model_type in REFUSED:
         raise ConversionError(f"{model_type} cannot be converted: {REFUSED[model_type]}")

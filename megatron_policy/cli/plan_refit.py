@@ -91,7 +91,7 @@ def _cost(plan: RefitPlan, ranks: int) -> Iterator[str]:
     )
     kept, exchanged = plan.snapshot_bytes, plan.in_rounds.round_bytes
     yield (
-        f"detached: at most {show_size(kept + exchanged)} of host memory of each rank = "
+        f"detached: about {show_size(kept + exchanged)} of host memory of each rank = "
         f"{show_size(kept)} of what it sends + {show_size(exchanged)} of the exchange"
     )
     largest = max(plan.tensors, key=lambda tensor: tensor.nbytes)

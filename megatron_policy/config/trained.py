@@ -34,6 +34,8 @@ ParamRole = Literal[
     "bias",
     "sink",
     "activation",
+    "convolution",
+    "recurrence",
     "adapter",
 ]
 

@@ -8,7 +8,6 @@ from os import PathLike
 
 import torch
 
-from megatron_policy.errors import RefitError
 from megatron_policy.memory.states import SEND_WEIGHTS
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.policy.session import Session
@@ -114,10 +113,10 @@ class WeightExports:
         groups of such refits after it. A failure of that refit is raised at the end: all ranks have
         it, and leave together all the same.
         """
-        failure: RefitError | None = None
+        failure: Exception | None = None
         try:
             self.finish_refit()
-        except RefitError as error:
+        except Exception as error:  # also of what writes its figures
             failure = error
         try:
             yield

@@ -99,7 +99,7 @@ class DetachedRefits:
     def _run(self, send: Callable[[], RefitManifest]) -> None:
         try:
             self._sent = send()
-        except Exception as error:
+        except BaseException as error:  # a thread that ends so has sent nothing either
             self._failure = REFITS.wrap(error)
             # Logged too, as the process may end before anyone asks.
             _log.error("the refit of step %d beside training has failed: %s", self._step, error)

@@ -48,9 +48,8 @@ KIB, MIB = 2**10, 2**20
 
 LIMITS = {"resident": 32.0 * KIB, "allocated": 4.0 * KIB, "objects": 64.0, "keys": 0.1}
 """By how much of each a side may grow in a refit, on average over the last half of them: the memory
-that the system says it has, one of the model's smallest matrices; the memory that is in use, an
-eighth of that; as many bytes in blocks of Python's, of which one has some 64; keys in the stores
-that it serves.
+that the system says it has; the memory that is in use; blocks of Python's, each of some 64 bytes;
+keys in the stores that it serves.
 """
 
 HEAD = """\
@@ -185,6 +184,8 @@ def main() -> None:
     options.add_argument("count", type=int, help="refits over each transport")
     options.add_argument("--transport", choices=TRANSPORTS, action="append", help="default: all")
     chosen = options.parse_args()
+    if chosen.count < 4:
+        options.error("the last half decides what grows: at least 4 refits")
     if find_python() is None:
         sys.exit("vLLM's environment is missing: make vllm-env, or VLLM_PYTHON=/its/python")
     # Or torch keeps the last 2,000 collectives of each process, for who asks after a hang: in the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 from megatron_policy.cli import app
 from megatron_policy.config.megatron_sections import MegatronConfig
 from megatron_policy.config.param_groups import ParamGroups, role_of
+from megatron_policy.config.trained import ParamRole
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.stored import tiled_in_part
+from megatron_policy.converters.rows import Role
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConfigError
 from tests.dist.cases import policy_config
@@ -40,6 +42,10 @@ ROLES = {
     "model.layers.1.mlp.gate.weight": "router",
     "model.layers.1.mlp.experts.1.up_proj.weight": "expert",
 }
+
+
+def test_groups_can_name_and_adapters_freeze_every_role_of_a_row() -> None:
+    assert {role.value for role in Role if role is not Role.MATRIX} <= {*get_args(ParamRole)}
 
 
 def test_every_tensor_has_the_role_that_its_name_says_and_frozen_routers_are_a_group(

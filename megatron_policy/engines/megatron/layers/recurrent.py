@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_policy.converters.architecture import HeadRows, Recurrence
-from megatron_policy.device import current_device
+from megatron_policy.device import current_device, to_device
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 from megatron_policy.recurrence.chunks import Chunks, sequences_of
 from megatron_policy.recurrence.context_parallel import HeadExchange, share_heads
@@ -82,12 +82,12 @@ class TokenSpan:
 # All layers of a microbatch, and those of one stage of several microbatches, ask for the same.
 @lru_cache(maxsize=16)
 def _make_chunks(lengths: tuple[int, ...], rows: int, device: torch.device) -> Chunks:
-    return Chunks.of(sequences_of(lengths, rows)).moved(lambda index: index.to(device))
+    return Chunks.of(sequences_of(lengths, rows)).moved(to_device)
 
 
 @lru_cache(maxsize=16)
 def _make_windows(lengths: tuple[int, ...], rows: int, taps: int, device: torch.device) -> Windows:
-    return Windows.of(sequences_of(lengths, rows), taps).moved(lambda index: index.to(device))
+    return Windows.of(sequences_of(lengths, rows), taps).moved(to_device)
 
 
 @dataclass(frozen=True)
