@@ -54,7 +54,7 @@ class OperationKind:
                 return str(error)
         return f"{type(error).__name__}: {error}"
 
-    def wrap(self, error: Exception) -> CheckpointError | RefitError:
+    def wrap(self, error: BaseException) -> CheckpointError | RefitError:
         """The error itself, or one of this kind with its description."""
         return error if isinstance(error, self.error) else self.error(self.describe(error))
 
