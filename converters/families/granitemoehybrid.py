@@ -4,8 +4,6 @@ with a shared one, and factors on embeddings, attention, residual sums and logit
 
 from __future__ import annotations
 
-from math import inf
-
 from megatron_policy.converters.architecture import (
     Architecture,
     Attention,
@@ -66,8 +64,6 @@ TABLE: tuple[Row | Ignore, ...] = (
         ),
     ),
 )
-_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
-"""Kinds of layers by older names."""
 _INITIAL = ("init_method", "mamba_chunk_size", "mamba_expand", "normalization_function")
 
 
@@ -79,13 +75,9 @@ def architecture(fields: Fields) -> Architecture:
         "full_attention": _take_attention(fields),
         "linear_attention": _take_mamba2(fields),
     }
-    layers = [_KINDS.get(kind, kind) for kind in fields.take("layer_types")]
-    for kind in dict.fromkeys(layers):
-        if kind not in kinds:
-            fields.refuse("layer_types", kind, f"must be {' or '.join(kinds)}")
     return dense.architecture(
         fields,
-        [kinds.get(kind, kinds["full_attention"]) for kind in layers],
+        recurrences.take_layers(fields, "layer_types", kinds, recurrences.OLDER_KINDS),
         _take_feed(fields),
         embedding_scale=float(fields.take("embedding_multiplier")),
         residual_scale=float(fields.take("residual_multiplier")),
@@ -114,7 +106,6 @@ def _take_attention(fields: Fields) -> Attention:
 
 def _take_mamba2(fields: Fields) -> Mamba2:
     fields.expect("hidden_act", ("silu", "swish"), "Mamba2 and its gate have it")
-    least, largest = fields.take("time_step_limit", (0.0, inf))
     return Mamba2(
         num_heads=fields.take("mamba_n_heads"),
         head_dim=fields.take("mamba_d_head"),
@@ -123,8 +114,7 @@ def _take_mamba2(fields: Fields) -> Mamba2:
         taps=fields.take("mamba_d_conv"),
         conv_bias=fields.take("mamba_conv_bias"),
         proj_bias=fields.take("mamba_proj_bias"),
-        least_step=float(least),
-        largest_step=None if float(largest) == inf else float(largest),
+        **recurrences.take_step_limits(fields),
     )
 
 

@@ -59,11 +59,7 @@ def architecture(fields: Fields) -> Architecture:
         bias=fields.take("conv_bias"),
     )
     kinds: dict[str, Mixer] = {"full_attention": attention, "conv": convolution}
-    layers = fields.take("layer_types")
-    for kind in dict.fromkeys(layers):
-        if kind not in kinds:
-            fields.refuse("layer_types", kind, f"must be {' or '.join(kinds)}")
-    mixers = [kinds.get(kind, attention) for kind in layers]
+    mixers = recurrences.take_layers(fields, "layer_types", kinds)
     return dense.architecture(fields, mixers, _take_mlp(fields), epsilon="norm_eps")
 
 

@@ -4,8 +4,6 @@ an MLP or experts, whose activation function is the square of ReLU.
 
 from __future__ import annotations
 
-from math import inf
-
 from megatron_policy.converters.architecture import (
     Activation,
     Architecture,
@@ -90,8 +88,6 @@ _OF_HUGGING_FACE = (
     "num_logits_to_keep",
     "use_mamba_kernels",
 )
-_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
-"""Kinds of layers by older names."""
 
 
 def architecture(fields: Fields) -> Architecture:
@@ -108,11 +104,7 @@ def architecture(fields: Fields) -> Architecture:
         "mlp": (None, mlp),
         "moe": (None, _take_moe(fields)),
     }
-    layers = [_KINDS.get(kind, kind) for kind in fields.take("layers_block_type")]
-    for kind in dict.fromkeys(layers):
-        if kind not in kinds:
-            fields.refuse("layers_block_type", kind, f"must be {', '.join(kinds)}")
-    parts = [kinds.get(kind, kinds["mlp"]) for kind in layers]
+    parts = recurrences.take_layers(fields, "layers_block_type", kinds, recurrences.OLDER_KINDS)
     used = {feed for _, feed in parts}
     return Architecture(
         layers=stack(len(parts), [mixer for mixer, _ in parts], [feed for _, feed in parts]),
@@ -167,7 +159,6 @@ def _take_attention(fields: Fields) -> Attention:
 
 
 def _take_mamba2(fields: Fields) -> Mamba2:
-    least, largest = fields.take("time_step_limit", (0.0, inf))
     return Mamba2(
         num_heads=fields.take("mamba_num_heads"),
         head_dim=fields.take("mamba_head_dim"),
@@ -175,8 +166,7 @@ def _take_mamba2(fields: Fields) -> Mamba2:
         state_size=fields.take("ssm_state_size"),
         taps=fields.take("conv_kernel"),
         conv_bias=fields.take("use_conv_bias"),
-        least_step=float(least),
-        largest_step=None if largest is None or float(largest) == inf else float(largest),
+        **recurrences.take_step_limits(fields),
     )
 
 

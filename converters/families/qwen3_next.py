@@ -75,8 +75,4 @@ def take_mixers(fields: Fields) -> list[Attention | DeltaNet]:
         "full_attention": attention,
         "linear_attention": delta,
     }
-    layers = fields.take("layer_types")
-    for kind in dict.fromkeys(layers):
-        if kind not in kinds:
-            fields.refuse("layer_types", kind, f"must be {' or '.join(kinds)}")
-    return [kinds.get(kind, attention) for kind in layers]
+    return recurrences.take_layers(fields, "layer_types", kinds)

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from megatron_policy.checkpoint.local_shards import WriteItem
-from megatron_policy.device import is_accelerated, on_side_stream, queued, spare_cores
+from megatron_policy.device import (
+    is_accelerated,
+    make_side_stream,
+    on_side_stream,
+    queued,
+    spare_cores,
+)
 from megatron_policy.formats.tensors import flat_bytes
 from megatron_policy.memory.pinned_pool import PinnedMemoryPool, PoolSlice
 
@@ -39,12 +45,13 @@ class Staging:
         # Dealt round-robin, largest first: about as many bytes to each thread.
         pairs = [(i.tensor.view(torch.uint8), r) for i, r in zip(items, self._regions, strict=True)]
         order = sorted(pairs, key=lambda pair: -pair[0].nbytes)
-        point, workers = queued(), ThreadPoolExecutor(threads, "checkpoint-staging")
+        point, stream = queued(), make_side_stream()
+        workers = ThreadPoolExecutor(threads, "checkpoint-staging")
         # Submit everything here: later the interpreter may be ending and accept no more work.
         self._copies: list[Future[None]] = []
         try:
             for n in range(threads):
-                self._copies.append(workers.submit(_copy, order[n::threads], point))
+                self._copies.append(workers.submit(_copy, order[n::threads], point, stream))
         except BaseException:
             self.wait()
             raise
@@ -87,8 +94,8 @@ def stage_in_turn(
         yield from Staging(window, pool)
 
 
-def _copy(pairs: Sequence[tuple[Tensor, PoolSlice]], point: Any) -> None:
-    with on_side_stream(point):
+def _copy(pairs: Sequence[tuple[Tensor, PoolSlice]], point: Any, stream: Any) -> None:
+    with on_side_stream(point, stream):
         for source, region in pairs:
             start = 0
             for piece in region:

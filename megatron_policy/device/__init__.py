@@ -285,16 +285,21 @@ def queued() -> Any:
     return torch.cuda.current_stream().record_event() if is_accelerated() else None
 
 
+def make_side_stream() -> Any:
+    """A stream of this thread's device, for `on_side_stream`; None where there are none. The device
+    keeps memory for each stream, so that whoever works beside others makes one and keeps it.
+    """
+    return torch.cuda.Stream() if is_accelerated() else None
+
+
 @contextmanager
-def on_side_stream(point: Any) -> Iterator[None]:
+def on_side_stream(point: Any, stream: Any) -> Iterator[None]:
     """Within this context the thread's device work starts after `point` and runs in parallel to
     that of other threads; all of it is done at the end.
     """
     if point is None:
         yield
         return
-    # A new thread is on the first device, whatever the others are on.
-    stream = torch.cuda.Stream(point.device)
     stream.wait_event(point)
     try:
         with torch.cuda.stream(stream):

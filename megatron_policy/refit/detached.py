@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 
 from megatron_policy.coordination.operation import REFITS
-from megatron_policy.device import on_side_stream, queued
+from megatron_policy.device import make_side_stream, on_side_stream, queued
 from megatron_policy.errors import RefitError
 from megatron_policy.memory.pinned_pool import PinnedMemoryPool
 from megatron_policy.refit.delivery import Transport, carry_out
@@ -39,6 +39,7 @@ class DetachedRefits:
 
     def __init__(self) -> None:
         self._pool = PinnedMemoryPool()
+        self._stream = make_side_stream()
         self._ranks: RefitRanks | None = None
         self._thread: threading.Thread | None = None
         self._step = 0
@@ -68,7 +69,7 @@ class DetachedRefits:
         point = queued()
 
         def send() -> RefitManifest:
-            with on_side_stream(point):
+            with on_side_stream(point, self._stream):
                 return carry_out(frozen, transport, planned, step, began)
 
         self._step = step

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from math import inf
+from typing import Any, TypeVar
 
 from megatron_policy.converters.architecture import (
     DeltaNet,
@@ -14,6 +16,7 @@ from megatron_policy.converters.architecture import (
     mamba2,
     short_convolution,
 )
+from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.rows import (
     Columns,
     GatedQkv,
@@ -37,6 +40,34 @@ _XBC = (mamba2.INPUT, mamba2.INTO, mamba2.OUT)
 _GATED = (short_convolution.INTO, short_convolution.OUT, short_convolution.INPUT)
 _PER_HEAD: dict[str, Any] = {"role": Role.RECURRENCE, "keeps_dtype": True}
 """Few numbers, of whose exponentials states are made: many checkpoints have them in fp32."""
+OLDER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Kinds of layers of models with Mamba2 by older names."""
+
+Parts = TypeVar("Parts")
+
+
+def take_layers(
+    fields: Fields, name: str, kinds: Mapping[str, Parts], older: Mapping[str, str] | None = None
+) -> list[Parts]:
+    """Of each layer what `kinds` has for the kind that this field states for it, perhaps by its
+    older name.
+    """
+    layers = [(older or {}).get(kind, kind) for kind in fields.take(name)]
+    for kind in dict.fromkeys(layers):
+        if kind not in kinds:
+            fields.refuse(name, kind, f"must be {' or '.join(kinds)}")
+    some = next(iter(kinds.values()))  # of a model that is refused
+    return [kinds.get(kind, some) for kind in layers]
+
+
+def take_step_limits(fields: Fields) -> dict[str, Any]:
+    """How long Mamba2's steps can be, by the names of its part."""
+    least, largest = fields.take("time_step_limit", (0.0, inf))
+    unlimited = largest is None or float(largest) == inf
+    return {
+        "least_step": float(least),
+        "largest_step": None if unlimited else float(largest),
+    }
 
 
 def rows_of_gated_attention(block: str = "self_attn") -> tuple[RowBase, ...]:

@@ -81,6 +81,7 @@ class MegatronPolicyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._exporter: Exporter | None = None
         self._rollouts: CollectiveGroup | None = None
         self._receiver: Receiver | None = None
+        self._stream: Any = None
 
     def prepare(self) -> Rendezvous | None:
         """Where to meet, of the first training rank; the same at each update."""
@@ -152,6 +153,7 @@ class MegatronPolicyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self._rollouts is None:
             raise RefitError("this process is no rollout: init_process_group() comes first")
         parts, loop = _Parts(), asyncio.get_running_loop()
+        self._stream = self._stream or device.make_side_stream()
         # verl pairs the two sides of an update, so that no earlier one can arrive.
         self._receiver = Receiver(parts.load, timeout_s=self.timeout_s, staged=self.staged)
         job = partial(self._receive, self._receiver, self._rollouts, parts, device.queued())
@@ -166,10 +168,11 @@ class MegatronPolicyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise
         await receiving
 
-    @staticmethod
-    def _receive(receiver: Receiver, group: CollectiveGroup, parts: _Parts, point: Any) -> None:
+    def _receive(
+        self, receiver: Receiver, group: CollectiveGroup, parts: _Parts, point: Any
+    ) -> None:
         try:
-            with device.on_side_stream(point):
+            with device.on_side_stream(point, self._stream):
                 receiver.receive_collective(group)
         finally:
             parts.end()

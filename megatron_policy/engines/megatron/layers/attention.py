@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_policy.attention.causal import Scores, attend
 from megatron_policy.converters.architecture.traits import QueryGrowth
-from megatron_policy.device import current_device
+from megatron_policy.engines.megatron.layers.norm import make_shard
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 
 
@@ -53,7 +53,8 @@ class TorchAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.softcap = softcap
-        self.softmax_offset = _make_sinks(config) if sinks else None
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.softmax_offset = make_shard(config, heads) if sinks else None
         self.query_growth = query_growth
         # Megatron-Core sums the gradients of norms of these names over tensor-parallel ranks.
         self.q_layernorm, self.k_layernorm = (
@@ -122,13 +123,3 @@ def _grow_queries(
         positions_SB = params.positions_TR
     factor_SB = 1 + growth.rate * torch.log(1 + torch.floor(positions_SB / growth.length))
     return query_SBNH * factor_SB[:, :, None, None].to(query_SBNH.dtype)
-
-
-def _make_sinks(config: TransformerConfig) -> torch.nn.Parameter:
-    """One score per head of this rank, marked as split over the tensor-parallel ranks."""
-    heads = config.num_attention_heads // config.tensor_model_parallel_size
-    sinks = torch.nn.Parameter(
-        torch.empty(heads, device=current_device(), dtype=config.params_dtype)
-    )
-    tensor_parallel.set_tensor_model_parallel_attributes(sinks, True, 0, 1)
-    return sinks

@@ -25,12 +25,12 @@ from megatron_policy.converters.architecture import (
     short_convolution,
 )
 from megatron_policy.device import current_device
+from megatron_policy.engines.megatron.layers.norm import make_shard
 from megatron_policy.engines.megatron.layers.recurrent import (
     HeadShare,
     RecurrentMixer,
     State,
     TokenSpan,
-    make_share,
 )
 from megatron_policy.recurrence.convolution import convolve_step, gated_convolve
 from megatron_policy.recurrence.delta_rule import delta_rule, delta_step
@@ -83,7 +83,7 @@ class DeltaNetMixer(RecurrentMixer):
     def __init__(self, config: TransformerConfig, part: DeltaNet, **given: Any) -> None:
         super().__init__(config=config, part=part, **given)
         heads = part.num_value_heads // self.tp.size()
-        self.A_log, self.dt_bias = make_share(config, heads), make_share(config, heads)
+        self.A_log, self.dt_bias = make_shard(config, heads), make_shard(config, heads)
         self.out_norm = HeadNorm(config, part.value_head_dim)
 
     def mix(
@@ -116,8 +116,8 @@ class Mamba2Mixer(RecurrentMixer):
         biases = {"proj_bias": part.proj_bias, "conv_bias": part.conv_bias}
         super().__init__(config=config, part=part, **biases, **given)
         heads = part.num_heads // self.tp.size()
-        self.A_log, self.D = make_share(config, heads), make_share(config, heads)
-        self.dt_bias = make_share(config, heads)
+        self.A_log, self.D = make_shard(config, heads), make_shard(config, heads)
+        self.dt_bias = make_shard(config, heads)
         self.norm = GroupNorm(config, heads * part.head_dim) if part.norm else None
 
     def mix(
@@ -200,7 +200,7 @@ class GroupNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, channels: int) -> None:
         super().__init__()
-        self.weight = make_share(config, channels)
+        self.weight = make_shard(config, channels)
 
 
 MIXERS: dict[type[Recurrence], type[RecurrentMixer]] = {

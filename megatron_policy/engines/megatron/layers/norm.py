@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -36,6 +37,17 @@ def replicated(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
         torch.empty(*shape, device=current_device(), dtype=config.params_dtype)
     )
     cast(Any, parameter).sequence_parallel = config.sequence_parallel
+    return parameter
+
+
+def make_shard(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """A parameter that is this tensor-parallel rank's part of one, cut along its first dimension:
+    its gradient is complete and counts in the gradient norm.
+    """
+    parameter = torch.nn.Parameter(
+        torch.empty(*shape, device=current_device(), dtype=config.params_dtype)
+    )
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     return parameter
 
 

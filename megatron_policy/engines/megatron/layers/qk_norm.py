@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_policy.device import current_device
+from megatron_policy.engines.megatron.layers.norm import make_shard
 
 
 class _OwnHeads(torch.nn.Module):
@@ -74,11 +73,7 @@ class EachHeadLayerNorm(_OwnHeads):
 
 
 def _of_own_heads(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(
-        torch.empty(*shape, device=current_device(), dtype=config.params_dtype)
-    )
-    # A rank's part of one weight: its gradient is complete and counts in the gradient norm.
-    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    parameter = make_shard(config, *shape)
     if config.perform_initialization:
         torch.nn.init.ones_(parameter)
     return parameter

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,6 +25,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_policy.converters.architecture import HeadRows, Recurrence
 from megatron_policy.device import current_device, to_device
+from megatron_policy.engines.megatron.layers.norm import make_shard
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 from megatron_policy.recurrence.chunks import Chunks, sequences_of
 from megatron_policy.recurrence.context_parallel import HeadExchange, share_heads
@@ -276,14 +276,5 @@ class Taps(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, channels: int, taps: int, bias: bool) -> None:
         super().__init__()
-        self.weight = make_share(config, channels, 1, taps)
-        self.bias = make_share(config, channels) if bias else None
-
-
-def make_share(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """A parameter whose first dimension tensor-parallel ranks share."""
-    parameter = torch.nn.Parameter(
-        torch.empty(*shape, device=current_device(), dtype=config.params_dtype)
-    )
-    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-    return parameter
+        self.weight = make_shard(config, channels, 1, taps)
+        self.bias = make_shard(config, channels) if bias else None
