@@ -112,6 +112,7 @@ FAMILIES = {
         _built_in(
             deepseek_v3, "DeepseekV3ForCausalLM", hf_model_type="deepseek_v3", name="kimi_k2"
         ),
+        _built_in(lfm2, "Lfm2ForCausalLM"),
         _built_in(llama, "LlamaForCausalLM"),
         _built_in(mimo, "MiMoForCausalLM", hf_model_type="qwen2", hf_prefix="Qwen2"),
         _built_in(minimax_m2, "MiniMaxM2ForCausalLM"),
@@ -136,7 +137,6 @@ PREPARED = {
     family.name: family
     for family in (
         _built_in(granitemoehybrid, "GraniteMoeHybridForCausalLM", awaits="Mamba2"),
-        _built_in(lfm2, "Lfm2ForCausalLM", awaits="gated short convolutions"),
         _built_in(nemotron_h, "NemotronHForCausalLM", awaits="Mamba2"),
         _built_in(qwen3_5_moe_text, "Qwen3_5MoeForCausalLM", awaits="gated delta nets"),
         _built_in(qwen3_5_text, "Qwen3_5ForCausalLM", awaits="gated delta nets"),

@@ -78,7 +78,7 @@ def make_checkpoint(
         fields["head_dim"] = head_dim or hidden // heads
     if rope_scaling is not None:
         fields["rope_scaling"] = dict(rope_scaling)
-    fields |= samples.tiny
+    fields |= samples.tiny | samples.take_turns(layers)
     if samples.windows is not None:
         fields |= samples.windows(layers, window, full_layers)
     else:

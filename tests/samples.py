@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from random import Random
 from typing import Any
 
@@ -20,6 +21,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+RECURRENT = {"A_log": (0.0, 1.5), "dt_bias": (-1.0, 1.0)}
+"""Ranges of the random constants of recurrences: heads that forget at once, and others that hardly
+do.
+"""
 LONGEST = 12
 """Of the texts that random models read, all but these tokens are beyond what was trained."""
 SCALINGS: tuple[Fields | None, ...] = (
@@ -92,6 +97,8 @@ class Samples:
     """Whether the class of the config has a `head_dim`."""
     layer_types: bool = False
     """Whether a config has the kind of attention of each layer."""
+    turns: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By the field that says what each layer is: the kinds of layers, which take turns."""
     windows: Callable[[int, int | None, int], Fields] | None = None
     """Makes the fields of a number of layers, a window in tokens or None, and how many layers do
     without it, where a caller can say that.
@@ -124,6 +131,9 @@ class Samples:
     without_heads: tuple[str, ...] = ()
     """Kinds of scalar heads for which transformers has no class."""
 
+    shared: bool = True
+    """Whether transformers has a plan of how tensor-parallel ranks share its layers."""
+
     experts: bool = False
     expert_biases: bool = False
     """Which Megatron-Core does not split over tensor-parallel ranks."""
@@ -132,3 +142,7 @@ class Samples:
 
     larger: Fields = field(default_factory=dict)
     """What a larger model has than those published here, which are too small to be split far."""
+
+    def take_turns(self, layers: int) -> Fields:
+        """The fields of `turns` for a model of so many layers."""
+        return {name: [*islice(cycle(kinds), layers)] for name, kinds in self.turns.items()}

@@ -47,6 +47,8 @@ def architecture(fields: Fields) -> Architecture:
         fields.expect(name, (fields.take(other),), f"repeats {other}")
     fields.expect("block_use_swiglu", (True,), "the MLP is gated")
     fields.expect("use_pos_enc", (True,), "attention has a rotary embedding")
+    fields.expect("hidden_act", ("silu", "swish"), "the MLP's activation is SiLU")
+    fields.expect("attention_dropout", (0, 0.0), "transformers has no dropout in LFM2")
     for name in (*_INITIAL, "conv_use_xavier_init"):
         fields.ignore(name, "weights are loaded, never initialised at random")
     fields.ignore("full_attn_idxs", "layer_types states it for each layer")

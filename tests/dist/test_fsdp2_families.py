@@ -12,11 +12,16 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.architecture import Recurrence
+from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.table import bind
 from megatron_policy.engines.hugging_face.assemble import choose_experts
 from megatron_policy.engines.hugging_face.module import build_module
+from megatron_policy.errors import ConfigError
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, fsdp_config, open_policy
 from tests.dist.fsdp_cases import BATCHINGS, data, share
 from tests.dist.layouts import SIZES
+from tests.dist.shortcuts import refusal
 from tests.families import SAMPLES
 
 TENSOR = {"tensor_parallel_size": 2}
@@ -37,11 +42,16 @@ def learnt(config: dict[str, Any]) -> dict[str, Any]:
 
 def config_of(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
     optimizer = {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}
-    config = fsdp_config(path, keys, max_grad_norm=0.0, **BATCHINGS["packed"])
-    return config | {"optimizer": optimizer}
+    batching = BATCHINGS["padded" if has_recurrences(path) else "packed"]
+    return fsdp_config(path, keys, max_grad_norm=0.0, **batching) | {"optimizer": optimizer}
 
 
-CASES = [(family, layout, {}) for family in SAMPLES for layout in KEYS]
+def has_recurrences(path: Path) -> bool:
+    """Whether tokens mix outside transformers' attention, which then takes no packed rows."""
+    return any(issubclass(kind, Recurrence) for kind in bind(read_config(path)).architecture.parts)
+
+
+CASES = [(f, layout, {}) for f, each in SAMPLES.items() if each.shared for layout in KEYS]
 # 22 fp32 numbers are no multiple of 16 bytes, which torch's grouped products need.
 CASES.append(("mixtral", "TP2", {"ffn": 44}))
 # Both ranks hold the one key-value head.
@@ -62,6 +72,22 @@ def test_ranks_that_share_layers_read_and_learn_as_one(
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.allclose(found[name], value, atol=1e-5, rtol=1e-5), name
+
+
+@pytest.mark.parametrize("family", [f for f, each in SAMPLES.items() if not each.shared])
+def test_ranks_cannot_share_layers_without_a_plan(ranks, checkpoint, family: str) -> None:
+    config = config_of(checkpoint(family, **SIZES), TENSOR)
+    for said in ranks.run(2, refusal, config, ConfigError):
+        assert f"no plan of how tensor-parallel ranks share {SAMPLES[family].architecture}" in said
+
+
+@pytest.mark.parametrize(("family", "has"), [("lfm2", "conv")])
+def test_packed_rows_are_refused_where_layers_hand_a_state_on(
+    ranks, checkpoint, family: str, has: str
+) -> None:
+    config = fsdp_config(checkpoint(family, **SIZES), {}, **BATCHINGS["packed"])
+    (said,) = ranks.run(1, refusal, config, ConfigError)
+    assert "policy.sequence_packing needs layers" in said and f"has {has}: use padded" in said
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": COMMON,
     "gptj": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
     | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-    "lfm2": COMMON | {"block_ff_dim": 48, "layer_types": ["conv", "full_attention"]},
     "nemotron": COMMON,
     "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "phimoe": COMMON | EXPERTS | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
@@ -179,7 +178,7 @@ def test_a_rotary_embedding_that_cannot_be_told_the_length_of_the_text_is_refuse
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("falcon_h1", "has"), ("bloom", "an attention of its own"), ("lfm2", "has conv")],
+    [("falcon_h1", "has"), ("bloom", "an attention of its own")],
 )
 def test_packed_rows_are_refused_where_tokens_mix_elsewhere(ranks, tmp_path, kind, why) -> None:
     path = make(kind, tmp_path / "model")

@@ -1,5 +1,5 @@
-"""Models whose layers hand a state on, which are not offered yet: their logits, and two steps of
-training under every kind of layout and batching, are those of transformers.
+"""Models whose layers hand a state on, some of which are not offered yet: their logits, and two
+steps of training under every kind of layout and batching, are those of transformers.
 """
 
 from __future__ import annotations
@@ -27,18 +27,9 @@ from tests.exact import Exact, assert_equal
 from tests.families import SAMPLES
 from tests.invariance.cases import Cell, config_of
 from tests.invariance.measure import run_cell
-from tests.samples import Samples
+from tests.samples import RECURRENT, Fields, Samples
 
-RECURRENT = {"A_log": (0.0, 1.5), "dt_bias": (-1.0, 1.0)}
-"""Ranges of random constants: heads that forget at once, and others that hardly do."""
-HYBRIDS = {
-    "lfm2": Samples(
-        architecture="Lfm2ForCausalLM",
-        epsilon="norm_eps",
-        tiny={"block_multiple_of": 8, "layer_types": ["conv", "full_attention"] * 2},
-        read=(),
-        published={},
-    ),
+NOT_OFFERED = {
     "qwen3_next": Samples(
         architecture="Qwen3NextForCausalLM",
         experts=True,
@@ -75,6 +66,12 @@ HYBRIDS = {
         ranges=RECURRENT,
     ),
 }
+HYBRIDS: dict[str, Fields] = {
+    "lfm2": SIZES | {"conv_bias": True},
+    "qwen3_next": SIZES,
+    "nemotron_h": SIZES,
+}
+"""Families with the keywords of their checkpoints."""
 LAYOUTS = (
     ("one process", "padded", "token"),
     ("one process", "packed", "policy gradient"),
@@ -98,7 +95,7 @@ DAILY = {("TP2+SP", "lfm2"), ("TP2+SP", "qwen3_next"), ("CP2", "nemotron_h")}
 
 @pytest.fixture(autouse=True)
 def offered() -> Iterator[None]:
-    with patch.dict(FAMILIES, PREPARED), patch.dict(SAMPLES, HYBRIDS):
+    with patch.dict(FAMILIES, PREPARED), patch.dict(SAMPLES, NOT_OFFERED):
         yield
 
 
@@ -110,7 +107,7 @@ def run_offered(run: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_logits_are_those_of_transformers(ranks, tmp_path: Path, family: str) -> None:
-    path = make_checkpoint(tmp_path / "hf", family, tokenizer=False, **SIZES)
+    path = make_checkpoint(tmp_path / "hf", family, tokenizer=False, **HYBRIDS[family])
     for length in (1, 31):
         tokens = torch.randint(0, 128, (2, length), generator=torch.Generator().manual_seed(0))
         ((logits,),) = ranks.run(1, run_offered, logits_of, [(path, SIZES["vocab"])], tokens)
@@ -126,11 +123,11 @@ def test_logits_are_those_of_transformers(ranks, tmp_path: Path, family: str) ->
             marks=[pytest.mark.nightly] * ((layout, family) not in DAILY),
         )
         for family in HYBRIDS
-        for layout, batching, loss in (WITH_EXPERTS if HYBRIDS[family].experts else LAYOUTS)
+        for layout, batching, loss in (WITH_EXPERTS if family == "qwen3_next" else LAYOUTS)
     ],
 )
 def test_two_steps_are_those_of_transformers(ranks, checkpoint, cell: Cell) -> None:
-    path = checkpoint(cell.family, **SIZES)
+    path = checkpoint(cell.family, **HYBRIDS[cell.family])
     given = (run_cell, cell, config_of(cell, path), rows_of(cell, path))
     results = ranks.run(cell.of.world, run_offered, *given)
     assert_microbatches_are_what_the_cell_says(cell, results)

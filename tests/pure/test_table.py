@@ -44,6 +44,7 @@ def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
         "rope_theta": 1e4,
         "tie_word_embeddings": False,
         **({"layer_types": ["full_attention"] * layers} if samples.layer_types else {}),
+        **samples.take_turns(layers),
         **samples.tiny,
         **samples.own,
         **samples.full,

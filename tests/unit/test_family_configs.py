@@ -14,7 +14,7 @@ from megatron_policy.converters.architecture.plain_values import flatten
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError, ConversionError
-from tests.families import EXPERTS, SAMPLES
+from tests.families import SAMPLES
 
 SMALL = {
     "vocab_size": 150,
@@ -30,7 +30,9 @@ SMALL = {
 
 def config_file(path: Path, family: str, **fields: Any) -> Path:
     """A directory whose config.json was made by the config class of `family`."""
-    own = SAMPLES[family].tiny if family in EXPERTS else {}
+    samples = SAMPLES[family]
+    own = samples.take_turns(SMALL["num_hidden_layers"])
+    own |= samples.tiny if samples.experts else {}
     AutoConfig.for_model(family, **SMALL | own | fields).save_pretrained(path)
     return path
 

@@ -23,7 +23,6 @@ from megatron_policy.converters.architecture import (
     Moe,
     Norm,
     Recurrence,
-    ShortConvolution,
 )
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import DistReader
@@ -45,12 +44,6 @@ COMMON: Fields = {
     "pad_token_id": None,
     "bos_token_id": 1,
     "eos_token_id": 2,
-}
-LFM2: Fields = COMMON | {
-    "num_hidden_layers": 4,
-    "intermediate_size": 60,
-    "block_multiple_of": 8,
-    "layer_types": ["conv", "conv", "full_attention", "conv"],
 }
 LINEAR: Fields = {
     "num_hidden_layers": 4,
@@ -106,8 +99,6 @@ GRANITE: Fields = COMMON | {
     "logits_scaling": 4.0,
 }
 TINY: dict[str, tuple[str, Fields]] = {
-    "lfm2": ("lfm2", LFM2 | {"conv_bias": True, "tie_word_embeddings": False}),
-    "lfm2, tied": ("lfm2", LFM2 | {"block_auto_adjust_ff_dim": False}),
     "qwen3_next": ("qwen3_next", NEXT),
     "qwen3_next, tied": (
         "qwen3_next",
@@ -124,37 +115,6 @@ TINY: dict[str, tuple[str, Fields]] = {
     "nemotron_h, latent": ("nemotron_h", NEMOTRON | {"moe_latent_size": 12}),
 }
 PUBLISHED: dict[str, tuple[str, Fields]] = {
-    "LFM2-1.2B": (
-        "lfm2",
-        {
-            "block_auto_adjust_ff_dim": True,
-            "block_dim": 2048,
-            "block_ff_dim": 12288,
-            "block_ffn_dim_multiplier": 1.0,
-            "block_mlp_init_scale": 1.0,
-            "block_multiple_of": 256,
-            "block_norm_eps": 1e-05,
-            "block_out_init_scale": 1.0,
-            "block_use_swiglu": True,
-            "block_use_xavier_init": True,
-            "conv_L_cache": 3,
-            "conv_bias": False,
-            "conv_dim": 2048,
-            "conv_dim_out": 2048,
-            "conv_use_xavier_init": True,
-            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-            "hidden_size": 2048,
-            "max_position_embeddings": 128000,
-            "norm_eps": 1e-05,
-            "num_attention_heads": 32,
-            "num_heads": 32,
-            "num_hidden_layers": 16,
-            "num_key_value_heads": 8,
-            "rope_theta": 1000000.0,
-            "use_pos_enc": True,
-            "vocab_size": 65536,
-        },
-    ),
     "Qwen3-Next-80B-A3B": (
         "qwen3_next",
         {
@@ -414,9 +374,6 @@ def test_the_parts_of_layers_are_those_of_the_config(offered: None, tmp_path: Pa
         file = {"model_type": family, **fields}
         (tmp_path / name / "config.json").write_text(json.dumps(file))
         found[name] = bound(tmp_path / name).architecture
-    short = [type(layer.mixer) for layer in found["lfm2"].layers]
-    assert short == [ShortConvolution, ShortConvolution, Attention, ShortConvolution]
-    assert [each.feed.ffn_hidden_size for each in (found["lfm2"], found["lfm2, tied"])] == [40, 60]
     model = found["qwen3_next"]
     assert [type(layer.mixer) for layer in model.layers] == [DeltaNet, Attention] * 2
     assert [type(layer.feed) is Moe for layer in model.layers] == [False, True, True, True]
@@ -436,13 +393,6 @@ def test_the_parts_of_layers_are_those_of_the_config(offered: None, tmp_path: Pa
 
 
 REFUSED: list[tuple[str, Fields, str]] = [
-    (
-        "lfm2",
-        {"layer_types": ["conv"] * 3 + ["linear_attention"]},
-        "layer_types = 'linear_attention': must be full_attention",
-    ),
-    ("lfm2", {"block_use_swiglu": False}, "block_use_swiglu = False: the MLP is gated"),
-    ("lfm2", {"conv_dim": 48}, "conv_dim = 48: repeats hidden_size"),
     ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act = 'gelu': convolutions and gates"),
     ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window = True: no layer has"),
     ("qwen3_next", {"n_routed_experts": 4}, "n_routed_experts = 4: unknown field"),
@@ -487,7 +437,6 @@ def test_the_layer_that_qwen3_next_has_for_prediction_is_carried_or_held(
 
 
 ADAPTED = {
-    "lfm2": ["conv.in_proj", "conv.out_proj"],
     "qwen3_next": ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj"],
     "qwen3_5_text": [f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")],
     "nemotron_h": ["mixer.in_proj", "mixer.out_proj"],

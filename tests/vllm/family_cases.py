@@ -31,7 +31,7 @@ LATENT = {
 """The compressed keys and values have the only sizes for which there is a kernel."""
 PUBLISHED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """What published configs say, vLLM needs, and transformers takes for granted. So are fields of
-`minimax_m2` below.
+`lfm2` and `minimax_m2` below.
 """
 MIMO = """from transformers import Qwen2Config
 
@@ -52,6 +52,7 @@ OWN: dict[str, dict[str, Any]] = {
     | LATENT
     | PUBLISHED
     | {"rope_scaling": SCALED | {"beta_fast": 1.0, "beta_slow": 1.0}},
+    "lfm2": {"block_multiple_of": 32} | dict.fromkeys(("block_dim", "conv_dim"), SIZES["hidden"]),
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "olmoe": EPSILON,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64},
@@ -127,6 +128,7 @@ def list_cases() -> Iterator[Case]:
 CASES = [*list_cases()]
 UNREAD = "has no parameters for tensors like"
 FAR = "before any refit"
+TAPS = "vLLM's convolution for CPUs sees 4 tokens, and this family's 3"
 BF16 = "vLLM computes with the numbers of this activation in bf16, whatever the model's dtype"
 REFUSED: dict[str, tuple[str, str]] = {
     "apertus": (FAR, BF16),
@@ -137,6 +139,8 @@ REFUSED: dict[str, tuple[str, str]] = {
         FAR,
         "vLLM's router for CPUs leaves out correction biases of a softmax, without an error",
     ),
+    "lfm2": ("support only width of 4", TAPS),
+    "lfm2 with biases": ("support only width of 4", TAPS),
     "minimax_m2": (
         "AssertionError",
         "vLLM's router for CPUs has no sigmoid of experts without groups, and an empty message",

@@ -106,8 +106,11 @@ def layer_spec(
             continue
         given = getattr(spec.submodules, place)
         setattr(spec.submodules, place, _PARTS[type(part)](part, given, architecture, with_te))
-    if isinstance(mixer, Recurrence) and mixer.place != "self_attention":
-        spec.module, spec.params = MixerLayer, {**spec.params, "place": mixer.place}
+    if isinstance(mixer, Recurrence):
+        fused = {"input_layernorm.": f"{mixer.first}.layer_norm_"}  # its name in checkpoints
+        spec.submodules.sharded_state_dict_keys_map |= fused
+        if mixer.place != "self_attention":
+            spec.module, spec.params = MixerLayer, {**spec.params, "place": mixer.place}
     return spec
 
 
