@@ -36,6 +36,7 @@ TABLE: tuple[Row | Ignore, ...] = (
         part=Moe,
         role=Role.BIAS,
         keeps_dtype=True,
+        learnt=False,
     ),
     *(Ignore(name, _PREDICTS, carried=True) for name in _MTP),
 )

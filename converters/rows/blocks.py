@@ -124,11 +124,11 @@ class Row(Hashable, Protocol):
 
     @property
     def keeps_dtype(self) -> bool:
-        """Whether the parameter keeps its own dtype, whatever the model's is."""
+        """Whether the parameter is held in fp32 and handed over in its checkpoint's dtype."""
 
     @property
     def learnt(self) -> bool:
-        """False of constants, which are stored as parameters are but have no gradients."""
+        """False of what is stored as parameters are but has no gradients."""
 
     @property
     def within(self) -> Within | None:

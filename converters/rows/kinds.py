@@ -35,9 +35,13 @@ class RowBase(ABC):
     when: str = field(default="", kw_only=True)
     role: Role = field(default=Role.MATRIX, kw_only=True)
     keeps_dtype: bool = field(default=False, kw_only=True)
-    """The parameter keeps its own dtype, whatever the model's precision; nothing casts it."""
+    """Engines hold the parameter in fp32, whatever the model's precision, and hand it over in the
+    dtype of the checkpoint, whatever dtype is asked for.
+    """
     learnt: bool = field(default=True, kw_only=True)
-    """False of constants, which are stored as parameters are but have no gradients."""
+    """False of what is stored as parameters are but has no gradients: constants, and biases that
+    move by a rule of their own.
+    """
     owns: ClassVar[bool] = True
 
     @property

@@ -99,7 +99,7 @@ class CheckedConfig:
         groups.check(self.model)
         sizes: dict[str, int] = {}
         for entry in self.model.entries:
-            if entry.row.owns and entry.row.learnt and not entry.row.keeps_dtype:
+            if entry.row.owns and entry.row.learnt:
                 how = groups.described(entry)
                 sizes[how] = sizes.get(how, 0) + math.prod(entry.row.local_shape(arch, 1))
         total = sum(sizes.values())

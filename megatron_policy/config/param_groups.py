@@ -128,7 +128,7 @@ class ParamGroups:
                         f"{', '.join(entry.hf)} is in another group than that of another expert: "
                         "put * where the expert's number is"
                     )
-            trained = trained or not (entry.row.keeps_dtype or self.frozen(entry))
+            trained = trained or (entry.row.learnt and not self.frozen(entry))
         if not trained:
             raise ConfigError(f"{_KEY} freezes every parameter: leave some to be trained")
         self._refuse_idle(table)

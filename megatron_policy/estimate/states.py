@@ -115,8 +115,10 @@ class _Held(NamedTuple):
     """Of one expert."""
     shared: _Sizes = _Sizes()
     """The embedding, if another stage has a copy of it."""
+    wide: _Sizes = _Sizes()
+    """Of dense parameters that are held in fp32 whatever the precision."""
     fixed: int = 0
-    """Elements that keep fp32 and are not trained."""
+    """Elements that are held in fp32 and not trained."""
     frozen: int = 0
     frozen_expert: int = 0
     """Of one expert."""
@@ -129,8 +131,8 @@ class _Held(NamedTuple):
 
     def plus(self, other: _Held) -> _Held:
         dense, expert = self.dense.plus(other.dense), self.expert.plus(other.expert)
-        shared = self.shared.plus(other.shared)
-        return _Held(dense, expert, shared, *map(operator.add, self[3:], other[3:]))
+        shared, wide = self.shared.plus(other.shared), self.wide.plus(other.wide)
+        return _Held(dense, expert, shared, wide, *map(operator.add, self[4:], other[4:]))
 
 
 _Rows = tuple[tuple[Row, bool], ...]
@@ -228,14 +230,12 @@ class ModelRows:
                 others = elements * (shards - 1) // shards
                 kind = "copied_expert" if expert else "copied"
                 total = total._replace(**{kind: getattr(total, kind) + others})
-            if row.keeps_dtype:
-                total = total._replace(fixed=total.fixed + elements)
-            elif not row.learnt:
-                total = total._replace(frozen=total.frozen + elements)
-            elif frozen and expert:
-                total = total._replace(frozen_expert=total.frozen_expert + elements)
-            elif frozen:
-                total = total._replace(frozen=total.frozen + elements)
+            if frozen or not row.learnt:
+                kept = "frozen_expert" if expert else "frozen"
+                kind = "fixed" if row.keeps_dtype else kept
+                total = total._replace(**{kind: getattr(total, kind) + elements})
+            elif row.keeps_dtype:
+                total = total._replace(wide=total.wide.plus(size))
             elif expert:
                 total = total._replace(expert=total.expert.plus(size))
             elif topology.pp > 1 and (arch.tied or arch.mtp_layers) and _is_embedding(row):
@@ -278,7 +278,7 @@ def _chunk_states(held: _Held, experts: int, topology: Topology, precisions: Pre
     own = _Sizes().plus(held.expert, experts)
     if not precisions.trained:
         elements = held.dense.exact + held.shared.exact + own.exact
-        every = fixed + elements * precisions.parameter
+        every = fixed + elements * precisions.parameter + held.wide.exact * FP32
         return States(parameters=every, frozen=every)
     replicas = topology.dp * topology.cp
     copied = held.copied * precisions.saved
@@ -295,7 +295,12 @@ def _chunk_states(held: _Held, experts: int, topology: Topology, precisions: Pre
             expert_optimizer=apart.main_parameters + apart.moments,
         )
         own = _Sizes()
-    return total + _trained([held.dense.plus(own), held.shared], replicas, precisions)
+    dense, wide = held.dense.plus(own), held.wide
+    if precisions.parameter == FP32:
+        dense, wide = dense.plus(wide), _Sizes()
+    # What is held in another dtype has a buffer of its own.
+    total += _trained([wide], replicas, replace(precisions, parameter=FP32, gradient=FP32))
+    return total + _trained([dense, held.shared], replicas, precisions)
 
 
 def _trained(buckets: list[_Sizes], replicas: int, precisions: Precisions) -> States:

@@ -99,6 +99,16 @@ def _draw(parameter: torch.Tensor, std: float, seed: int) -> None:
     parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
+def widen(held: Held) -> Held:
+    """The same, with fp32 memory where the row keeps its dtype whatever the model's precision; to
+    be called before anything else refers to parameters' memory.
+    """
+    for entry, parameter in held:
+        if entry.row.keeps_dtype:
+            parameter.data = parameter.data.float()
+    return held
+
+
 @torch.no_grad()
 def mark_unfilled(held: Held) -> None:
     """Fill all these floats with a NaN mark, so that none can pass for a weight until it is

@@ -100,10 +100,17 @@ def test_unpack_inverts_pack_and_unshard_shard_for_every_row(models: list[Path])
                 assert torch.equal(unshard(entry.row, arch, halves), whole)
 
 
-def test_only_correction_biases_keep_their_dtype(models: list[Path]) -> None:
+WIDE = ("router.expert_bias", ".A_log", ".mixer.D", ".out_norm.weight")
+
+
+def test_only_correction_biases_and_what_states_are_made_of_keep_their_dtype(
+    models: list[Path],
+) -> None:
+    """Of these correction biases have no gradients."""
     for path in models:
         for entry in bind(read_config(path)).entries:
-            assert entry.row.keeps_dtype is entry.megatron.endswith("router.expert_bias")
+            assert entry.row.keeps_dtype is entry.megatron.endswith(WIDE)
+            assert not (entry.row.learnt and entry.megatron.endswith("router.expert_bias"))
 
 
 def test_the_ranks_read_each_byte_once_and_what_they_all_hold_once_each(models: list[Path]) -> None:

@@ -27,6 +27,7 @@ def correction_bias(name: str) -> Whole:
         when="correction_bias",
         role=Role.BIAS,
         keeps_dtype=True,
+        learnt=False,
     )
 
 

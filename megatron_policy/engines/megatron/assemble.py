@@ -47,7 +47,7 @@ from megatron_policy.interfaces.engine import TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.parallel.topology import Placement, Topology
-from megatron_policy.weights.load import DTYPES, Held, held_entries, load_parameters
+from megatron_policy.weights.load import DTYPES, Held, held_entries, load_parameters, widen
 
 
 def prepare() -> None:
@@ -113,7 +113,7 @@ def _build(
     built = _chunks(config, arch, model_config, place, implementation)
     of_adapters = choose_adapters(config, table)
     installed = install_adapters(built, table, of_adapters, place, model_config, settings.peft)
-    everything = held_entries(built, join_adapters(table, of_adapters), place)
+    everything = widen(held_entries(built, join_adapters(table, of_adapters), place))
     held = [pair for pair in everything if not pair[0].adapts]
     source_dtypes, base = _fill(config, held, table, place, source_dtypes)
     adapters = None
