@@ -1,4 +1,4 @@
-"""What engines cannot build: of any model, and of one with Transformer Engine's modules alone."""
+"""What Transformer Engine's modules cannot build."""
 
 from __future__ import annotations
 
@@ -10,16 +10,6 @@ from .mamba2 import Mamba2
 from .mlp import Mlp
 from .short_convolution import ShortConvolution
 from .traits import Activation, Norm, QkNorm
-
-
-def beyond_engines(architecture: Architecture) -> list[str]:
-    """The model's features for which no engine of Megatron-Core's modules has a layer yet."""
-    moe = architecture.moe
-    features = {
-        "experts without gates": moe and not moe.gated,
-        "experts of latent vectors": moe and moe.latent_size,
-    }
-    return [name for name, has in features.items() if has]
 
 
 def beyond_transformer_engine(architecture: Architecture, adapted: bool = False) -> list[str]:

@@ -19,7 +19,7 @@ from megatron_policy.converters.architecture import (
     ScalarHead,
     stack,
 )
-from megatron_policy.converters.architecture.beyond import beyond_engines, beyond_transformer_engine
+from megatron_policy.converters.architecture.beyond import beyond_transformer_engine
 from megatron_policy.converters.architecture.plain_values import flatten, plain
 from megatron_policy.converters.formats.hf_config import (
     has_family,
@@ -144,14 +144,7 @@ def _first_count(config: Any, names: tuple[str, ...]) -> int | None:
 
 
 def check_implementation(requested: str, architecture: Architecture, adapted: bool) -> None:
-    """ConfigError if no engine has all layers of the model, or if Transformer Engine is asked for
-    and cannot express it.
-    """
-    if lacking := beyond_engines(architecture):
-        raise ConfigError(
-            f"the engines have no layer for {', '.join(lacking)} yet: train this model with "
-            "transformers' own modules (policy.dtensor_cfg)"
-        )
+    """ConfigError if Transformer Engine is asked for and cannot express the model."""
     beyond = beyond_transformer_engine(architecture, adapted)
     if requested == "transformer_engine" and beyond:
         raise ConfigError(

@@ -25,7 +25,6 @@ from megatron_policy.converters.architecture import (
     ShortConvolution,
     stack,
 )
-from megatron_policy.converters.architecture.beyond import beyond_engines
 from megatron_policy.converters.architecture.part import Kernels
 from megatron_policy.converters.architecture.plain_values import plain
 from megatron_policy.errors import ConfigError, ConversionError
@@ -207,11 +206,11 @@ def test_a_scan_keeps_what_it_reads_and_gives_and_a_state_for_each_chunk() -> No
         assert all(each.again(()) == each.total == each.kept(()) for each in alone)
 
 
-def test_models_whose_layers_no_engine_has_are_refused_with_what_is_missing() -> None:
-    assert beyond_engines(SINGLE) == ["experts without gates", "experts of latent vectors"]
-    with pytest.raises(ConfigError, match="the engines have no layer for experts without gates"):
-        check_implementation("auto", SINGLE, adapted=False)
-    assert beyond_engines(MODEL) == []
-    check_implementation("auto", MODEL, adapted=False)
-    with pytest.raises(ConfigError, match="this model's gated delta nets, gated attention; use"):
-        check_implementation("transformer_engine", MODEL, adapted=False)
+def test_transformer_engine_refuses_hybrids_with_what_it_lacks() -> None:
+    for model, lacking in (
+        (MODEL, "gated delta nets, gated attention"),
+        (SINGLE, "Mamba2, gated attention, a mixer or a feed alone, squares of ReLU"),
+    ):
+        check_implementation("auto", model, adapted=False)
+        with pytest.raises(ConfigError, match=f"this model's {lacking}; use"):
+            check_implementation("transformer_engine", model, adapted=False)

@@ -22,6 +22,7 @@ from megatron_policy.converters.architecture import Architecture, Moe, Scoring
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.grouped_experts import GroupedExperts
 from megatron_policy.engines.megatron.layers.router import Router
+from megatron_policy.engines.megatron.layers.whole_linear import WholeLinear
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import Topology
 
@@ -74,6 +75,7 @@ def expert_fields(
         "moe_permute_fusion": settings.moe_permute_fusion and with_te and _has_fused_permutation(),
         "moe_shared_expert_overlap": settings.moe_shared_expert_overlap
         and bool(moe.shared_ffn_hidden_size)
+        and not moe.latent_size
         and dispatcher == ALL_TO_ALL
         and is_accelerated(),
         "moe_grouped_gemm": with_te,
@@ -142,11 +144,12 @@ def experts_spec(moe: Moe, with_te: bool) -> Any:
     )
     submodules = _parts(spec)
     submodules.router = functools.partial(Router, moe)
+    width = {"latent_size": moe.latent_size} if moe.latent_size else {}
     if not with_te:
-        submodules.experts = _of_class(GroupedExperts, submodules.experts)
+        submodules.experts = _of_class(GroupedExperts, submodules.experts, **width)
         if moe.mlp_bias:
             _parts(submodules.experts).linear_fc2 = ExpertOutput
-    return _of_class(ExpertLayer, spec)
+    return _of_class(LatentExpertLayer if width else ExpertLayer, spec, **width)
 
 
 class ExpertLayer(MoELayer):
@@ -171,6 +174,29 @@ class ExpertLayer(MoELayer):
         return super().forward(hidden_states, intermediate_tensors)
 
 
+class LatentExpertLayer(ExpertLayer):
+    """Routed experts read and give vectors of `latent_size`, projected from and to the model's
+    width; the shared MLP and the router read the model's own. Megatron-Core's projections for that
+    need Transformer Engine, so its config leaves the size out.
+
+    Source: NVIDIA 2025, "Nemotron 3".
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, latent_size: int, **given: Any):
+        super().__init__(config, *args, **given)
+        self.fc1_latent_proj = WholeLinear(config, config.hidden_size, latent_size)
+        self.fc2_latent_proj = WholeLinear(config, latent_size, config.hidden_size)
+
+    def preprocess(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> Any:
+        """What is sent to experts: latent vectors."""
+        return super().preprocess(self.fc1_latent_proj(hidden_states)[0], *routing)
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> Any:
+        """The sum of what the routed experts gave, projected back, and the shared MLP's output."""
+        whole, _ = self.fc2_latent_proj(super().postprocess(output, None))
+        return whole if shared_expert_output is None else whole + shared_expert_output
+
+
 class ExpertOutput(RowParallelLinear):
     """An expert's output, to which Megatron-Core adds a bias in place.
 
@@ -183,11 +209,13 @@ class ExpertOutput(RowParallelLinear):
         self.explicit_expert_comm = True
 
 
-def _of_class(cls: type, spec: Any) -> Any:
-    """The spec with another class; newer releases bind a class's arguments instead."""
+def _of_class(cls: type, spec: Any, **given: Any) -> Any:
+    """The spec with another class, which is `given` more; newer releases bind a class's arguments
+    instead.
+    """
     if isinstance(spec, functools.partial):
-        return functools.partial(cls, *spec.args, **spec.keywords)
-    spec.module = cls
+        return functools.partial(cls, *spec.args, **spec.keywords, **given)
+    spec.module, spec.params = cls, {**spec.params, **given}
     return spec
 
 

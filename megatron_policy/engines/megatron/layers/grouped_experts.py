@@ -6,12 +6,14 @@ model, F feed-forward channels; N outputs and K inputs of a projection.
 
 from __future__ import annotations
 
+import copy
 import logging
 from functools import cache
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.device import compute_capability, is_accelerated, to_device
 
@@ -25,7 +27,21 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron-Core's loop over experts, or the same parameters in grouped products."""
+    """Megatron-Core's loop over experts, or the same parameters in grouped products. Experts read
+    and give vectors of `latent_size` channels, by default of the model's width.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *args: Any,
+        latent_size: int | None = None,
+        **given: Any,
+    ) -> None:
+        own = copy.copy(config)
+        own.moe_latent_size = latent_size
+        super().__init__(num_local_experts, own, *args, **given)
 
     def forward(
         self,

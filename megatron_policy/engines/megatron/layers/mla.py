@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -26,7 +25,7 @@ from megatron_policy.converters.architecture import Mla
 from megatron_policy.converters.architecture.rotary import Rope
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
-from megatron_policy.engines.megatron.layers.norm import RMSNorm, replicated
+from megatron_policy.engines.megatron.layers.norm import RMSNorm
 from megatron_policy.engines.megatron.layers.rope import (
     assert_whole,
     attention_factor,
@@ -34,6 +33,7 @@ from megatron_policy.engines.megatron.layers.rope import (
 )
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 from megatron_policy.engines.megatron.layers.te_attention import te_attention
+from megatron_policy.engines.megatron.layers.whole_linear import WholeLinear
 
 
 def mla_fields(mla: Mla | None) -> dict[str, Any]:
@@ -96,9 +96,11 @@ class MlaAttention(MLASelfAttention):
         own.rotary_scaling_factor, own.mscale_all_dim = math.e, 10 * (math.sqrt(relative) - 1)
         super().__init__(config=own, **kwargs)
         self.rotary_pos_emb = MlaRotary(part.rope, part.qk_rope_head_dim)
+        # With Megatron-Core's own projection, which is split, the gradient of the rotated keys that
+        # all heads share would lack the contributions of other ranks' heads.
         if part.q_lora_rank is not None:
-            self.linear_q_down_proj = DownProjection(own, part.q_lora_rank)
-        self.linear_kv_down_proj = DownProjection(own, part.down_size)
+            self.linear_q_down_proj = WholeLinear(own, own.hidden_size, part.q_lora_rank)
+        self.linear_kv_down_proj = WholeLinear(own, own.hidden_size, part.down_size)
 
     def get_query_key_value_tensors(
         self,
@@ -123,22 +125,6 @@ class MlaAttention(MLASelfAttention):
         """Newer releases derive norms from flags, which cannot express a norm on keys alone."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
         return {name: getattr(submodules, name) for name in (*names, "q_layernorm", "kv_layernorm")}
-
-
-class DownProjection(torch.nn.Module):
-    """Compresses; every tensor-parallel rank holds the whole weight and applies it to its own
-    positions.
-
-    With Megatron-Core's own projection, which is split, the gradient of the rotated keys that all
-    heads share would lack the contributions of other ranks' heads.
-    """
-
-    def __init__(self, config: MLATransformerConfig, outputs: int) -> None:
-        super().__init__()
-        self.weight = replicated(config, outputs, config.hidden_size)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return F.linear(x, self.weight), None
 
 
 class MlaRotary(torch.nn.Module):
