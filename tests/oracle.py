@@ -124,7 +124,11 @@ WITHOUT_DECAY = {
     ("GptOssAttention", "sinks"),
     ("MiniMaxM2SparseMoeBlock", "e_score_correction_bias"),
     *(("Qwen3NextGatedDeltaNet", name) for name in ("A_log", "dt_bias")),
-    *(("NemotronHMamba2Mixer", name) for name in ("A_log", "D", "dt_bias")),
+    *(
+        (kind, name)
+        for kind in ("NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer")
+        for name in ("A_log", "D", "dt_bias")
+    ),
 }
 """What other modules than linear layers, routers, experts and norms hold themselves."""
 

@@ -74,13 +74,13 @@ class Mamba2(Recurrence):
 
     @property
     def splits(self) -> tuple[SplitCount, ...]:
-        groups = SplitCount(self.groups, "groups of a Mamba2 layer")
-        return SplitCount(self.num_heads, "heads of a Mamba2 layer"), groups
+        heads = SplitCount(self.num_heads, "heads of a Mamba2 layer")
+        groups = SplitCount(self.groups, "groups of a Mamba2 layer", multiples=True)
+        return heads, groups, SplitCount(self.groups * self.state_size, "channels of its groups")
 
     @property
     def context_splits(self) -> tuple[SplitCount, ...]:
-        heads, groups = self.splits
-        return heads, groups._replace(multiples=True)
+        return self.splits[:2]
 
     def count_memory_flops(self) -> int:
         """What the state takes, and what is read of it."""

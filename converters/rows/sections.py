@@ -82,7 +82,8 @@ class GatedQkv(RowBase):
 @dataclass(frozen=True)
 class Sections(RowBase):
     """Sections one below another: each rank holds its heads of the first, then its heads of the
-    second, and so on. HF has them in this order too, in one tensor or in several.
+    second, and so on. HF has them in this order too, in one tensor or in several. Of a section with
+    fewer heads than ranks, a rank holds its share of the rows of a head.
     """
 
     sections: tuple[tuple[HeadRows, ...], ...]
@@ -133,4 +134,9 @@ class Sections(RowBase):
     def _rows(self, arch: Architecture, sections: tuple[HeadRows, ...], size: int = 1) -> list[int]:
         """Rows of each of these sections on one of `size` ranks."""
         sizes = (self.measure(arch, section) for section in sections)
-        return [even(heads, size, self) * rows for heads, rows in sizes]
+        return [self._share(heads, rows, size) for heads, rows in sizes]
+
+    def _share(self, heads: int, rows: int, size: int) -> int:
+        if self.by or size <= heads:
+            return even(heads, size, self) * rows
+        return even(heads * rows, size, self)

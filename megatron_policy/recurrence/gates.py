@@ -67,6 +67,23 @@ def gate_then_normalise(
     return recomputed(partial(_before, epsilon, activation), y_NGV, gate_NGV, weight)
 
 
+def normalise(
+    y: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    mean_square: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`norm(y) * weight` over the last dimension, whose `mean_square` can be given: that of
+    channels of which `y` has some.
+    """
+    return recomputed(partial(_round_normalised, epsilon), y, weight, mean_square)
+
+
+def sum_squares(y: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, which is kept; `wide`."""
+    return recomputed(_sum_squares, y)
+
+
 def _log_decay(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
     return -wide(A_log).exp() * F.softplus(wide(a) + wide(dt_bias))
 
@@ -80,18 +97,33 @@ def _time_steps(
 def _after(
     epsilon: float, activation: Activation, y: torch.Tensor, gate: torch.Tensor, weight: Any
 ) -> torch.Tensor:
-    return (normalise(y, weight, epsilon) * activation(wide(gate))).to(y.dtype)
+    return (_normalise(epsilon, y, weight) * activation(wide(gate))).to(y.dtype)
 
 
 def _before(
     epsilon: float, activation: Activation, y: torch.Tensor, gate: torch.Tensor, weight: Any
 ) -> torch.Tensor:
     gated = wide(y) * activation(wide(gate))
-    return (gated if weight is None else normalise(gated, weight, epsilon)).to(y.dtype)
+    return (gated if weight is None else _normalise(epsilon, gated, weight)).to(y.dtype)
 
 
-def normalise(y: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """`norm(y) * weight` over the last dimension, `wide`."""
+def _sum_squares(y: torch.Tensor) -> torch.Tensor:
+    return wide(y).square().sum(-1, keepdim=True)
+
+
+def _round_normalised(
+    epsilon: float, y: torch.Tensor, weight: torch.Tensor, mean_square: torch.Tensor | None
+) -> torch.Tensor:
+    return _normalise(epsilon, y, weight, mean_square).to(y.dtype)
+
+
+def _normalise(
+    epsilon: float,
+    y: torch.Tensor,
+    weight: torch.Tensor,
+    mean_square: torch.Tensor | None = None,
+) -> torch.Tensor:
     y = wide(y)
-    scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + epsilon)
-    return wide(weight) * (y * scale)
+    if mean_square is None:
+        mean_square = y.square().mean(-1, keepdim=True)
+    return wide(weight) * (y * torch.rsqrt(mean_square + epsilon))

@@ -25,8 +25,9 @@ from tests.dist.test_invariance import (
 )
 from tests.exact import Exact, assert_equal
 from tests.families import SAMPLES
-from tests.invariance.cases import Cell, config_of
+from tests.invariance.cases import CLOSEST, Cell, config_of
 from tests.invariance.measure import run_cell
+from tests.invariance.oracle import truth
 from tests.samples import RECURRENT, Fields, Samples
 
 NOT_OFFERED = {
@@ -58,20 +59,58 @@ NOT_OFFERED = {
             "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
             "mamba_num_heads": 8,
             "mamba_head_dim": 4,
-            "n_groups": 4,
+            "n_groups": 2,
             "ssm_state_size": 6,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+        },
+        read=(),
+        published={},
+        ranges=RECURRENT,
+    ),
+    "granitemoehybrid": Samples(
+        architecture="GraniteMoeHybridForCausalLM",
+        tiny={
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 12,
+            "shared_intermediate_size": 40,
+            "num_local_experts": 0,
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 0.5,
         },
         read=(),
         published={},
         ranges=RECURRENT,
     ),
 }
+EXPERTS_ALONE = {"layers_block_type": ["moe", "linear_attention", "full_attention", "moe"]}
 HYBRIDS: dict[str, Fields] = {
     "lfm2": SIZES | {"conv_bias": True},
     "qwen3_next": SIZES,
     "nemotron_h": SIZES,
+    "nemotron_h, experts": SIZES | EXPERTS_ALONE | {"seed": 6},
+    "nemotron_h, latent experts": SIZES | EXPERTS_ALONE | {"moe_latent_size": 20, "seed": 1},
+    "granitemoehybrid": SIZES,
+    "granitemoehybrid, experts": SIZES
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "position_embedding_type": "rope",
+        "mamba_proj_bias": True,
+    },
 }
-"""Families with the keywords of their checkpoints."""
+"""Models, whose names begin with those of their families, with the keywords of their checkpoints.
+Seeds are such that no token is about to take another expert.
+"""
 LAYOUTS = (
     ("one process", "padded", "token"),
     ("one process", "packed", "policy gradient"),
@@ -90,7 +129,13 @@ WITH_EXPERTS = (
     ("EP2xCP2", "packed", "policy gradient"),
 )
 """Tensor-parallel ranks share experts with sequence parallelism alone."""
-DAILY = {("TP2+SP", "lfm2"), ("TP2+SP", "qwen3_next"), ("CP2", "nemotron_h")}
+DAILY = {
+    ("TP2+SP", "lfm2"),
+    ("TP2+SP", "qwen3_next"),
+    ("CP2", "nemotron_h"),
+    ("EP2xTP2+SP", "nemotron_h, latent experts"),
+    ("TP2xCP2+SP", "granitemoehybrid"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -105,9 +150,18 @@ def run_offered(run: Callable[..., Any], *args: Any) -> Any:
         return run(*args)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_logits_are_those_of_transformers(ranks, tmp_path: Path, family: str) -> None:
-    path = make_checkpoint(tmp_path / "hf", family, tokenizer=False, **HYBRIDS[family])
+def family_of(model: str) -> str:
+    return model.partition(",")[0]
+
+
+def has_experts(model: str) -> bool:
+    return model == "qwen3_next" or "experts" in model
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_logits_are_those_of_transformers(ranks, tmp_path: Path, model: str) -> None:
+    given = HYBRIDS[model]
+    path = make_checkpoint(tmp_path / "hf", family_of(model), tokenizer=False, **given)
     for length in (1, 31):
         tokens = torch.randint(0, 128, (2, length), generator=torch.Generator().manual_seed(0))
         ((logits,),) = ranks.run(1, run_offered, logits_of, [(path, SIZES["vocab"])], tokens)
@@ -115,22 +169,24 @@ def test_logits_are_those_of_transformers(ranks, tmp_path: Path, family: str) ->
 
 
 @pytest.mark.parametrize(
-    "cell",
+    ("model", "cell"),
     [
         pytest.param(
-            Cell(layout, batching, loss, family),
-            id=f"{family}, {layout}, {batching}",
-            marks=[pytest.mark.nightly] * ((layout, family) not in DAILY),
+            model,
+            Cell(layout, batching, loss, family_of(model)),
+            id=f"{model}, {layout}, {batching}",
+            marks=[pytest.mark.nightly] * ((layout, model) not in DAILY),
         )
-        for family in HYBRIDS
-        for layout, batching, loss in (WITH_EXPERTS if family == "qwen3_next" else LAYOUTS)
+        for model in HYBRIDS
+        for layout, batching, loss in (WITH_EXPERTS if has_experts(model) else LAYOUTS)
     ],
 )
-def test_two_steps_are_those_of_transformers(ranks, checkpoint, cell: Cell) -> None:
-    path = checkpoint(cell.family, **HYBRIDS[cell.family])
+def test_two_steps_are_those_of_transformers(ranks, checkpoint, model: str, cell: Cell) -> None:
+    path = checkpoint(cell.family, **HYBRIDS[model])
     given = (run_cell, cell, config_of(cell, path), rows_of(cell, path))
     results = ranks.run(cell.of.world, run_offered, *given)
     assert_microbatches_are_what_the_cell_says(cell, results)
+    assert not has_experts(model) or truth(cell, path).closest > CLOSEST
     found, allowed = compared(cell, path, results), tolerances(cell, path)
     for name, value in found.items():
         margins.check(name, value, allowed[name], found)

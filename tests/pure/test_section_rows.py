@@ -290,5 +290,5 @@ def test_sections_are_split_along_their_rows_by_ranks_that_divide_their_heads() 
     for name, row in ROWS.items():
         assert split_dimension(row, arch) == 0, name
     assert [size for size in SIZES if legal(ROWS["Mamba2"], arch, size)] == [1, 2]
-    with pytest.raises(ConversionError, match="in_proj: 2 cannot be split over 3"):
+    with pytest.raises(ConversionError, match="in_proj: 8 cannot be split over 3"):
         ROWS["Mamba2"].local_shape(arch, 3)

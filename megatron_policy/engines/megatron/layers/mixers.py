@@ -10,7 +10,11 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_model_parallel_region,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -26,6 +30,7 @@ from megatron_policy.converters.architecture import (
 )
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.norm import make_shard
+from megatron_policy.engines.megatron.layers.qk_norm import sum_over_ranks
 from megatron_policy.engines.megatron.layers.recurrent import (
     HeadShare,
     RecurrentMixer,
@@ -39,6 +44,7 @@ from megatron_policy.recurrence.gates import (
     log_decay,
     normalise,
     normalise_then_gate,
+    sum_squares,
     time_steps,
     write_strength,
 )
@@ -124,7 +130,8 @@ class Mamba2Mixer(RecurrentMixer):
         self, projected_NF: torch.Tensor, share: HeadShare, span: TokenSpan
     ) -> tuple[torch.Tensor, State]:
         gate_NHV, convolved_ND, dt_NH1 = share.split(projected_NF, self.convolved)
-        (x_NHV, b_NGK, c_NGK), recent_QWD = self.convolve(convolved_ND, share, span)
+        (x_NHV, *shared), recent_QWD = self.convolve(convolved_ND, share, span)
+        b_NGK, c_NGK = self._complete(*shared)
         least, largest = self.part.least_step, self.part.largest_step
         limit = (least, math.inf if largest is None else largest)
         steps_NH = time_steps(dt_NH1.squeeze(-1), share.of_heads(self.dt_bias), limit)
@@ -136,25 +143,59 @@ class Mamba2Mixer(RecurrentMixer):
             y_NHV, memory_QHKV = state_space(*inputs, span.chunks, span.memory)
         return self._gate(y_NHV, gate_NHV, share).flatten(1), (recent_QWD, memory_QHKV)
 
-    def finish(self, mixed_TRV: torch.Tensor) -> torch.Tensor:
-        if self.norm is None:
+    def finish(self, mixed_TRV: torch.Tensor, share: HeadShare) -> torch.Tensor:
+        if self.norm is None or self._has_groups(share):
             return mixed_TRV
         weight_GV = self._weight_by_group(self.norm)
         by_group = mixed_TRV.unflatten(-1, (weight_GV.size(0), -1))
-        normed = normalise(by_group, weight_GV, self.config.layernorm_epsilon)
-        return normed.flatten(-2).to(mixed_TRV.dtype)
+        mean_square = None
+        if self.tp.size() > self.part.groups:
+            mean_square = self._sum_over_group(sum_squares(by_group)) * self.part.groups
+            mean_square = mean_square / self.part.inner_size
+        epsilon = self.config.layernorm_epsilon
+        return normalise(by_group, weight_GV, epsilon, mean_square).flatten(-2)
 
     def _gate(self, y_NHV: torch.Tensor, gate_NHV: torch.Tensor, share: HeadShare) -> torch.Tensor:
         """Gated and, where this rank has whole groups, normalised: `finish` does it elsewhere."""
         epsilon = self.config.layernorm_epsilon
-        if self.norm is None or share is not self.whole:
+        if self.norm is None or not self._has_groups(share):
             return gate_then_normalise(y_NHV, gate_NHV, None, epsilon)
         weight_GV = self._weight_by_group(self.norm)
         y, gate = (x.flatten(1).unflatten(1, (weight_GV.size(0), -1)) for x in (y_NHV, gate_NHV))
         return gate_then_normalise(y, gate, weight_GV, epsilon)
 
+    def _has_groups(self, share: HeadShare) -> bool:
+        """Whether groups are whole where the recurrence is computed."""
+        return share is self.whole and self.tp.size() <= self.part.groups
+
+    def _complete(
+        self, into_NGK: torch.Tensor, out_NGK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a group's states take tokens, and where they are read: ranks that share the group
+        have some channels of both, and exchange them.
+        """
+        if self.tp.size() <= self.part.groups:
+            return into_NGK, out_NGK
+        both_N2K = torch.cat([into_NGK, out_NGK], 1)
+        all_N2F = all_gather_last_dim_from_tensor_parallel_region(both_N2K, self.tp)
+        both_N2K = all_N2F.unflatten(-1, (self.part.groups, -1))[:, :, self._group]
+        into_N1K, out_N1K = both_N2K.split(1, 1)
+        return into_N1K, out_N1K
+
+    def _sum_over_group(self, x_TR11: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that share a group."""
+        others = self._group, self.part.groups - 1 - self._group
+        sums_TR1G = sum_over_ranks(F.pad(x_TR11, others), self.tp)
+        return sums_TR1G[..., self._group, None]
+
+    @property
+    def _group(self) -> int:
+        """The one that this rank shares with others."""
+        return int(self.tp.rank()) * self.part.groups // int(self.tp.size())
+
     def _weight_by_group(self, norm: GroupNorm) -> torch.Tensor:
-        weight_GV: torch.Tensor = norm.weight.unflatten(0, (self.part.groups // self.tp.size(), -1))
+        groups = max(1, self.part.groups // self.tp.size())
+        weight_GV: torch.Tensor = norm.weight.unflatten(0, (groups, -1))
         return weight_GV
 
 

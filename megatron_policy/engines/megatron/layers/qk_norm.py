@@ -48,8 +48,7 @@ class AllHeadsRMSNorm(_OwnHeads):
 
     def forward(self, x_SBNH: torch.Tensor) -> torch.Tensor:
         x_SBD = x_SBNH.float().flatten(2)
-        over_ranks: Callable[..., torch.Tensor] = _SumOverRanks.apply
-        square = over_ranks(x_SBD.pow(2).sum(-1, keepdim=True), self.group)
+        square = sum_over_ranks(x_SBD.pow(2).sum(-1, keepdim=True), self.group)
         scale = torch.rsqrt(square / self.width + self.eps)
         return (self.weight * x_SBD.mul(scale)).to(x_SBNH.dtype).view_as(x_SBNH)
 
@@ -79,9 +78,15 @@ def _of_own_heads(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     return parameter
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Every rank's heads depend on the sum, so its gradient is a sum over ranks as well."""
+def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of the ranks' `x`, on which all that each of them has depends: its gradient is a sum
+    over ranks as well.
+    """
+    apply: Callable[..., torch.Tensor] = _SumOverRanks.apply
+    return apply(x, group)
 
+
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group

@@ -162,12 +162,15 @@ class RecurrentMixer(MegatronModule, ABC):
             **given,
         )
         self.conv1d = Taps(config, part.convolved_size // ranks, part.taps, conv_bias)
-        sizes = tuple(
-            (getattr(part, heads) // ranks, rows if isinstance(rows, int) else getattr(part, rows))
-            for heads, rows in self.sections
-        )
+        sizes = tuple(self._cut(section) for section in self.sections)
         self.whole = HeadShare(sizes)
         self.columns_CF, self.own = self._share(sizes)
+
+    def _cut(self, section: HeadRows) -> tuple[int, int]:
+        """This rank's part of a section; where heads are fewer than ranks, some rows of a head."""
+        ranks, heads = self.tp.size(), getattr(self.part, section.heads)
+        rows = section.rows if isinstance(section.rows, int) else getattr(self.part, section.rows)
+        return (heads // ranks, rows) if heads >= ranks else (1, heads * rows // ranks)
 
     def _share(self, sizes: Sizes) -> tuple[torch.Tensor | None, HeadShare]:
         """The columns of the first projection for each context-parallel rank, and what this one
@@ -211,7 +214,8 @@ class RecurrentMixer(MegatronModule, ABC):
             inference_context.key_value_memory_dict[self.layer_number] = state
         mixed_TRV = mixed_NV.unflatten(0, (positions, rows))
         if exchange is not None:
-            mixed_TRV = self.finish(exchange.to_tokens(mixed_TRV))
+            mixed_TRV = exchange.to_tokens(mixed_TRV)
+        mixed_TRV = self.finish(mixed_TRV, share)
         output: tuple[torch.Tensor, torch.Tensor | None] = self.out_proj(mixed_TRV)
         return output
 
@@ -223,8 +227,8 @@ class RecurrentMixer(MegatronModule, ABC):
         tokens need.
         """
 
-    def finish(self, mixed_TRV: torch.Tensor) -> torch.Tensor:
-        """What is left to do when context-parallel ranks have exchanged heads for tokens."""
+    def finish(self, mixed_TRV: torch.Tensor, share: HeadShare) -> torch.Tensor:
+        """What `mix` leaves to do, when this rank has all of its channels of its tokens again."""
         return mixed_TRV
 
     def find_taps(self, share: HeadShare) -> tuple[torch.Tensor, torch.Tensor | None]:
