@@ -175,6 +175,27 @@ class Architecture:
         return len({(type(layer.mixer), type(layer.feed)) for layer in set(self.layers)}) == 1
 
     @cached_property
+    def has_single_parts(self) -> bool:
+        """Whether any layer has a mixer or a feed alone."""
+        return any(len(layer.parts) < 2 for layer in set(self.layers))
+
+    @cached_property
+    def layer_costs(self) -> tuple[int, ...]:
+        """Elements by which each layer multiplies a token, and the head after the last layer."""
+        costs = {
+            layer: sum(
+                linear.elements
+                for part in layer.parts
+                for group in part.list_linears(self.hidden_size)
+                for linear in group
+            )
+            for layer in set(self.layers)
+        }
+        head = 0 if self.head else self.hidden_size * self.vocab_size
+        *others, last = (costs[layer] for layer in self.layers)
+        return *others, last + head
+
+    @cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """The kinds of rotary embedding that layers have."""
         mixers = (layer.mixer for layer in dict.fromkeys(self.layers))

@@ -36,7 +36,7 @@ def beyond_transformer_engine(architecture: Architecture, adapted: bool = False)
         "Mamba2": architecture.find_part(Mamba2),
         "gated short convolutions": architecture.find_part(ShortConvolution),
         "gated attention": attention and attention.attention_output_gate,
-        "a mixer or a feed alone": any(len(each.parts) < 2 for each in set(architecture.layers)),
+        "a mixer or a feed alone": architecture.has_single_parts,
         "squares of ReLU": architecture.feed.activation is Activation.SQUARED_RELU,
         "adapters": adapted,
     }

@@ -193,10 +193,16 @@ def microbatch_round(topology: Topology) -> int:
 
 
 def layer_split(config: PolicyConfig, architecture: Architecture, topology: Topology) -> LayerSplit:
-    """Which layers each stage and chunk holds; ConfigError if there is no such split."""
-    sizes = parallel_sizes(config)
-    layers = architecture.num_layers
-    return LayerSplit.of(layers, topology.pp, topology.vpp, sizes.first_layers, sizes.last_layers)
+    """Which layers each stage and chunk holds: as many in all, or, where layers have one part each
+    and the configuration gives no number, such that chunks have equally much to compute.
+    ConfigError if there is no such split.
+    """
+    sizes, stages = parallel_sizes(config), (topology.pp, topology.vpp)
+    ends, chunks = (sizes.first_layers, sizes.last_layers), topology.pp * topology.vpp
+    balanced = architecture.has_single_parts and topology.pp > 1 and ends == (None, None)
+    if balanced and chunks <= architecture.num_layers:
+        return LayerSplit.balance(architecture.layer_costs, *stages)
+    return LayerSplit.of(architecture.num_layers, *stages, *ends)
 
 
 def _check_recomputation(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:

@@ -147,7 +147,9 @@ class MegatronConfig(Section):
     tensor_model_parallel_size: Count = 1
     """Ranks that share out each layer (TP)."""
     pipeline_model_parallel_size: Count = 1
-    """Stages that share out the layers (PP)."""
+    """Stages that share out the layers (PP): equally many, or, of a model whose layers are a mixer
+    or a feed alone, such that stages have equally much to compute.
+    """
     virtual_pipeline_model_parallel_size: Count = 1
     """Model chunks per pipeline stage."""
     num_layers_in_first_pipeline_stage: Count | None = None

@@ -258,7 +258,7 @@ def _layouts(arch: Architecture, ranks: int, length: int) -> Iterator[dict[str, 
                     continue
                 per_stage = ranks // pp
                 widths = [1] if arch.moe is None else _divisors(arch.moe.experts)
-                for split in _splits(arch.num_layers, pp):
+                for split in _splits(arch, pp):
                     for ep in [ep for ep in widths if per_stage % ep == 0]:
                         for recompute in _RECOMPUTATIONS:
                             sizes = {"tp": tp, "sequence_parallel": tp > 1, "cp": cp, "pp": pp}
@@ -269,9 +269,13 @@ def _layouts(arch: Architecture, ranks: int, length: int) -> Iterator[dict[str, 
 _RECOMPUTATIONS = [recompute_keys(what) for what in ("none", "layernorm+mlp", "full")]
 
 
-def _splits(layers: int, pp: int) -> Iterator[dict[str, int]]:
-    """Even stages, also interleaved; else as even as a smaller last stage allows."""
+def _splits(arch: Architecture, pp: int) -> Iterator[dict[str, int]]:
+    """Even or balanced stages, also interleaved; else as even as a smaller last stage allows."""
+    layers = arch.num_layers
     each, left = divmod(layers, pp)
+    if arch.has_single_parts:
+        yield from ({"vpp": chunks} for chunks in ((1, 2, 4) if pp > 1 else (1,)) if chunks <= each)
+        return
     if left:
         last = layers - (each + 1) * (pp - 1)
         if last >= 1:

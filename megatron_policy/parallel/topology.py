@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -198,14 +199,39 @@ class LayerSplit:
         """
         counts = _layers_per_stage(num_layers, pp, first, last)
         _check_chunks(counts, vpp, both_ends=first is not None and last is not None)
+        return cls._of_chunks([count // vpp for count in counts] * vpp, pp)
+
+    @classmethod
+    def balance(cls, costs: Sequence[int], pp: int, vpp: int = 1) -> LayerSplit:
+        """The split of layers of these costs whose dearest chunk is as cheap as possible. Later
+        chunks are filled first: earlier stages keep activations of more microbatches. There are
+        no fewer layers than chunks.
+        """
+        assert len(costs) >= pp * vpp, (len(costs), pp, vpp)
+
+        def fill(most: int) -> list[int] | None:
+            return _fill(costs, pp * vpp, most)
+
+        possible = range(max(costs), sum(costs) + 1)
+        least = bisect_left(possible, True, key=lambda most: fill(most) is not None)
+        counts = fill(possible[least])
+        assert counts is not None
+        return cls._of_chunks(counts, pp)
+
+    @classmethod
+    def _of_chunks(cls, counts: Sequence[int], pp: int) -> LayerSplit:
+        """Chunks have so many layers, in the order of the layers."""
         stages: list[list[range]] = [[] for _ in range(pp)]
         start = 0
-        for _ in range(vpp):
-            for stage, count in zip(stages, counts, strict=True):
-                stage.append(range(start, start + count // vpp))
-                start += count // vpp
-        assert start == num_layers
+        for number, count in enumerate(counts):
+            stages[number % pp].append(range(start, start + count))
+            start += count
         return cls(tuple(tuple(stage) for stage in stages))
+
+    @property
+    def chunks(self) -> tuple[range, ...]:
+        """All chunks in the order of their layers."""
+        return tuple(chunk for each in zip(*self.stages, strict=True) for chunk in each)
 
     def owner(self, layer: int) -> tuple[int, int]:
         """(pipeline stage, chunk) that holds a global layer."""
@@ -269,6 +295,20 @@ def _uneven_split_message(num_layers: int, pp: int, first: int | None, last: int
         f"{num_layers} layers do not split over pipeline_model_parallel_size={pp} with {asked}: "
         f"the {middle} other stages need the same number of layers each, at least 1; {fix}"
     )
+
+
+def _fill(costs: Sequence[int], chunks: int, most: int) -> list[int] | None:
+    """How many layers each chunk has, at least one, where none costs more than `most`, and later
+    ones take what they can; None if some are left.
+    """
+    counts, left = [], len(costs)
+    for before in reversed(range(chunks)):
+        room, last = most, left
+        while left > before and costs[left - 1] <= room:
+            left -= 1
+            room -= costs[left]
+        counts.append(last - left)
+    return None if left else counts[::-1]
 
 
 def _check_chunks(counts: list[int], vpp: int, *, both_ends: bool) -> None:

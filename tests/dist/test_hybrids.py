@@ -92,13 +92,14 @@ NOT_OFFERED = {
         ranges=RECURRENT,
     ),
 }
-EXPERTS_ALONE = {"layers_block_type": ["moe", "linear_attention", "full_attention", "moe"]}
+LATENT = {"layers_block_type": ["moe", "linear_attention", "full_attention", "moe"]}
+UNEVEN = ["moe", "linear_attention", "full_attention", "moe", "mlp", "linear_attention"]
 HYBRIDS: dict[str, Fields] = {
     "lfm2": SIZES | {"conv_bias": True},
     "qwen3_next": SIZES,
     "nemotron_h": SIZES,
-    "nemotron_h, experts": SIZES | EXPERTS_ALONE | {"seed": 6},
-    "nemotron_h, latent experts": SIZES | EXPERTS_ALONE | {"moe_latent_size": 20, "seed": 1},
+    "nemotron_h, experts": SIZES | {"layers_block_type": UNEVEN, "seed": 4},
+    "nemotron_h, latent experts": SIZES | LATENT | {"moe_latent_size": 20, "seed": 1},
     "granitemoehybrid": SIZES,
     "granitemoehybrid, experts": SIZES
     | {

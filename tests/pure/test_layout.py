@@ -24,6 +24,7 @@ from megatron_policy.converters.architecture import (
     QkNorm,
     Rope,
     Scoring,
+    stack,
 )
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import LayerSplit, Topology
@@ -122,6 +123,21 @@ def test_the_layer_split_is_that_of_the_configuration() -> None:
     policy = config(pipeline_model_parallel_size=2, num_layers_in_last_pipeline_stage=3)
     split = layer_split(policy, shape(), topology_of(policy, 2))
     assert split == LayerSplit(stages=((range(0, 5),), (range(5, 8),)))
+
+
+def test_stages_of_layers_of_one_part_have_equally_much_to_compute() -> None:
+    keys, dear, cheap = {"pipeline_model_parallel_size": 2}, shape().feed, shape().mixer
+    layers = stack(7, [None] * 2 + [cheap] * 5, [dear] * 2 + [None] * 5)
+    model = replace(shape(), layers=layers)
+    least, most = sorted({*model.layer_costs[:-1]})
+    head = model.hidden_size * model.vocab_size
+    assert model.layer_costs == (most, most, *[least] * 4, least + head)
+    split = layer_split(config(**keys), model, topology_of(config(**keys), 2))
+    assert split == LayerSplit.balance(model.layer_costs, 2)
+    asked = config(**keys, num_layers_in_first_pipeline_stage=5)
+    split = layer_split(asked, model, topology_of(asked, 2))
+    assert split == LayerSplit(stages=((range(0, 5),), (range(5, 7),)))
+    assert "use one of [1, 7]" in refusal(config(pipeline_model_parallel_size=8), model, 8)
 
 
 UNEVEN = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}

@@ -1,11 +1,13 @@
 """The rank grid and the layer split equal Megatron-Core's own, without process groups."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -160,6 +162,35 @@ def test_layer_split_equals_that_of_megatron_core_and_every_layer_has_one_owner(
     for layer in held:
         stage, chunk = ours.owner(layer)
         assert layer in ours.stages[stage][chunk]
+
+
+def cuts_of(layers: int, chunks: int) -> Iterator[tuple[int, ...]]:
+    """All ways to cut layers into chunks of at least one."""
+    for ends in combinations(range(1, layers), chunks - 1):
+        yield 0, *ends, layers
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    costs=st.lists(st.integers(1, 20), min_size=1, max_size=9),
+    pp=st.integers(1, 3),
+    vpp=st.integers(1, 2),
+)
+def test_no_split_has_a_cheaper_dearest_chunk_than_a_balanced_one(
+    costs: list[int], pp: int, vpp: int
+) -> None:
+    vpp = vpp if pp > 1 else 1
+    assume(pp * vpp <= len(costs))
+    split = LayerSplit.balance(costs, pp, vpp)
+    chunks = split.chunks
+    assert [layer for chunk in chunks for layer in chunk] == list(range(len(costs)))
+    assert [split.owner(chunk.start) for chunk in chunks] == [
+        (stage, chunk) for chunk in range(vpp) for stage in range(pp)
+    ]
+    least = min(
+        max(sum(costs[a:b]) for a, b in pairwise(cuts)) for cuts in cuts_of(len(costs), pp * vpp)
+    )
+    assert max(sum(costs[layer] for layer in chunk) for chunk in chunks) == least
 
 
 @pytest.mark.parametrize(

@@ -102,14 +102,9 @@ def _build(
     implementation = resolve_implementation(settings.transformer_impl, arch, settings.peft.enabled)
     coords = topology.coords(dist.get_rank())
     place = Placement(topology, coords, layer_split(config, arch, topology))
-    model_config = transformer_config(
-        arch,
-        settings,
-        topology,
-        precision,
-        implementation,
-        variable_lengths=config.dynamic_batching.enabled or config.sequence_packing.enabled,
-    )
+    given = (arch, settings, topology, precision, implementation)
+    varying = config.dynamic_batching.enabled or config.sequence_packing.enabled
+    model_config = transformer_config(*given, variable_lengths=varying, split=place.split)
     built = _chunks(config, arch, model_config, place, implementation)
     of_adapters = choose_adapters(config, table)
     installed = install_adapters(built, table, of_adapters, place, model_config, settings.peft)

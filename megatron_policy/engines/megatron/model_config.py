@@ -24,7 +24,7 @@ from megatron_policy.device import can_compile, is_accelerated
 from megatron_policy.engines.megatron.layers.activations import FUNCTIONS
 from megatron_policy.engines.megatron.layers.experts import expert_fields
 from megatron_policy.engines.megatron.layers.mla import mla_fields
-from megatron_policy.parallel.topology import Topology
+from megatron_policy.parallel.topology import LayerSplit, Topology
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +45,14 @@ def transformer_config(
     dtype: torch.dtype,
     implementation: str,
     variable_lengths: bool = False,
+    split: LayerSplit | None = None,
 ) -> TransformerConfig:
     """Megatron-Core's config of this model under this layout; `dtype` is that of parameters and
     activations.
 
     With `variable_lengths` microbatches differ in shape: Megatron-Core asks its communicator for
-    the shape of everything that a stage receives (`hidden_shapes.py`).
+    the shape of everything that a stage receives (`hidden_shapes.py`). Stages have the layers of
+    `split`, by default equally many.
     """
     with_te = implementation == TRANSFORMER_ENGINE
     mla = architecture.find_part(Mla)
@@ -60,6 +62,7 @@ def transformer_config(
         **expert_fields(architecture, settings, topology, with_te, variable_lengths),
         **mla_fields(mla),
         **_describe_parallelism(settings, topology, dtype),
+        pipeline_model_parallel_layout=_list_layers(split) if split and topology.pp > 1 else None,
         **_describe_recomputation(settings),
         **_describe_kernels(architecture, settings, implementation),
         variable_seq_lengths=variable_lengths and topology.pp > 1,
@@ -129,8 +132,6 @@ def _describe_parallelism(
         "expert_tensor_parallel_size": topology.expert_tp,
         "pipeline_model_parallel_size": topology.pp,
         "virtual_pipeline_model_parallel_size": topology.vpp if interleaved else None,
-        "num_layers_in_first_pipeline_stage": settings.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": settings.num_layers_in_last_pipeline_stage,
         "pipeline_dtype": dtype,
         # With two stages both neighbours are the same rank, and batched sends could not be told
         # apart.
@@ -142,6 +143,14 @@ def _describe_parallelism(
         # still be reading it.
         "deallocate_pipeline_outputs": topology.pp > 1 and is_accelerated(),
     }
+
+
+def _list_layers(split: LayerSplit) -> list[list[str]]:
+    """What each model chunk has, as Megatron-Core takes it, in the order of the layers."""
+    chunks = [["decoder"] * len(layers) for layers in split.chunks]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
 
 
 def _describe_recomputation(settings: MegatronConfig) -> dict[str, Any]:
