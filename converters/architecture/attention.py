@@ -142,9 +142,11 @@ class Attention(LayerPart):
             inner += count_angle_bytes(self.rope, self.kv_channels, share)
         explicit = self.attention_sinks or self.attention_softcap is not None
         core = self._explicit_core if explicit else self._fused_core
-        if self.attention_output_gate:  # its sigmoid, and what that multiplies
-            inner += 2 * heads * self.kv_channels * share.whole * share.width
-        return PartBytes(inner, core(share, share.tiles(self.window, explicit), projected))
+        context = projected
+        if self.attention_output_gate:  # its sigmoid, which multiplies what core attention gives
+            inner += heads * self.kv_channels * share.whole * (FP32 + share.width * projected)
+            context = True
+        return PartBytes(inner, core(share, share.tiles(self.window, explicit), context))
 
     def _heads(self, tp: int) -> tuple[int, int]:
         """Query and key heads of a rank."""
@@ -164,21 +166,26 @@ class Attention(LayerPart):
         return (heads + groups) * share.norm(self.kv_channels)
 
     def _inputs(self, share: RankShare) -> tuple[int, int, int]:
-        """Of queries, of keys, and of the joint projection's output, which is kept whole as values
-        are a view of it; with fewer groups than ranks that of all ranks.
+        """Of a rank's queries; of those, if they are a copy, and of keys; and of the joint
+        projection's output, which is kept whole as values are a view of it; with fewer groups than
+        ranks that of all ranks.
         """
         heads, groups = self._heads(share.tp)
         token = share.whole * share.width
         query, key = heads * self.kv_channels * token, groups * self.kv_channels * token
+        joint = query * (1 + self.attention_output_gate) + 2 * key
         if self.num_query_groups < share.tp:
-            return query, key, (self.gated_query_size + 2 * self.kv_size) * token
-        return query, key, query * (1 + self.attention_output_gate) + 2 * key
+            joint = (self.gated_query_size + 2 * self.kv_size) * token
+        if self.rope is not None or self.qk_norm is not QkNorm.NONE:
+            return query, query + key, joint
+        # As they are, keys are a view of it too, and so are queries that are in a row there.
+        return query, query if 1 < groups < heads else 0, joint
 
     def _fused_core(self, share: RankShare, found: Tiles, context: bool) -> CoreBytes:
         """In kernels that hold no scores, but their outputs and a sum for each query."""
         heads, groups = self._heads(share.tp)
-        query, key, joint = self._inputs(share)
-        inputs, inside = query + key + joint, query + heads * FP32 * share.whole
+        query, copied, joint = self._inputs(share)
+        inputs, inside = copied + joint, query + heads * FP32 * share.whole
         if share.kernels.transformer_engine:
             return CoreBytes.of(inputs, inside, query, inputs + inside)
         gathered = 0
@@ -186,7 +193,7 @@ class Attention(LayerPart):
             keys = found.keys if share.kernels.one_call else share.cp * share.whole
             gathered = 2 * groups * self.kv_channels * share.width * keys
         inside += gathered + count_mask_bytes(share, found)
-        total = inside + (query if gathered else inputs)
+        total = inside + ((query if copied else joint) if gathered else inputs)
         return CoreBytes.of(
             inputs,
             inside,
@@ -199,14 +206,14 @@ class Attention(LayerPart):
         the values. Keys and values are repeated for each query head.
         """
         heads, _ = self._heads(share.tp)
-        query, key, joint = self._inputs(share)
+        query, copied, joint = self._inputs(share)
         pair = FP32 + (share.width if share.width != FP32 else 0)
         sinks = share.whole * pair if self.attention_sinks else 0
         pair += share.width if self.attention_softcap is not None else 0
         repeated = 2 * self.kv_channels * share.width * found.keys
         inside = heads * (found.scores * pair + sinks + repeated)
         projected = query * context
-        return CoreBytes.of(query + key + joint, inside, projected, query + inside + projected)
+        return CoreBytes.of(copied + joint, inside, projected, query + inside + projected)
 
 
 def count_visible_pairs(length: int, window: int | None = None) -> int:

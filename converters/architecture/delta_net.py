@@ -4,13 +4,13 @@ token corrects.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megatron_policy.errors import ConversionError
 
 from .checks import check_counts, check_widths
-from .part import SplitCount
+from .part import Slabs, SplitCount
 from .recurrence import HeadRows, Recurrence
 
 QUERY, KEY = HeadRows("num_key_heads", "key_head_dim"), HeadRows("num_key_heads", "key_head_dim")
@@ -72,6 +72,10 @@ class DeltaNet(Recurrence):
         return self.num_value_heads * self.key_head_dim * self.value_head_dim
 
     @property
+    def steps_size(self) -> int:
+        return 2 * self.num_value_heads
+
+    @property
     def sizes(self) -> tuple[object, ...]:
         heads = self.num_key_heads, self.num_value_heads
         return *heads, self.key_head_dim, self.value_head_dim, self.taps
@@ -85,6 +89,21 @@ class DeltaNet(Recurrence):
     def context_splits(self) -> tuple[SplitCount, ...]:
         values, keys = self.splits
         return values, keys._replace(multiples=True)
+
+    def split(self, tp: int, cp: int) -> DeltaNet:
+        ranks = tp * cp
+        keys, values = max(1, self.num_key_heads // ranks), self.num_value_heads // ranks
+        return replace(self, num_key_heads=keys, num_value_heads=values)
+
+    def count_slab(self, slabs: Slabs) -> int:
+        """Queries and keys as they are, scaled, of each value head, and decayed; values, what is
+        written and what that would be without the state; six products of all pairs of a chunk.
+        """
+        heads, keys = self.num_value_heads, self.num_key_heads
+        repeated = 2 * heads * self.key_head_dim * (heads != keys)
+        of_keys = 4 * self.key_size + 3 * heads * self.key_head_dim + repeated
+        token = of_keys + 3 * self.value_size + heads * (6 * slabs.chunk + 9) + 2 * keys
+        return token * slabs.tokens + self.memory_size * slabs.chunks
 
     def count_memory_flops(self) -> int:
         """What the state has for the key, its correction, and what it has for the query."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megatron_policy.errors import ConversionError
 
 from .checks import check_counts, check_factors, check_widths
-from .part import SplitCount
+from .part import PartBytes, RankShare, Slabs, SplitCount
 from .recurrence import HeadRows, Recurrence
 
 GATE, INPUT = (HeadRows("num_heads", "head_dim"),) * 2
@@ -68,6 +68,14 @@ class Mamba2(Recurrence):
         return self.inner_size * self.state_size
 
     @property
+    def steps_size(self) -> int:
+        return self.num_heads
+
+    @property
+    def norm_factors(self) -> int:
+        return 3 if self.norm else 1
+
+    @property
     def sizes(self) -> tuple[object, ...]:
         heads = self.num_heads, self.head_dim, self.groups, self.state_size, self.taps
         return *heads, self.conv_bias, self.proj_bias, self.norm
@@ -81,6 +89,29 @@ class Mamba2(Recurrence):
     @property
     def context_splits(self) -> tuple[SplitCount, ...]:
         return self.splits[:2]
+
+    def split(self, tp: int, cp: int) -> Mamba2:
+        """The norm is not part of it where ranks share a group's channels."""
+        heads, groups = self.num_heads // (tp * cp), max(1, self.groups // (tp * cp))
+        norm = self.norm and cp == 1 and tp <= self.groups
+        return replace(self, num_heads=heads, groups=groups, norm=norm)
+
+    def count_kept(self, share: RankShare, needed: bool) -> PartBytes:
+        kept, own = super().count_kept(share, needed), self.split(share.tp, share.cp)
+        if own.norm is self.norm or not (needed or share.training.adapted(self.first)):
+            return kept
+        gated = self.inner_size // share.tp * share.whole * share.width
+        return kept._replace(inner=kept.inner + gated)
+
+    def count_slab(self, slabs: Slabs) -> int:
+        """Inputs, and with their steps; what takes them and what reads, of each head too, and
+        decayed; three products of all pairs of a chunk.
+        """
+        heads, groups = self.num_heads, self.groups
+        repeated = 2 * heads * self.state_size * (heads != groups)
+        of_states = 2 * (groups + heads) * self.state_size + repeated
+        token = 2 * self.inner_size + of_states + heads * (3 * slabs.chunk + 7)
+        return token * slabs.tokens + self.memory_size * slabs.chunks
 
     def count_memory_flops(self) -> int:
         """What the state takes, and what is read of it."""

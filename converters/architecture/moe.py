@@ -122,5 +122,7 @@ class Moe(LayerPart):
         routed = share.tokens(Place.ROUTED, self.chosen) * experts
         # Experts read what the latent projection gives, and the other one reads what they give.
         latent = share.width * self.latent_size * share.training.keep(LATENT_FC2)
+        # The shared MLP's output and its gate, which are multiplied.
+        gate = share.width * (share.hidden_size + 1) * self.shared_gate
         whole = share.whole * shared
-        return PartBytes(share.stream * (router * needed + latent) + routed + whole)
+        return PartBytes(share.stream * ((router + gate) * needed + latent) + routed + whole)

@@ -107,6 +107,25 @@ class Tiles:
     """The sum of Q x K over masks; tiles of one shape share theirs."""
 
 
+class Slabs(NamedTuple):
+    """How a recurrence goes through all tokens of a microbatch: in chunks, several of which are
+    computed at once.
+    """
+
+    sequences: int
+    chunk: int
+    """Tokens of a chunk."""
+    chunks: int
+    """How many are computed at once, at most."""
+    states: int
+    """States of sequences that are kept from one of these to the next."""
+
+    @property
+    def tokens(self) -> int:
+        """Those that are computed at once, at most, with what fills their chunks."""
+        return self.chunk * self.chunks
+
+
 @dataclass(frozen=True)
 class RankShare:
     """What a rank computes of a microbatch, and with what."""
@@ -130,6 +149,7 @@ class RankShare:
     """Of attention with this window, whose scores are computed or not."""
     norm: Callable[[int], int]
     """Bytes that a norm keeps of a vector of this size, without its output."""
+    slabs: Slabs
 
     def tokens(self, place: Place, chosen: int = 1) -> int:
         """How many tokens there are; the tensor-parallel ranks of an expert gather theirs."""
@@ -160,6 +180,8 @@ class PartBytes(NamedTuple):
 
     inner: int
     core: CoreBytes = CoreBytes()
+    again: int = 0
+    """Besides, at most, while its backward pass runs: what it always computes again."""
 
 
 class LayerPart(ABC):

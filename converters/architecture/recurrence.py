@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
-from .part import FP32, CoreBytes, LayerPart, Linear, Linears, PartBytes, Place, RankShare
+from .part import FP32, LayerPart, Linear, Linears, PartBytes, Place, RankShare, Slabs
 
-CHUNK = 64
-"""A scan keeps its state once in so many tokens."""
+_R = TypeVar("_R", bound="Recurrence")
 
 
 class HeadRows(NamedTuple):
@@ -58,9 +57,31 @@ class Recurrence(LayerPart):
         convolution's.
         """
 
+    @property
+    @abstractmethod
+    def steps_size(self) -> int:
+        """Numbers of a token in fp32 that say how the state changes."""
+
+    @property
+    def norm_factors(self) -> int:
+        """Intermediate vectors of `inner_size` that gate and norm hold, in fp32, to differentiate
+        them: the activation of the gate, and the output after each factor.
+        """
+        return 3
+
+    @abstractmethod
+    def split(self: _R, tp: int, cp: int) -> _R:
+        """What each of so many tensor- and context-parallel ranks computes of it."""
+
     @abstractmethod
     def count_memory_flops(self) -> int:
         """Operations of a token on the state."""
+
+    @abstractmethod
+    def count_slab(self, slabs: Slabs) -> int:
+        """Numbers in fp32 that the scan holds of the chunks that it computes at once, to
+        differentiate them.
+        """
 
     @property
     def first(self) -> str:
@@ -97,13 +118,23 @@ class Recurrence(LayerPart):
         """What the projection gives, what the scan reads with its states, what it gives, and the
         input of the last projection.
         """
-        training, tp, token = share.training, share.tp, share.whole * share.width
-        context = self.inner_size // tp * token * training.keep(self.last)
-        if not (needed or training.adapted(self.first)):
-            return PartBytes(0, CoreBytes(context, context, 0))
-        read = self.convolved_size // tp * token
-        states = FP32 * self.memory_size // tp * -(-share.whole // CHUNK)
-        given = self.inner_size // tp * token if self.memory_size else 0
-        inside = states + given
-        core = CoreBytes.of(read, inside, context, read + inside + context)
-        return PartBytes(self.projected_size // tp * token, core)
+        own, tokens = self.split(share.tp, share.cp), share.whole * share.cp
+        context = own.inner_size * tokens * share.width * share.training.keep(self.last)
+        if not (needed or share.training.adapted(self.first)):
+            return PartBytes(context)
+        kept, again = own.count_scan(tokens, share)
+        projected = own.projected_size * tokens * share.width
+        return PartBytes(projected + kept + context, again=max(0, again - context))
+
+    def count_scan(self, tokens: int, share: RankShare) -> tuple[int, int]:
+        """Bytes that convolution, scan and gate keep besides the projections' outputs and inputs,
+        and the most that is held when one of them is computed again.
+        """
+        slabs, given = share.slabs, self.inner_size * tokens * share.width
+        past = slabs.sequences * (self.taps - 1)
+        kept = given + (tokens + past) * self.convolved_size * share.width
+        kept += FP32 * (self.steps_size * tokens + self.memory_size * slabs.states)
+        # In fp32 output and gate are those that are kept.
+        factors = self.norm_factors + 2 * (share.width != FP32)
+        gate = factors * FP32 * self.inner_size * tokens
+        return kept, max(gate, FP32 * self.count_slab(slabs) - given)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from .checks import check_counts, check_widths
-from .part import SplitCount
+from .part import RankShare, Slabs, SplitCount
 from .recurrence import HeadRows, Recurrence
 
 INTO, OUT, INPUT = (HeadRows("channels", 1),) * 3
@@ -48,6 +48,10 @@ class ShortConvolution(Recurrence):
         return 0
 
     @property
+    def steps_size(self) -> int:
+        return 0
+
+    @property
     def sizes(self) -> tuple[object, ...]:
         return self.channels, self.taps, self.bias
 
@@ -58,6 +62,17 @@ class ShortConvolution(Recurrence):
     @property
     def context_splits(self) -> tuple[SplitCount, ...]:
         return self.splits
+
+    def split(self, tp: int, cp: int) -> ShortConvolution:
+        return replace(self, channels=self.channels // (tp * cp))
+
+    def count_slab(self, slabs: Slabs) -> int:
+        return 0
+
+    def count_scan(self, tokens: int, share: RankShare) -> tuple[int, int]:
+        """All is computed again: the convolution's input, and its output."""
+        past = share.slabs.sequences * (self.taps - 1)
+        return 0, (2 * tokens + past) * self.channels * share.width
 
     def count_memory_flops(self) -> int:
         return 0

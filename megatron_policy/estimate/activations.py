@@ -29,6 +29,7 @@ from megatron_policy.converters.architecture.part import (
     Kernels,
     Linear,
     RankShare,
+    Slabs,
     Tiles,
 )
 from megatron_policy.estimate.adapters import LayerTraining, ModelAdapters
@@ -36,6 +37,7 @@ from megatron_policy.packing.multiples import round_up
 from megatron_policy.packing.tiles import tiles
 from megatron_policy.packing.tokens import PackedSequence, causal_pieces
 from megatron_policy.parallel.topology import Topology
+from megatron_policy.recurrence.chunks import SIZE, TOGETHER
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,19 @@ def _count_tiles(
     )
 
 
+def count_slabs(batch: MicrobatchShape, cp: int) -> Slabs:
+    """The slabs of `Chunks.of` all sequences of the microbatch, also those of other
+    context-parallel ranks.
+    """
+    sequences = max(1, batch.tokens * cp // batch.length)
+    steps = -(-batch.length // SIZE)
+    if sequences > TOGETHER:  # each step is cut
+        return Slabs(sequences, SIZE, TOGETHER, (steps - 1) * sequences)
+    joined = TOGETHER // sequences
+    kept = (-(-steps // joined) - 1) * sequences
+    return Slabs(sequences, SIZE, min(steps, joined) * sequences, kept)
+
+
 @dataclass(frozen=True)
 class SavedBytes:
     """Bytes that mixer or feed of a layer keeps, with the norms around it."""
@@ -82,6 +97,8 @@ class SavedBytes:
     inner: int
     """Of the part itself, without core attention."""
     core: CoreBytes
+    again_inside: int
+    """Of what the part always computes again, besides all else, at most."""
     after: int
     """Of the norm after it."""
     norm_apart: bool
@@ -112,7 +129,7 @@ class SavedBytes:
 
     def again(self, modules: tuple[str, ...]) -> int:
         """The most during its backward pass."""
-        most = self.total
+        most = self.total + self.again_inside
         if self.whole and "mlp" in modules:
             most += self.unkept
         if "core_attn" in modules:
@@ -122,7 +139,7 @@ class SavedBytes:
         return most + (self.stream if copied else 0)
 
 
-_NOTHING = SavedBytes(0, 0, 0, 0, CoreBytes(), 0, False, False, False, 0)
+_NOTHING = SavedBytes(0, 0, 0, 0, CoreBytes(), 0, 0, False, False, False, 0)
 """Of a part that a layer does not have."""
 
 
@@ -210,6 +227,7 @@ class LayerActivations:
             norm_output=entered * kept,
             inner=own.inner + adapters,
             core=own.core,
+            again_inside=own.again,
             after=norm * norms.after * (needed or training.adapted(*_names(linears))),
             # Transformer Engine has it inside the linear layer that follows it.
             norm_apart=norms.before and not norms.parallel and (part.norm_apart or not te),
@@ -238,6 +256,7 @@ class LayerActivations:
             training=training,
             tiles=count,
             norm=self._norm,
+            slabs=count_slabs(batch, at.cp),
         )
 
     def kind(self, number: int) -> tuple[Layer, int]:

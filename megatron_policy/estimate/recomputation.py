@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatron_policy.config import MegatronConfig
-from megatron_policy.estimate.activations import LayerActivations, MicrobatchShape
+from megatron_policy.estimate.activations import LayerActivations, LayerBytes, MicrobatchShape
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,17 @@ def _units(
         yield from ((each.kept(modules), each.again(modules)) for each in saved)
     elif settings.recompute_method == "block":
         for at, each in enumerate(saved):
-            again = hidden + each.total if at < number else each.total
+            again = hidden + each.again(()) if at < number else each.again(())
             yield hidden if at < number else each.total, again
     else:
         for start in range(0, len(saved), number):
-            yield hidden, hidden + sum(each.total for each in saved[start : start + number])
+            yield hidden, hidden + _most_of_group(saved[start : start + number])
+
+
+def _most_of_group(layers: list[LayerBytes]) -> int:
+    """The most that layers hold which are computed again at once, from the last one on."""
+    before = list(accumulate((each.total for each in layers), initial=0))
+    return max(kept + each.again(()) for kept, each in zip(before, layers, strict=False))
 
 
 def _further(

@@ -294,10 +294,32 @@ OF_LENGTHS = {
     "one tile, apertus": Case("apertus", layout(1), 1088, 2, sizes=LONG),
 }
 """Sequences longer than a tile of attention, whose scores and masks grow with the square."""
-CASES = OF_STATES | OF_RECOMPUTATION | OF_LENGTHS
+OF_RECURRENCES = {
+    f"{family}, {name}": Case(family, of, length, rows, together, packed, sizes=LONG | more)
+    for name, (of, length, rows, together, packed, more) in {
+        "packed": (layout(1), 160, 8, 4, True, {}),
+        "padded": (layout(1), 160, 8, 4, False, {}),
+        "several slabs": (layout(1), 2304, 2, 1, False, {"max_position": 4096}),
+        "TP2+SP": (LAYOUTS["TP2+SP"], 128, 4, 1, False, {}),
+        "PP2": (LAYOUTS["PP2"], 128, 4, 1, False, {}),
+        "CP2, packed": (layout(2, **CP2), 256, 4, 2, True, {}),
+        "every module": (recomputed(ALL), 128, 4, 1, False, {}),
+        "two layers at once": (recomputed(recompute_num_layers=2), 128, 4, 1, False, {}),
+    }.items()
+    for family in ("qwen3_next", "nemotron_h", "lfm2")
+} | {
+    "qwen3_next, gated attention": Case(
+        "qwen3_next", layout(1), 256, 4, sizes={"layer_types": ["full_attention"] * 4}
+    )
+}
+"""What a scan computes again in its backward pass is held beside what is kept."""
+CASES = OF_STATES | OF_RECOMPUTATION | OF_LENGTHS | OF_RECURRENCES
+DAILY = ("one process", "qwen3_next, packed")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[pytest.mark.daily] * (each in DAILY)) for each in CASES]
+)
 def test_plan_says_what_ranks_hold(ranks, checkpoint, tmp_path, case: str) -> None:
     of = CASES[case]
     if of.further:

@@ -28,10 +28,11 @@ from megatron_policy.converters.architecture import (
 from megatron_policy.converters.architecture.part import Kernels
 from megatron_policy.converters.architecture.plain_values import plain
 from megatron_policy.errors import ConfigError, ConversionError
-from megatron_policy.estimate.activations import LayerActivations, MicrobatchShape
+from megatron_policy.estimate.activations import LayerActivations, MicrobatchShape, count_slabs
 from megatron_policy.estimate.flops import forward_flops
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.parallel.topology import Topology
+from megatron_policy.recurrence.chunks import Chunks, sequences_of
 from tests.pure.test_layout import config
 
 ATTENTION = Attention(
@@ -189,21 +190,34 @@ def test_plain_values_tell_kinds_of_layers_apart_and_those_of_attention_are_as_b
     assert same.keys().isdisjoint(new)
 
 
-def test_a_scan_keeps_what_it_reads_and_gives_and_a_state_for_each_chunk() -> None:
-    tokens, width = 128, 2
-    batch = MicrobatchShape(tokens, tokens, tokens)
-    for tp in (1, 2):
-        kernels = Kernels(transformer_engine=False, fused_activation=False)
-        kept = LayerActivations(MODEL, Topology(tp=tp), width, False, kernels).saved(0, batch).mixer
-        read, given, states = 8192 * width * tokens, 4096 * width * tokens, 2 * 4 * 32 * 128 * 128
-        assert kept.inner == 12352 // tp * width * tokens
-        assert kept.core.total == (read + states + 2 * given) // tp
-        assert kept.core.kept == (read + given) // tp
-        single = LayerActivations(SINGLE, Topology(tp=tp), width, False, kernels)
-        alone = [single.saved(number, batch) for number in range(4)]
-        assert [each.mixer.total > 0 for each in alone] == [True, False, True, False]
-        assert [each.feed.total > 0 for each in alone] == [False, True, False, True]
-        assert all(each.again(()) == each.total == each.kept(()) for each in alone)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_scan_keeps_what_it_reads_and_gives_and_states_between_slabs(tp: int) -> None:
+    tokens, width = 2**13, 2
+    batch = MicrobatchShape(tokens, tokens // 2, tokens)  # two sequences, of four slabs each
+    kernels = Kernels(transformer_engine=False, fused_activation=False)
+    kept = LayerActivations(MODEL, Topology(tp=tp), width, False, kernels).saved(0, batch).mixer
+    projected, given = 12352 * width * tokens, 2 * 4096 * width * tokens
+    convolved, steps = 8192 * width * (tokens + 2 * 3), 4 * 2 * 32 * tokens
+    states = 4 * 2 * 3 * DELTA.memory_size
+    assert kept.inner == (projected + given + convolved + steps + states) // tp
+    # What is computed again is not kept, but for a while it is held.
+    assert kept.total == kept.kept(("core_attn",)) < kept.again(()) == kept.again(("core_attn",))
+    single = LayerActivations(SINGLE, Topology(tp=tp), width, False, kernels)
+    alone = [single.saved(number, batch) for number in range(4)]
+    assert [each.mixer.total > 0 for each in alone] == [True, False, True, False]
+    assert [each.feed.total > 0 for each in alone] == [False, True, False, True]
+    assert all(each.again(()) >= each.total == each.kept(()) for each in alone)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 8, 32, 33, 70])
+@pytest.mark.parametrize("length", [1, 64, 65, 700, 64 * 33])
+def test_slabs_are_counted_as_scans_cut_them(sequences: int, length: int) -> None:
+    cut = Chunks.of(sequences_of([length] * sequences)).slabs
+    found = count_slabs(MicrobatchShape(sequences * length // 2, length, length), cp=2)
+    if sequences * length % 2 == 0:
+        assert found.sequences == sequences
+        assert found.chunks == max(each.chunks.stop - each.chunks.start for each in cut)
+        assert found.states == sum(each.live[0] for each in cut if not each.begins)
 
 
 def test_transformer_engine_refuses_hybrids_with_what_it_lacks() -> None:
