@@ -11,23 +11,28 @@ Cost = Callable[[int], float]
 
 
 def sequence_cost(architecture: Architecture) -> Cost:
-    """The cost L + s L^2 / 6h of a sequence of L tokens, in tokens of a very short one.
+    """The cost L (1 + c L) of a sequence of L tokens, in tokens of a very short one.
 
-    A layer of width h multiplies each token with 12 h^2 weights (4 h^2 of attention, 8 h^2 of an
-    MLP four times as wide), 24 h^2 operations. Scores and weighted values take 2 h operations each
-    for every pair of tokens, 4 L h per token. Together 24 h^2 (1 + L / 6h) per token. Causal
-    attention needs half of the pairs, but its kernels run at about half the rate of large matrix
-    products, so counting all of them is closer to the time. A recurrence costs each token the same,
-    so only a share s of layers, each with two parts, has what grows: 1 where all have attention.
+    A token is multiplied with the weights of its layers, two operations each, and a recurrence
+    costs each token the same besides. In attention each of L tokens meets L others, with two
+    operations for each channel of its queries and of its context: c is their share of the former.
+    In a plain layer of width h, with 12 h^2 weights (4 h^2 of attention, 8 h^2 of an MLP four times
+    as wide), it is 1 / 6h. Causal attention needs half of the pairs, but its kernels run at about
+    half the rate of large matrix products, so counting all of them is closer to the time.
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters
     Using Megatron-LM", appendix.
     """
-
-    attend = sum(isinstance(layer.mixer, Attention | Mla) for layer in architecture.layers)
-    parts = sum(len(layer.parts) for layer in architecture.layers)
-    width = 3 * parts / attend * architecture.hidden_size
+    each = pair = 0
+    for layer in architecture.layers:
+        linears = (part.list_linears(architecture.hidden_size) for part in layer.parts)
+        each += 2 * sum(each.elements for groups in linears for group in groups for each in group)
+        if isinstance(layer.mixer, Attention | Mla):
+            pair += 2 * (layer.mixer.query_size + layer.mixer.context_size)
+        elif layer.mixer is not None:
+            each += layer.mixer.count_core_flops([1])
+    growth = pair / each
 
     def cost(length: int) -> float:
-        return length * (1 + length / width)
+        return length * (1 + growth * length)
 
     return cost

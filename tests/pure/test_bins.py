@@ -30,7 +30,7 @@ ALGORITHMS = [
     "first_fit_shuffle",
     "modified_first_fit_decreasing",
 ]
-COST = sequence_cost(model(hidden_size=8))
+COST = sequence_cost(model(hidden_size=8, ffn_hidden_size=24))
 LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=40)
 
 
@@ -164,6 +164,7 @@ def test_exchanges_never_raise_the_largest_cost_or_overflow_a_bin(
 
 
 def test_a_long_sequence_costs_more_than_its_parts_as_attention_is_quadratic() -> None:
-    cost = sequence_cost(model(hidden_size=100))
+    sizes = {"num_attention_heads": 2, "kv_channels": 50, "ffn_hidden_size": 400, "gated": False}
+    cost = sequence_cost(model(hidden_size=100, **sizes))
     assert cost(600) == pytest.approx(600 * 2)
     assert cost(0) == 0

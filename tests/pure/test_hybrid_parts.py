@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_policy.config.layout import check_layout
 from megatron_policy.config.model_table import check_implementation
@@ -33,6 +35,8 @@ from megatron_policy.estimate.flops import forward_flops
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.recurrence.chunks import Chunks, sequences_of
+from megatron_policy.recurrence.delta_rule import delta_rule
+from megatron_policy.recurrence.state_space import state_space
 from tests.pure.test_layout import config
 
 ATTENTION = Attention(
@@ -112,13 +116,40 @@ def test_operations_on_states_grow_with_tokens_and_are_those_of_one_token_after_
     assert found[3].total == 7 * 2 * latent
 
 
+def scan_flops(part: DeltaNet | Mamba2, size: int) -> int:
+    """What torch counts of a scan over 32 tokens, in chunks of `size`."""
+    chunks = Chunks.of([range(32)], size)
+    if isinstance(part, DeltaNet):
+        heads, groups, inner = part.num_value_heads, part.num_key_heads, part.value_head_dim
+        q, k = torch.rand(2, 32, groups, part.key_head_dim).unbind()
+        per_head = torch.rand(32, heads)
+        with FlopCounterMode(display=False) as counter:
+            delta_rule(q, k, torch.rand(32, heads, inner), -per_head, per_head, chunks)
+    else:
+        heads, groups, inner = part.num_heads, part.groups, part.head_dim
+        b, c = torch.rand(2, 32, groups, part.state_size).unbind()
+        head, steps = torch.rand(heads), torch.rand(32, heads)
+        with FlopCounterMode(display=False) as counter:
+            state_space(torch.rand(32, heads, inner), steps, head, b, c, head, chunks)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("part", [DELTA, MAMBA], ids=["delta net", "Mamba2"])
+def test_operations_on_states_are_those_of_a_scan_but_for_pairs_within_its_chunks(part) -> None:
+    # A token meets all of its chunk: their number is what chunks of another size differ by.
+    small, large = scan_flops(part, 8), scan_flops(part, 16)
+    assert 32 * part.count_memory_flops() == small - (large - small)
+
+
 def test_a_sequence_costs_less_of_what_grows_where_fewer_layers_attend() -> None:
-    plain_model = hybrid([ATTENTION] * 4)
-    whole, some, single = map(sequence_cost, (plain_model, MODEL, SINGLE))
-    length = 6 * 2048
-    assert whole(length) == 2 * length
-    assert some(length) == (1 + 1 / 4) * length
-    assert single(length) == (1 + 1 / 2) * length  # as two layers would, one with attention
+    length, pairs = 2**15, 2 * 2 * 4096
+    attention, mlp = 2 * 2048 * (9216 + 4096), 2 * 3 * 2048 * 5120
+    delta = 2 * 2048 * (12352 + 4096) + DELTA.count_core_flops([1])
+    for number, model in ((4, hybrid([ATTENTION] * 4)), (1, MODEL)):
+        each = number * attention + (4 - number) * delta + 4 * mlp
+        expected = length * (1 + number * pairs / each * length)
+        assert sequence_cost(model)(length) == pytest.approx(expected)
+    assert sequence_cost(SINGLE)(length) > length
 
 
 def layout(architecture: Architecture, **sizes: int) -> str:

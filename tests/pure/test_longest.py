@@ -94,7 +94,7 @@ def test_the_driver_refuses_rows_that_are_too_long_whatever_is_done_with_them() 
         9,
         PADDED,
         PADDED,
-        sequence_cost(model(hidden_size=8)),
+        sequence_cost(model(hidden_size=8, ffn_hidden_size=24)),
         limits,
         RouterReplay(False, 0, 0, (), 1),
     )

@@ -23,7 +23,7 @@ from megatron_policy.packing.tokens import packed_layout, padded_layout
 from tests.pure.test_config import minimal
 from tests.pure.test_rows import model
 
-COST = sequence_cost(model(hidden_size=8))
+COST = sequence_cost(model(hidden_size=8, ffn_hidden_size=24))
 PACKED = Batching("packed", 64)
 DYNAMIC = Batching("dynamic", 64, 8)
 SETTINGS = [

@@ -24,7 +24,7 @@ from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.speed import Estimator, Share, Workload, merge_speeds
 from tests.pure.test_rows import model
 
-COST = sequence_cost(model(hidden_size=8))
+COST = sequence_cost(model(hidden_size=8, ffn_hidden_size=24))
 WIDTH = 12
 LENGTHS = [[12, 3, 5], [7], []]
 MULTIPLES = Multiples(row=8, sequence=2, context_ranks=1)

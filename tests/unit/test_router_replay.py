@@ -138,7 +138,7 @@ def test_only_a_model_with_experts_can_replay_and_only_what_is_in_the_data() -> 
 
 def test_the_driver_refuses_before_it_sends_and_deals_choices_with_their_rows() -> None:
     dynamic, longest = Batching("dynamic", 8, 1), Longest(8, 8)
-    cost = sequence_cost(model(hidden_size=8))
+    cost = sequence_cost(model(hidden_size=8, ffn_hidden_size=24))
     dealer = BatchDispatcher(Topology(dp=2), 9, dynamic, dynamic, cost, longest, REPLAY)
     wrong = changed(2, 1, 1, [0, 5])
     for deal in (

@@ -32,7 +32,7 @@ from tests.losses import TokenNLL
 from tests.pairwise import PairsOfLogprobs
 from tests.pure.test_rows import model
 
-COST = sequence_cost(model(hidden_size=8))
+COST = sequence_cost(model(hidden_size=8, ffn_hidden_size=24))
 PADDED = Batching("padded")
 PACKED = Batching("packed", 16, key="sequence_packing.train_mb_tokens")
 DYNAMIC = Batching("dynamic", 16, 4)
