@@ -8,11 +8,13 @@ Rajbhandari et al. 2020, "ZeRO" (the distributed optimizer).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split
-from megatron_policy.converters.architecture import Architecture, Moe
+from megatron_policy.converters.architecture import Architecture, Layer, Moe, Recurrence
 from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.devices import DeviceFigures
 from megatron_policy.estimate.flops import BACKWARD, forward_flops, model_flops
@@ -125,9 +127,11 @@ def pass_seconds(
                 of = flops.layers[layer]
                 forward += of.total
                 backward += again * of.total + of.backward
+                scans = isinstance(arch.layers[layer].mixer, Recurrence)
+                backward += of.attention * scans  # they are their own unit of recomputation
                 if settings.recompute_granularity == "selective":
                     modules = settings.recompute_modules or ()
-                    backward += of.attention * ("core_attn" in modules)
+                    backward += of.attention * ("core_attn" in modules and not scans)
                     feed = arch.layers[layer].feed
                     again = feed is not None and feed.computed_again
                     backward += of.mlp * ("mlp" in modules and again)
@@ -150,25 +154,29 @@ def _traffic(
     at, settings, precisions = topology, config.megatron_cfg, Precisions.of(config)
     batch, microbatches = batch_shape.microbatch(at), batch_shape.microbatches(at)
     stages = layer_split(config, arch, at).stages
-    held = max(([arch.layers[n] for chunk in chunks for n in chunk] for chunks in stages), key=len)
-    experts = [layer.feed for layer in held if isinstance(layer.feed, Moe)]
+
+    def find_most(count: Callable[[Layer], int]) -> int:
+        """The sum over the layers of a stage, of the one for which it is largest."""
+        of = {number: count(layer) for number, layer in kinds.items()}
+        return max(sum(of[id(arch.layers[n])] for held in each for n in held) for each in stages)
+
+    kinds = {id(layer): layer for layer in arch.layers}
     token = batch.tokens * WIDTHS[config.precision]
     hidden, split = token * arch.hidden_size, at.tp if settings.sequence_parallel else 1
     passes = 2 + int(settings.recompute_granularity == "full")
     # Each linear pair gathers and reduces in each pass; experts' ranks have traffic of their own.
     # With sequence parallelism the backward pass gathers the input again, unless weights are
     # frozen, which have no gradients.
-    pairs = sum(len(layer.parts) for layer in held) - len(experts)
+    pairs = find_most(lambda layer: sum(not isinstance(part, Moe) for part in layer.parts))
     collectives = 2 * pairs * passes
     if settings.sequence_parallel and not settings.peft.enabled:
         collectives += pairs
     # Keys and values visit all ranks, or tokens those that have their heads; gradients come back.
-    mixers = [layer.mixer for layer in held if layer.mixer is not None]
-    exchanged = sum(mixer.count_exchanged(at.tp, at.cp) for mixer in mixers)
+    exchanged = find_most(lambda layer: _count_exchanged(layer, at))
     # A pass sends each token to its experts and back; the ranks that split an expert gather what
     # each got.
     spread = _share(at.ep) + (at.expert_tp - 1)
-    routed = sum(int(2 * (hidden / split * moe.chosen) * spread) for moe in experts)
+    routed = int(2 * token / split * find_most(partial(_count_routed, arch.hidden_size)) * spread)
     # Gradients are reduced, and parameters or gradients gathered: those of experts over the ranks
     # that hold copies of them, all others over all replicas.
     gathered = precisions.parameter if precisions.distributed else precisions.gradient
@@ -182,6 +190,18 @@ def _traffic(
         "pp": microbatches * (2 * at.vpp * hidden // split) * (at.pp > 1),
         "dp": int((1 + gathered / precisions.gradient) * reduced),
     }
+
+
+def _count_exchanged(layer: Layer, at: Topology) -> int:
+    """Channels of a token that context-parallel ranks exchange."""
+    return 0 if layer.mixer is None else layer.mixer.count_exchanged(at.tp, at.cp)
+
+
+def _count_routed(hidden_size: int, layer: Layer) -> int:
+    """Channels of a token that go to its experts."""
+    if not isinstance(layer.feed, Moe):
+        return 0
+    return layer.feed.chosen * (layer.feed.latent_size or hidden_size)
 
 
 def _share(size: int) -> float:

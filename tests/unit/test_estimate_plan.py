@@ -211,6 +211,18 @@ def test_expert_parallel_ranks_hold_all_experts_and_reduce_gradients_with_their_
         assert staged == pytest.approx(2 * (experts / topology.edp + dense / 16), rel=2e-3)
 
 
+def test_the_stage_with_most_experts_sends_most_to_them() -> None:
+    """The first stage has more layers, but three of them are dense."""
+    layout = {"pipeline_model_parallel_size": 8, "num_layers_in_first_pipeline_stage": 9}
+    layout |= {"num_layers_in_last_pipeline_stage": 4, "expert_model_parallel_size": 32}
+    base = {**BASE, "megatron_cfg": BASE["megatron_cfg"] | layout, "model_name": "DeepSeek-V3"}
+    plan = plan_of(PolicyConfig.parse(base), rows_of("DeepSeek-V3"), 256, SHORT["H100"])
+    arch, tokens = plan.architecture, 512 // 32 * 4096
+    each = 2 * 2 * tokens * arch.hidden_size * arch.moe.chosen * 31 // 32
+    # Eight layers of stages between; forward and backward.
+    assert plan.time.wire_bytes["ep"] == pytest.approx(2 * 8 * each, rel=1e-3)
+
+
 def test_schedules_hold_what_their_warm_up_runs() -> None:
     assert [Schedule(4, 1, 8).most(stage, [10], [10]) for stage in range(4)] == [40, 30, 20, 10]
     assert Schedule(4, 1, 2).most(0, [10], [10]) == 20
