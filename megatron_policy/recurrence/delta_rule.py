@@ -92,9 +92,13 @@ def _compute(
     fresh_CHLV, seen_CHLK = solved.split([v_CHLV.size(-1), k_CHLK.size(-1)], -1)
     query_CHLK, tail_CHKL = q_CHLK * decay.reach, (k_CHLK * decay.left).mT
 
-    def step(c: slice, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        new = fresh_CHLV[c] - seen_CHLK[c] @ state
-        output = query_CHLK[c] @ state + within_CHLL[c] @ new
-        return output, decay.whole[c] * state + tail_CHKL[c] @ new
+    def step(
+        state: torch.Tensor, fresh: torch.Tensor, seen: torch.Tensor, *rest: torch.Tensor
+    ) -> tuple[Tensors, torch.Tensor]:
+        tail, whole = rest
+        new = fresh - seen @ state
+        return (state, new), whole * state + tail @ new
 
-    return pass_on(slab, state_QHKV, step)
+    parts = (fresh_CHLV, seen_CHLK, tail_CHKL, decay.whole)
+    (first_CHKV, new_CHLV), state_QHKV = pass_on(slab, state_QHKV, parts, step)
+    return query_CHLK @ first_CHKV + within_CHLL @ new_CHLV, state_QHKV

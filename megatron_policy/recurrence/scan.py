@@ -52,18 +52,23 @@ def scan(
 def pass_on(
     slab: Slab,
     state_QHKV: torch.Tensor,
-    step: Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call `step(chunks, states)` for the steps of a slab one after another: what it returns of all
-    chunks, and the last states of the slab's sequences.
+    parts: Tensors,
+    step: Callable[..., tuple[Tensors, torch.Tensor]],
+) -> tuple[Tensors, torch.Tensor]:
+    """Call `step(states, *parts)` for the steps of a slab one after another, each with its chunks'
+    share of `parts`. It returns what is wanted of its chunks, and the states after them. The result
+    is the former of all chunks, and the last states of the slab's sequences.
     """
-    outputs, ended, start = [], [], 0
-    for live in slab.live:
-        ended.append(state_QHKV[live:])
-        output, state_QHKV = step(slice(start, start + live), state_QHKV[:live])
-        outputs.append(output)
-        start += live
-    return torch.cat(outputs), torch.cat([state_QHKV, *reversed(ended)])
+    wanted, ended = [], []
+    # Not slices, each of which would have a gradient as large as all chunks together.
+    for live, *own in zip(slab.live, *(part.split(slab.live) for part in parts), strict=True):
+        if live < state_QHKV.size(0):
+            state_QHKV, over = state_QHKV.tensor_split([live])
+            ended.append(over)
+        of_chunks, state_QHKV = step(state_QHKV, *own)
+        wanted.append(of_chunks)
+    joined = [torch.cat(of_steps) for of_steps in zip(*wanted, strict=True)]
+    return joined, torch.cat([state_QHKV, *reversed(ended)])
 
 
 @dataclass(frozen=True)

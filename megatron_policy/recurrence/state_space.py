@@ -73,10 +73,12 @@ def _compute(
     scaled_CHLV = x_CHLV * dt_CHL.unsqueeze(-1)
     b_CHLK, c_CHLK = (share(y, x_CHLV.size(1)) for y in (b_CGLK, c_CGLK))
     within_CHLV = decay.products(c_CGLK, b_CGLK) @ scaled_CHLV + d_H[:, None, None] * x_CHLV
-    query_CHLK, added_CHKV = c_CHLK * decay.reach, (b_CHLK * decay.left).mT @ scaled_CHLV
+    added_CHKV = b_CHLK.mT @ (scaled_CHLV * decay.left)
 
-    def step(c: slice, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        output = within_CHLV[c] + query_CHLK[c] @ state
-        return output, decay.whole[c] * state + added_CHKV[c]
+    def step(
+        state: torch.Tensor, whole: torch.Tensor, added: torch.Tensor
+    ) -> tuple[Tensors, torch.Tensor]:
+        return (state,), whole * state + added
 
-    return pass_on(slab, state_QHKV, step)
+    (first_CHKV,), state_QHKV = pass_on(slab, state_QHKV, (decay.whole, added_CHKV), step)
+    return within_CHLV + decay.reach * (c_CHLK @ first_CHKV), state_QHKV
