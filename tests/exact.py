@@ -78,10 +78,17 @@ class Exact:
     rounding: float
 
     @classmethod
-    def of(cls, path: Path | str, compute: Callable[[PreTrainedModel], torch.Tensor]) -> Exact:
-        """What `compute` makes of the checkpoint's model, without gradients."""
+    def of(
+        cls,
+        path: Path | str,
+        compute: Callable[[PreTrainedModel], torch.Tensor],
+        dtype: torch.dtype = torch.float32,
+    ) -> Exact:
+        """What `compute` makes of the checkpoint's model, without gradients. `rounding` is that of
+        Hugging Face's computation in this dtype.
+        """
         with torch.no_grad():
-            rounded = compute(load_hf(path))
+            rounded = compute(load_hf(path, dtype))
             with InDouble():
                 value = compute(load_hf(path, torch.float64))
         return cls.between(rounded, value)

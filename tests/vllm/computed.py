@@ -68,7 +68,8 @@ def _read_kernel(module: nn.Module) -> Tensor | None:
         return None
     names = ("input_size_per_partition", "input_size", "embedding_dim")
     width = next(getattr(module, name) for name in names if hasattr(module, name))
-    matrix: Tensor = module.cpu_linear(torch.eye(width), module.weight, None)
+    units = torch.eye(width, dtype=module.weight.dtype)
+    matrix: Tensor = module.cpu_linear(units, module.weight, None)
     return matrix.T.contiguous()
 
 

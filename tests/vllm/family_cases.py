@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from tests.checkpoints import make_checkpoint
@@ -40,6 +41,14 @@ class MiMoConfig(Qwen2Config):
     model_type = "mimo"
 """
 """In place of the makers' code, for which vLLM looks in the checkpoint."""
+DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""Heads of the one size for which there is a kernel."""
 EPSILON = {"rms_norm_eps": 1e-5}
 """As published: vLLM's model has that number in its code."""
 OWN: dict[str, dict[str, Any]] = {
@@ -57,6 +66,26 @@ OWN: dict[str, dict[str, Any]] = {
     "olmoe": EPSILON,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": EXPERTS,
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "block_multiple_of": 32,
+        "conv_L_cache": 4,
+        "conv_dim": 128,
+        "block_dim": 128,
+        "block_ff_dim": 64,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    "qwen3_next": DELTA_NET
+    | EXPERTS
+    | {"shared_expert_intermediate_size": 64, "mlp_only_layers": []},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     # vLLM's rotary kernel for CPUs takes the heads of queries to follow each other in memory, but
@@ -65,6 +94,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
     "mimo": {"trust_remote_code": True},
 }
+
+
+BF16_ALONE = ("lfm2", "nemotron_h", "qwen3_next")
+"""Families whose recurrences vLLM's kernels for CPUs compute in bf16 alone."""
+IN_BF16 = "in bf16"
 
 
 @dataclass(frozen=True)
@@ -81,11 +115,17 @@ class Case:
     def name(self) -> str:
         return f"{self.family} {self.kind}".rstrip()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the checkpoint, the policy and the engine."""
+        return torch.bfloat16 if self.kind == IN_BF16 else torch.float32
+
     def make(self, folder: Path) -> Path:
         """Write the checkpoint below `folder`."""
         path = folder / "source"
         fields = SIZES | {"layers": 2, "tied": is_tied(self.family)} | OWN.get(self.family, {})
-        make_checkpoint(path, self.family, tokenizer=False, **fields | self.fields)
+        given = {"dtype": self.dtype, "tokenizer": False}
+        make_checkpoint(path, self.family, **fields | self.fields | given)
         if self.family == "mimo":
             (path / "configuration_mimo.py").write_text(MIMO)
         if self.mtp:
@@ -98,7 +138,7 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """What an engine is started with."""
-        return OPTIONS.get(self.family, {})
+        return OPTIONS.get(self.family, {}) | {"dtype": str(self.dtype).removeprefix("torch.")}
 
 
 def is_tied(family: str) -> bool:
@@ -112,7 +152,7 @@ def is_tied(family: str) -> bool:
 def list_cases() -> Iterator[Case]:
     """Every family as published, and again with what only some of its models have."""
     for family, samples in SAMPLES.items():
-        yield Case(family)
+        yield Case(family, IN_BF16 if family in BF16_ALONE else "")
         fields = {name: value for name, value in samples.full.items() if "bias" in name}
         if fields and family not in ("glm4", "starcoder2"):  # which have them as published
             yield Case(family, "with biases", fields)
@@ -151,3 +191,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "seed_oss with biases": (UNREAD, "vLLM's layers of this family have no such biases"),
 }
 """By the names of cases: what vLLM or the refit says, and why."""
+if torch.cpu._is_avx512_bf16_supported():
+    REFUSED["lfm2 in bf16"] = (
+        "Dimension out of range",
+        "vLLM packs short convolutions for CPUs with AVX-512 in bf16, and reads them unpacked",
+    )

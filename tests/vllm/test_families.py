@@ -67,11 +67,11 @@ def watch(forks: str, case: Case, folder: Path) -> Seen:
             policy.export_hf(old := folder / "old")
         with ForkedEngine(forks, old, **case.options) as engine:
             seen = {"class": engine.call("describe"), "versions": engine.call("versions")}
-            seen["before"] = compare(policy, old, engine)
+            seen["before"] = compare(policy, old, engine, case.dtype)
             first = engine.call("digests")
             refit(policy, engine, f"ipc://{folder}/s")
             policy.export_hf(new)
-            seen["after"] = compare(policy, new, engine)
+            seen["after"] = compare(policy, new, engine, case.dtype)
             second = engine.call("digests")
     with ForkedEngine(forks, new, **case.options) as engine:
         third = engine.call("digests")
@@ -93,7 +93,9 @@ def config_of(case: Case, path: Path) -> dict[str, Any]:
         "moe_router_bias_update_rate": 0.05,
         "mtp_num_layers": int(case.mtp),
     }
-    return policy_config(path, section, lr=LR)
+    config = policy_config(path, section, lr=LR)
+    config["precision"] = case.options["dtype"]
+    return config
 
 
 def refit(policy: MegatronPolicy, engine: ForkedEngine, address: str) -> None:
@@ -105,13 +107,15 @@ def refit(policy: MegatronPolicy, engine: ForkedEngine, address: str) -> None:
     assert engine.result() == 1
 
 
-def compare(policy: MegatronPolicy, path: Path, engine: ForkedEngine) -> dict[str, float]:
+def compare(
+    policy: MegatronPolicy, path: Path, engine: ForkedEngine, dtype: torch.dtype
+) -> dict[str, float]:
     """Log-probabilities of fixed rows: how far the engine's and the policy's are from those of
     transformers with this checkpoint in fp64, the engine's from the policy's, and what rounding
-    explains.
+    in `dtype` explains.
     """
     tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    exact = Exact.of(path, lambda model: oracle.hf_logprobs(model, tokens))
+    exact = Exact.of(path, lambda model: oracle.hf_logprobs(model, tokens), dtype)
     own = policy.logprobs(BatchedDataDict({"input_ids": tokens}))[:, 1:].cpu()
     engines = torch.tensor(engine.call("logprobs", tokens.tolist()))
     return {

@@ -104,6 +104,7 @@ class ModelReload:
         with self._configured():
             finalize_layerwise_reload(self._model, self._config.model_config)
             self._process_tied()
+            self._unpack_convolutions()
         for method, kernel in self._kernels.items():
             method.moe_kernel = method.moe_kernel or kernel  # if the layer was not loaded
         self._kernels.clear()
@@ -151,6 +152,16 @@ class ModelReload:
                 module = self._model.get_submodule(name.rpartition(".")[0])
                 if (method := getattr(module, "quant_method", None)) is not None:
                     method.process_weights_after_loading(module)
+
+    def _unpack_convolutions(self) -> None:
+        """Mamba2 reads its convolution's weight through a view of what was loaded at first. CPUs
+        with AVX-512 in bf16 pack it into other memory, and the reload fills that one alone.
+        """
+        for module in self._model.modules():
+            convolution = getattr(module, "conv1d", None)
+            new = getattr(convolution, "_cpu_unpacked_conv_weight", None)
+            if new is not None and "conv_weights" in module._buffers:
+                module.conv_weights.copy_(new)
 
     def _configured(self) -> Any:
         from vllm.config import set_current_vllm_config
