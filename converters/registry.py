@@ -31,6 +31,7 @@ from megatron_policy.converters.families import (
     granitemoehybrid,
     hunyuan_v1_dense,
     lfm2,
+    lfm2_moe,
     llama,
     mimo,
     minimax_m2,
@@ -137,6 +138,7 @@ PREPARED = {
     family.name: family
     for family in (
         _built_in(granitemoehybrid, "GraniteMoeHybridForCausalLM", awaits="Mamba2"),
+        _built_in(lfm2_moe, "Lfm2MoeForCausalLM", awaits="gated short convolutions"),
         _built_in(nemotron_h, "NemotronHForCausalLM", awaits="Mamba2"),
         _built_in(qwen3_5_moe_text, "Qwen3_5MoeForCausalLM", awaits="gated delta nets"),
         _built_in(qwen3_5_text, "Qwen3_5ForCausalLM", awaits="gated delta nets"),

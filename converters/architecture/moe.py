@@ -30,6 +30,8 @@ class Moe(LayerPart):
     """The chosen experts' scores are divided by their sum."""
     least_sum: float = 0.0
     """If that sum is smaller, the scores are divided by this instead."""
+    added_to_sum: float = 1e-20
+    """The sum is made so much larger before it divides."""
     scale: float = 1.0
     """Factor on the chosen experts' weights."""
     groups: int = 1

@@ -14,6 +14,7 @@ from megatron_policy.converters.architecture import (
 )
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, recurrences
+from megatron_policy.converters.rows import Ignore, Row
 
 _NAMES = {
     "model.norm.": "model.embedding_norm.",
@@ -26,7 +27,7 @@ _NAMES = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
-TABLE = (
+TABLE: tuple[Row | Ignore, ...] = (
     *dense.rename((*dense.ENDS, *dense.BLOCK, *dense.QK_NORM), _NAMES),
     *recurrences.rows_of_short_convolution("conv"),
 )
@@ -53,6 +54,11 @@ def architecture(fields: Fields) -> Architecture:
         fields.ignore(name, "weights are loaded, never initialised at random")
     fields.ignore("full_attn_idxs", "layer_types states it for each layer")
     fields.ignore("block_ff_dim", "intermediate_size has its value")
+    return dense.architecture(fields, take_mixers(fields), _take_mlp(fields), epsilon="norm_eps")
+
+
+def take_mixers(fields: Fields) -> list[Mixer]:
+    """The mixer of each layer."""
     fields.ignore("tie_embedding", "tie_word_embeddings has its value")
     attention = dense.take_attention(fields, qk_norm=QkNorm.PER_HEAD)
     convolution = ShortConvolution(
@@ -61,8 +67,7 @@ def architecture(fields: Fields) -> Architecture:
         bias=fields.take("conv_bias"),
     )
     kinds: dict[str, Mixer] = {"full_attention": attention, "conv": convolution}
-    mixers = recurrences.take_layers(fields, "layer_types", kinds)
-    return dense.architecture(fields, mixers, _take_mlp(fields), epsilon="norm_eps")
+    return recurrences.take_layers(fields, "layer_types", kinds)
 
 
 def _take_mlp(fields: Fields) -> Mlp:

@@ -31,6 +31,21 @@ from tests.invariance.oracle import truth
 from tests.samples import RECURRENT, Fields, Samples
 
 NOT_OFFERED = {
+    "lfm2_moe": Samples(
+        architecture="Lfm2MoeForCausalLM",
+        epsilon="norm_eps",
+        experts=True,
+        tiny={
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "routed_scaling_factor": 1.5,
+            "layer_types": ["conv", "full_attention"] * 2,
+        },
+        read=(),
+        published={},
+    ),
     "qwen3_next": Samples(
         architecture="Qwen3NextForCausalLM",
         experts=True,
@@ -96,6 +111,7 @@ LATENT = {"layers_block_type": ["moe", "linear_attention", "full_attention", "mo
 UNEVEN = ["moe", "linear_attention", "full_attention", "moe", "mlp", "linear_attention"]
 HYBRIDS: dict[str, Fields] = {
     "lfm2": SIZES | {"conv_bias": True},
+    "lfm2_moe": SIZES,
     "qwen3_next": SIZES,
     "nemotron_h": SIZES,
     "nemotron_h, experts": SIZES | {"layers_block_type": UNEVEN, "seed": 4},
@@ -156,7 +172,7 @@ def family_of(model: str) -> str:
 
 
 def has_experts(model: str) -> bool:
-    return model == "qwen3_next" or "experts" in model
+    return model in ("lfm2_moe", "qwen3_next") or "experts" in model
 
 
 @pytest.mark.parametrize("model", HYBRIDS)

@@ -45,6 +45,19 @@ COMMON: Fields = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+LFM2: Fields = COMMON | {
+    "num_hidden_layers": 4,
+    "intermediate_size": 60,
+    "block_multiple_of": 8,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+}
+LFM2_MOE: Fields = {name: LFM2[name] for name in LFM2 if name != "block_multiple_of"} | {
+    "num_dense_layers": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 1.5,
+}
 LINEAR: Fields = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -99,6 +112,7 @@ GRANITE: Fields = COMMON | {
     "logits_scaling": 4.0,
 }
 TINY: dict[str, tuple[str, Fields]] = {
+    "lfm2_moe": ("lfm2_moe", LFM2_MOE),
     "qwen3_next": ("qwen3_next", NEXT),
     "qwen3_next, tied": (
         "qwen3_next",
@@ -115,6 +129,32 @@ TINY: dict[str, tuple[str, Fields]] = {
     "nemotron_h, latent": ("nemotron_h", NEMOTRON | {"moe_latent_size": 12}),
 }
 PUBLISHED: dict[str, tuple[str, Fields]] = {
+    "LFM2-8B-A1B": (
+        "lfm2_moe",
+        {
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "layer_types": [
+                "full_attention" if n in (2, 6, 10, 14, 18, 21) else "conv" for n in range(24)
+            ],
+            "max_position_embeddings": 128000,
+            "moe_intermediate_size": 1792,
+            "norm_eps": 1e-05,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 8,
+            "rope_theta": 1000000.0,
+            "routed_scaling_factor": 1.0,
+            "use_expert_bias": True,
+            "vocab_size": 65536,
+        },
+    ),
     "Qwen3-Next-80B-A3B": (
         "qwen3_next",
         {
@@ -251,7 +291,10 @@ MTP = {
 """The tensors of the layer for multi-token prediction of Qwen3-Next, with biases of attention left
 out.
 """
-FP32 = ("A_log", "linear_attn.norm.weight", "e_score_correction_bias", "mixer.D", "mamba.D")
+FP32 = (
+    *("A_log", "linear_attn.norm.weight", "mixer.D", "mamba.D"),
+    *("e_score_correction_bias", "expert_bias"),
+)
 """What makers keep in fp32."""
 
 

@@ -156,9 +156,11 @@ def take_sigmoid_moe(fields: Fields) -> Moe:
     )
 
 
-def take_layers_after_dense(fields: Fields) -> tuple[bool, ...]:
-    """Which layers have experts when the first `first_k_dense_replace` are dense."""
+def take_layers_after_dense(
+    fields: Fields, name: str = "first_k_dense_replace"
+) -> tuple[bool, ...]:
+    """Which layers have experts when the first are dense: the field `name` says how many."""
     fields.expect("moe_layer_freq", (1,), "every layer after the first dense ones has experts")
-    first, number = fields.take("first_k_dense_replace", 0), fields.take("num_hidden_layers")
+    first, number = fields.take(name, 0), fields.take("num_hidden_layers")
     check_number(number)
     return tuple(layer >= first for layer in range(number))

@@ -118,7 +118,7 @@ def route(
         weights_TK = weights_TK.softmax(-1)
     elif moe.renormalized:
         sum_T1 = weights_TK.sum(-1, keepdim=True).clamp(min=moe.least_sum)
-        weights_TK = weights_TK / (sum_T1 + 1e-20)
+        weights_TK = weights_TK / (sum_T1 + moe.added_to_sum)
     weights_TE = torch.zeros_like(scores_TE).scatter(-1, chosen_TK, weights_TK * moe.scale)
     taken_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(-1, chosen_TK, True)
     return weights_TE, taken_TE
