@@ -235,6 +235,8 @@ def draft(
         architecture = family.architecture(fields)
         if source.head is not None:
             architecture = replace(architecture, tied=False, head=source.head)
+        if any(name in tensors for name in _name_stacks(rows, architecture)):
+            architecture = architecture.stack_experts()
         mtp_layers = mtp_layers or _count_mtp_layers(rows, architecture, tensors)
         architecture = replace(architecture, mtp_layers=mtp_layers)
     except ConversionError:
@@ -263,11 +265,18 @@ def _count_mtp_layers(
     """
     carried = (row for row in rows if isinstance(row, Ignore) and row.carried)
     templates = {row.hf for row in carried if architecture.holds(row.when)}
-    left_out = [
-        found for hf in templates if (found := _number_layers(hf, architecture)) not in ([], [hf])
-    ]
+    counted = [hf for hf in templates if "{left_out}" in hf or "{mtp_layer}" in hf]
+    left_out = [found for hf in counted if (found := _number_layers(hf, architecture))]
     present = [any(name in tensors for name in layer) for layer in zip(*left_out, strict=True)]
     return (*present, False).index(False)
+
+
+def _name_stacks(rows: Iterable[Row | Ignore], architecture: Architecture) -> Iterator[str]:
+    """What checkpoints call tensors of all experts of a layer, where they need not have such."""
+    for row in rows:
+        if not isinstance(row, Ignore) and row.when == "stacked":
+            for layer in architecture.expert_layers:
+                yield from (name.replace("{layer}", str(layer)) for name in row.hf)
 
 
 def _name_ignored(row: Ignore, architecture: Architecture) -> list[str]:
@@ -284,7 +293,8 @@ def _name_ignored(row: Ignore, architecture: Architecture) -> list[str]:
 
 def _number_layers(name: str, architecture: Architecture) -> list[str]:
     """A name with the number of each layer for multi-token prediction that it is a name of, if any:
-    counted from 0 or after all other layers, of those that the model has or leaves out.
+    counted from 0 or after all other layers, of those that the model has or leaves out. Or with the
+    number of each block of a tower.
     """
     layers, held = architecture.num_layers, architecture.mtp_layers
     end = architecture.further_layers
@@ -293,6 +303,7 @@ def _number_layers(name: str, architecture: Architecture) -> list[str]:
         ("{left_out}", range(held, end)),
         ("{predicting}", range(layers, layers + held)),
         ("{mtp_layer}", range(layers + held, layers + end)),
+        ("{block}", range(architecture.tower_blocks)),
     ):
         if mark in name:
             return [name.replace(mark, str(number)) for number in numbers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -81,13 +81,16 @@ class Architecture:
     """False of a model without a family: these are its sizes, not all that it computes."""
     head: ScalarHead | None = None
     """Gives one number for each token, in place of the logits of a vocabulary."""
+    tower_blocks: int = 0
+    """Blocks of a tower that reads pictures in checkpoints, which this model leaves out."""
     attachments: tuple[str, ...] = ()
     """Keys of a batch that its first stage reads beside the tokens: a tensor, or None, for each
     row.
     """
 
     def __post_init__(self) -> None:
-        check_number(self.num_layers)
+        for blocks in (self.num_layers, self.tower_blocks or 1):
+            check_number(blocks)
         check_counts(self, "hidden_size", "vocab_size", "max_position_embeddings")
         check_widths(hidden_size=self.hidden_size, vocab_size=self.vocab_size)
         check_factors(self, "layernorm_epsilon", "embedding_scale", "residual_scale")
@@ -168,6 +171,15 @@ class Architecture:
     def expert_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that are mixtures of experts."""
         return tuple(n for n, layer in enumerate(self.layers) if isinstance(layer.feed, Moe))
+
+    def stack_experts(self) -> Architecture:
+        """The same model of a checkpoint that has one tensor of all experts of a layer."""
+        made = {
+            layer: replace(layer, feed=replace(layer.feed, stacked=True))
+            for layer in dict.fromkeys(self.layers)
+            if isinstance(layer.feed, Moe)
+        }
+        return replace(self, layers=tuple(made.get(layer, layer) for layer in self.layers))
 
     @cached_property
     def uniform_layers(self) -> bool:

@@ -48,6 +48,8 @@ class Moe(LayerPart):
     """The makers' coefficient of the load balancing loss, if they publish one; of use in training
     only.
     """
+    stacked: bool = field(default=False, compare=False)
+    """The checkpoint has one tensor of all experts of a layer, where its family has both forms."""
     activation: Activation = Activation.SILU
     mlp_bias: bool = False
     """On both matrices of every expert."""

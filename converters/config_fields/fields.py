@@ -160,7 +160,7 @@ class Fields:
             section = self._sections.get(name)
             outcome, why = self._use(name, ended, ignored)
             if section is not None and outcome != REFUSED:
-                yield from section.uses(ended or section._refused(), {})
+                yield from section.uses(ended or section._refused(), section._of_any(ignored))
             elif name in self._raw or outcome == REFUSED:
                 yield FieldUse(f"{self._prefix}{name}", self._raw.get(name), outcome, why)
 
@@ -193,8 +193,12 @@ class Fields:
         ]
         # A section with a refused field is refused as a whole: its other fields no longer matter.
         sections = self._sections.values()
-        nested = [problem for s in sections for problem in s._problems or s._collect({})]
+        nested = [p for s in sections for p in s._problems or s._collect(s._of_any(ignored))]
         return self._problems + nested + unknown
+
+    def _of_any(self, ignored: Mapping[str, str]) -> Mapping[str, str]:
+        """The fields of any model that this section can have: it is the config of one, or not."""
+        return ignored if "model_type" in self._raw else {}
 
     def _hint(self, name: str) -> str:
         """What to do about a field that nobody took; sections are overridden as a whole."""

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from megatron_policy.converters.architecture import Architecture, Mlp, Moe, Scoring
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.families import qwen3_5_text, qwen3_next
+from megatron_policy.converters.families import qwen3_5_text
 from megatron_policy.converters.families.shared import dense, experts
 
-TABLE = qwen3_5_text.make_table(qwen3_next.EXPERTS)
+TABLE = qwen3_5_text.make_table(
+    (*experts.routed_or_stacked(), *experts.shared("shared_expert")),
+)
 
 
 def architecture(fields: Fields) -> Architecture:

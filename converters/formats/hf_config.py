@@ -74,7 +74,16 @@ def read_config(model: str | Path, overrides: Mapping[str, Any] | None = None) -
             config["model_type"] = kind
     common = PretrainedConfig().to_dict()
     common.pop("tie_word_embeddings", None)  # describes the model, so it always counts
-    return {name: v for name, v in config.items() if name not in common or v != common[name]}
+    return _without(config, common)
+
+
+def _without(config: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+    """A config, and those of models within it, without the fields that have these values."""
+    return {
+        name: _without(v, common) if isinstance(v, Mapping) and "model_type" in v else v
+        for name, v in config.items()
+        if name not in common or v != common[name]
+    }
 
 
 def in_kind(

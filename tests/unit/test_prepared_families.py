@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megatron_policy.adapters.table import PREFIX, A, B, build_adapter_table, is_adaptable
 from megatron_policy.convert import convert, verify
@@ -31,7 +31,7 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.registry import FAMILIES, PREPARED
 from megatron_policy.converters.rows import Whole, fill_parts, fill_shard
-from megatron_policy.converters.table import Table, bind
+from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConversionError
 
 Fields = dict[str, Any]
@@ -86,6 +86,15 @@ QWEN35_MOE: Fields = {
     for name, value in NEXT.items()
     if name not in ("intermediate_size", "mlp_only_layers")
 }
+TOWER: Fields = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
 NEMOTRON: Fields = COMMON | {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
     "head_dim": 16,
@@ -120,6 +129,12 @@ TINY: dict[str, tuple[str, Fields]] = {
     ),
     "qwen3_5_text": ("qwen3_5_text", QWEN35),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", QWEN35_MOE),
+    "qwen3_5": ("qwen3_5", {"text_config": QWEN35, "vision_config": TOWER}),
+    "qwen3_5, tied": (
+        "qwen3_5",
+        {"text_config": QWEN35, "vision_config": TOWER, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe", {"text_config": QWEN35_MOE, "vision_config": TOWER}),
     "nemotron_h": ("nemotron_h", NEMOTRON),
     "granitemoehybrid": ("granitemoehybrid", GRANITE | {"position_embedding_type": "rope"}),
     "granitemoehybrid, dense": (
@@ -127,6 +142,65 @@ TINY: dict[str, tuple[str, Fields]] = {
         GRANITE | {"num_local_experts": 0, "mamba_n_groups": 2, "mamba_proj_bias": True},
     ),
     "nemotron_h, latent": ("nemotron_h", NEMOTRON | {"moe_latent_size": 12}),
+}
+QWEN35_27B: Fields = {
+    "image_token_id": 248056,
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 17408,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "use_cache": True,
+        "vocab_size": 248320,
+    },
+    "tie_word_embeddings": False,
+    "video_token_id": 248057,
+    "vision_config": {
+        "deepstack_visual_indexes": [],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4304,
+        "model_type": "qwen3_5",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 5120,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
 }
 PUBLISHED: dict[str, tuple[str, Fields]] = {
     "LFM2-8B-A1B": (
@@ -193,6 +267,7 @@ PUBLISHED: dict[str, tuple[str, Fields]] = {
     ),
     "Qwen3.5's text model": ("qwen3_5_text", {"full_attention_interval": 4}),
     "Qwen3.5's text model with experts": ("qwen3_5_moe_text", {"full_attention_interval": 4}),
+    "Qwen3.5-27B": ("qwen3_5", QWEN35_27B),
     "Granite-4.0-H-Tiny": (
         "granitemoehybrid",
         {
@@ -312,7 +387,8 @@ def make(path: Path, family: str, fields: Fields) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = AutoConfig.for_model(family, **fields)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        kind = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.bfloat16)
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 tensor.add_(torch.randn_like(tensor))
@@ -333,14 +409,22 @@ def bound(path: Path, **options: Any) -> Table:
     return bind(read_config(path), **options)
 
 
+def read_shapes(reader: HfReader, table: Table) -> dict[str, tuple[int, ...]]:
+    """Of what is not only carried along, as a tower is that reads pictures."""
+    carried = {name for name in reader.shapes if name.startswith("model.visual.")}
+    assert carried <= {*table.carried()}
+    return {name: shape for name, shape in reader.shapes.items() if name not in carried}
+
+
 def test_names_shapes_and_dtypes_are_those_of_transformers(offered: None, checkpoint: Path) -> None:
     table = bound(checkpoint)
     with HfReader(checkpoint) as reader:
-        assert table.hf_shapes() == reader.shapes
+        own = read_shapes(reader, table)
+        assert table.hf_shapes() == own
         table.check_hf(reader.shapes, reader.dtypes)
         kept = {name for e in table.exported() if e.row.keeps_dtype for name in e.hf}
-        assert kept == {name for name in reader.shapes if name.endswith(FP32)}
-        wide = {n for n in reader.shapes if reader.dtypes[n] == torch.float32}
+        assert kept == {name for name in own if name.endswith(FP32)}
+        wide = {n for n in own if reader.dtypes[n] == torch.float32}
         assert wide == kept
 
 
@@ -350,7 +434,8 @@ def test_every_element_comes_back_from_shards_of_every_size(
     table = bound(checkpoint)
     with HfReader(checkpoint) as reader:
         for size in (1, 2):
-            back = {n: torch.full_like(reader.tensor(n), torch.nan) for n in reader.shapes}
+            own_shapes = read_shapes(reader, table)
+            back = {n: torch.full_like(reader.tensor(n), torch.nan) for n in own_shapes}
             for entry in table.exported():
                 for rank in range(size):
                     piece = torch.full(entry.row.local_shape(table.architecture, size), torch.nan)
@@ -375,14 +460,15 @@ def test_a_conversion_there_and_back_is_equal_bit_for_bit(
             norm = f"decoder.layers.{number}.{layer.mixer.first}.layer_norm_weight"
             assert norm in keys
     convert(tmp_path / "mcore", tmp_path / "hf", "hf")
-    verify(checkpoint, tmp_path / "hf")
+    if not table.architecture.tower_blocks:
+        verify(checkpoint, tmp_path / "hf")
     one, other = (
         {n: t for file in path.glob("*.safetensors") for n, t in load_file(file).items()}
         for path in (checkpoint, tmp_path / "hf")
     )
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
+    assert other.keys() == {name for name in one if not name.startswith("model.visual.")}
+    for name, tensor in other.items():
+        assert tensor.dtype == one[name].dtype and torch.equal(tensor, one[name]), name
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -392,10 +478,15 @@ def test_published_sizes_have_the_tensors_that_transformers_builds(
     family, fields = PUBLISHED[name]
     file = {"model_type": family, "architectures": list(FAMILIES[family].hf_architectures)}
     (tmp_path / "config.json").write_text(json.dumps(file | fields))
-    shapes = bound(tmp_path).hf_shapes()
+    table = bound(tmp_path)
+    shapes = table.hf_shapes()
+    kind = AutoModelForImageTextToText if "vision_config" in fields else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+        model = kind.from_config(AutoConfig.from_pretrained(tmp_path))
     states = dict(model.state_dict())
+    tower = {name for name in states if name.startswith("model.visual.")}
+    assert tower <= {*table.carried()}
+    states = {name: tensor for name, tensor in states.items() if name not in tower}
     if model.config.tie_word_embeddings:
         del states["lm_head.weight"]
     if family == "nemotron_h":
@@ -438,6 +529,12 @@ REFUSED: list[tuple[str, Fields, str]] = [
     ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act = 'gelu': convolutions and gates"),
     ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window = True: no layer has"),
     ("qwen3_next", {"n_routed_experts": 4}, "n_routed_experts = 4: unknown field"),
+    (
+        "qwen3_5",
+        {"text_config": QWEN35 | {"model_type": "qwen3_5_text", "attn_output_gate": False}},
+        "text_config.attn_output_gate = False: attention has gates",
+    ),
+    ("qwen3_5", {"vision_config": TOWER | {"depth": 10**6}}, "1000000 layers are more than"),
     ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu': the MLP's activation is"),
     ("nemotron_h", {"use_bias": True}, "use_bias = True: linear layers have no biases"),
     ("nemotron_h", {"sliding_window": 8}, "sliding_window = 8: no layer has a window"),
@@ -476,6 +573,49 @@ def test_the_layer_that_qwen3_next_has_for_prediction_is_carried_or_held(
     assert {"mtp.layers.0.eh_proj.weight", "mtp.layers.0.final_layernorm.weight"} <= names
     assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in names
     assert not any("in_proj" in name for name in names)
+
+
+def test_experts_in_one_tensor_are_read_as_those_in_tensors_of_their_own(
+    offered: None, tmp_path: Path
+) -> None:
+    path = make(tmp_path / "hf", *TINY["qwen3_5_moe"])
+    with HfReader(path) as reader:
+        apart = {name: reader.tensor(name) for name in reader.shapes}
+    stacked = {name: tensor for name, tensor in apart.items() if ".experts." not in name}
+    for layer in range(4):
+        start = f"model.language_model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([apart[f"{start}{expert}.{name}_proj.weight"] for expert in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        stacked |= {start + "gate_up_proj": torch.cat([gate, up], 1), start + "down_proj": down}
+    config = read_config(path)
+    one, other = bind(config, tensors=apart), bind(config, tensors=stacked)
+    assert other.architecture == one.architecture
+    assert other.hf_shapes() == {
+        name: tuple(tensor.shape)
+        for name, tensor in stacked.items()
+        if not name.startswith("model.visual.")
+    }
+    for entry, same in zip(one.entries, other.entries, strict=True):
+        assert entry.megatron == same.megatron
+        if entry.expert is None:
+            continue
+        for rank in range(2):
+            shards = [
+                fill_shard_of(each, table, tensors, rank)
+                for each, table, tensors in ((entry, one, apart), (same, other, stacked))
+            ]
+            assert torch.equal(*shards), entry.megatron
+
+
+def fill_shard_of(
+    entry: Entry, table: Table, tensors: dict[str, torch.Tensor], rank: int
+) -> torch.Tensor:
+    """What rank `rank` of two holds of a parameter."""
+    shard = torch.full(entry.row.local_shape(table.architecture, 2), torch.nan)
+    fill_shard(entry.row, table.architecture, shard, [tensors[n] for n in entry.hf], rank, 2)
+    return shard
 
 
 ADAPTED = {

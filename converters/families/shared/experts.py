@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from typing import cast
 
 from megatron_policy.converters.architecture import Feed, Mlp, Moe, Scoring
 from megatron_policy.converters.architecture.layer import check_number
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.rows import GateUp, Role, Row, Rows, Whole, assign_part
+from megatron_policy.converters.rows import GateUp, Role, Row, RowBase, Rows, Whole, assign_part
+from megatron_policy.converters.rows.expert_rows import StackedGateAboveUp, StackedInputs
 
 from .dense import H, M, take_mlp
 
@@ -48,6 +50,27 @@ def routed(
         Whole(M + "mlp.router.weight", (router,), ("experts", "hidden_size")),
         GateUp(EXPERT + "linear_fc1.weight", (gate, up), ("ffn_hidden_size", "hidden_size")),
         Rows(EXPERT + "linear_fc2.weight", (down,), ("hidden_size", "ffn_hidden_size")),
+    )
+
+
+def routed_or_stacked() -> tuple[Row, ...]:
+    """Rows of a router and its experts, which HF keeps as separate tensors or, in other
+    checkpoints, in one of all experts, each gate above its up projection.
+    """
+    router, *apart = routed()
+    gate_up, down = (f"{H}mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+    return (
+        router,
+        *(replace(row, when="!stacked") for row in cast(list[RowBase], apart)),
+        StackedGateAboveUp(
+            EXPERT + "linear_fc1.weight", (gate_up,), ("hidden_size",), when="stacked"
+        ),
+        StackedInputs(
+            EXPERT + "linear_fc2.weight",
+            (down,),
+            ("hidden_size", "ffn_hidden_size"),
+            when="stacked",
+        ),
     )
 
 
