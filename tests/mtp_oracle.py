@@ -1,6 +1,7 @@
 """Multi-token prediction in plain torch, after DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
 section 2.2: what a policy's MTP layers must reproduce. MiMo's take the hidden states first, as they
-are before the model's final norm, then the embedding (vLLM's `mimo.py` and `mimo_mtp.py`).
+are before the model's final norm, then the embedding (vLLM's `mimo.py` and `mimo_mtp.py`). Those of
+Qwen3-Next and Qwen3.5 are as DeepSeek-V3's (vLLM's `qwen3_next_mtp.py`).
 
 transformers has the decoder layers but no forward pass for prediction, so that is written here.
 
@@ -26,56 +27,51 @@ from megatron_policy.batch import BatchedDataDict
 from tests import oracle
 from tests.exact import load_hf
 from tests.losses import token_nll
-from tests.mtp_checkpoints import layer_name, own_names
+from tests.mtp_checkpoints import count_layers, decoder_name, layer_name, own_names
 
 
-class SharedHead(nn.Module):
-    """What a layer has of its own before the model's head."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
+def attach(module: nn.Module, name: str, child: nn.Module) -> None:
+    """Give a module a descendant of this dotted name."""
+    first, _, rest = name.partition(".")
+    if not rest:
+        module.add_module(first, child)
+        return
+    if first not in dict(module.named_children()):
+        module.add_module(first, nn.Module())
+    attach(module.get_submodule(first), rest, child)
 
 
 def load_with_mtp(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The checkpoint's model, and after its layers those for prediction, which its own forward pass
-    does not reach; parameters have the names of the files.
+    does not reach; parameters have the names of the files. `further` has of each of them its
+    decoder layer and its own modules, in the order of `OWN`.
     """
     config = json.loads((Path(path) / "config.json").read_text())
-    ordinary, further = config["num_hidden_layers"], config["num_nextn_predict_layers"]
-    tensors, size = load_file(Path(path) / "model.safetensors"), config["hidden_size"]
+    ordinary, size = config["num_hidden_layers"], config["hidden_size"]
+    tensors = load_file(Path(path) / "model.safetensors")
     with _more_layers(Path(path), config, tensors) as longer:
         model: Any = load_hf(longer, dtype)
     model.config.num_hidden_layers = ordinary
-    for number in range(further):
+    model.further = []
+    for number in range(count_layers(config)):
         layer, start = model.model.layers[ordinary + number], layer_name(config, number)
-
-        def norm(name: str, start: str = start) -> nn.Module:
-            made = type(model.model.norm)(size, eps=config["rms_norm_eps"]).to(dtype)
-            made.weight.data.copy_(tensors[start + name])
-            return made
-
-        embedding_norm, hidden_norm, projection, final_norm = own_names(config)
-        projected = nn.Linear(2 * size, size, bias=False, dtype=dtype)
-        projected.weight.data.copy_(tensors[start + projection])
-        if _is_mimo(config):
-            layer.token_layernorm, layer.hidden_layernorm = norm(embedding_norm), norm(hidden_norm)
-            layer.input_proj, layer.final_layernorm = projected, norm(final_norm)
-        else:
-            layer.enorm, layer.hnorm, layer.eh_proj = (
-                norm(embedding_norm),
-                norm(hidden_norm),
-                projected,
-            )
-            layer.shared_head = SharedHead(norm(final_norm))
-    if _is_mimo(config):
-        model.model.mtp_layers = model.model.layers[ordinary:]
+        own: list[nn.Module] = []
+        for name in own_names(config):
+            weight = tensors[start + name].to(dtype)
+            if weight.ndim == 1:
+                own.append(type(model.model.norm)(size, eps=config["rms_norm_eps"]).to(dtype))
+            else:
+                own.append(nn.Linear(2 * size, size, bias=False, dtype=dtype))
+            own[-1].weight.data.copy_(weight)  # type: ignore[operator, union-attr]
+        model.further.append((layer, own))
+    if layer_name(config, 0) != f"model.layers.{ordinary}.":
         model.model.layers = model.model.layers[:ordinary]
+        for number, (layer, _) in enumerate(model.further):
+            attach(model, decoder_name(config, number).removesuffix("."), layer)
+    for number, (_, own) in enumerate(model.further):
+        for name, module in zip(own_names(config), own, strict=True):
+            attach(model, layer_name(config, number) + name.removesuffix(".weight"), module)
     return model.eval()
-
-
-def _is_mimo(config: dict[str, Any]) -> bool:
-    return bool(config["model_type"] == "mimo")
 
 
 @contextmanager
@@ -83,11 +79,11 @@ def _more_layers(
     path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> Iterator[Path]:
     """The same weights under a config that counts all these layers as ordinary ones."""
-    ordinary, further = config["num_hidden_layers"], config["num_nextn_predict_layers"]
+    ordinary, further = config["num_hidden_layers"], count_layers(config)
     layers = ordinary + further
     with tempfile.TemporaryDirectory() as folder:
         for number in range(further):
-            start, own = layer_name(config, number), f"model.layers.{ordinary + number}."
+            start, own = decoder_name(config, number), f"model.layers.{ordinary + number}."
             tensors = {name.replace(start, own): tensor for name, tensor in tensors.items()}
         save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         longer = config | {"num_hidden_layers": layers}
@@ -122,7 +118,7 @@ def further_logprobs(
     t + k + 1; what is beyond the row is the padding token 0.
     """
     inner, length = model.model, tokens_BS.size(1)
-    mimo = hasattr(inner, "mtp_layers")
+    mimo = model.config.model_type == "qwen2"  # transformers' class of it
     with _input_of(inner.norm) as before:
         hidden = inner(tokens_BS).last_hidden_state
     found = [_of_tokens(model.lm_head(hidden), later(tokens_BS, 1))]
@@ -136,32 +132,31 @@ def further_logprobs(
         (hidden,) = before
     if detached:
         hidden = hidden.detach()
-    further = inner.mtp_layers if mimo else inner.layers[model.config.num_hidden_layers :]
     for k in range(1, depths + 1):
-        layer = further[0 if repeated else k - 1]
+        layer, own = model.further[0 if repeated else k - 1]
         embedded = inner.embed_tokens(later(tokens_BS, k))
         head = model.lm_head.weight
         if detached:
             embedded, head = embedded.detach(), head.detach()
         hidden = layer(
-            _projected(layer, hidden, embedded, mimo),
+            _project(own, hidden, embedded, mimo),
             attention_mask=mask[None, None],
             position_ids=positions,
             position_embeddings=angles,
         )
-        hidden = (layer.final_layernorm if mimo else layer.shared_head.norm)(hidden)
+        hidden = own[3](hidden)
         found.append(_of_tokens(hidden @ head.T, later(tokens_BS, k + 1)))
     return found[0], found[1:]
 
 
-def _projected(
-    layer: Any, hidden: torch.Tensor, embedded: torch.Tensor, mimo: bool
+def _project(
+    own: list[Any], hidden: torch.Tensor, embedded: torch.Tensor, mimo: bool
 ) -> torch.Tensor:
     """What the decoder layer of such a layer takes."""
-    if mimo:
-        both = (layer.hidden_layernorm(hidden), layer.token_layernorm(embedded))
-        return layer.input_proj(torch.cat(both, dim=-1))
-    return layer.eh_proj(torch.cat((layer.enorm(embedded), layer.hnorm(hidden)), dim=-1))
+    embedding_norm, hidden_norm, projection, _ = own
+    both = (embedding_norm(embedded), hidden_norm(hidden))
+    projected: torch.Tensor = projection(torch.cat(both[::-1] if mimo else both, dim=-1))
+    return projected
 
 
 def _of_tokens(logits: torch.Tensor, tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -202,7 +197,7 @@ def learned(
     """What training with such a loss gives, and the exact losses of each step."""
     losses = MtpLoss(**kind)
     config = json.loads((path / "config.json").read_text())
-    further = [layer_name(config, number) for number in range(config["num_nextn_predict_layers"])]
+    further = [layer_name(config, number) for number in range(count_layers(config))]
 
     def apart(name: str) -> bool:
         return losses.detached and name.startswith(tuple(further))

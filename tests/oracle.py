@@ -129,6 +129,7 @@ WITHOUT_DECAY = {
         for kind in ("NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer")
         for name in ("A_log", "D", "dt_bias")
     ),
+    *(("Qwen3_5GatedDeltaNet", name) for name in ("A_log", "dt_bias")),
 }
 """What other modules than linear layers, routers, experts and norms hold themselves."""
 

@@ -4,6 +4,7 @@ steps of training under every kind of layout and batching, are those of transfor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatron_policy.converters.registry import FAMILIES, PREPARED
 from tests import margins
 from tests.checkpoints import make_checkpoint
-from tests.dist.cases import logits_of
+from tests.dist import test_mtp_training
+from tests.dist.cases import GLOBAL_BATCH, logits_of, policy_config
 from tests.dist.layouts import SIZES
+from tests.dist.test_export import assert_same_tensors, export
 from tests.dist.test_invariance import (
     assert_microbatches_are_what_the_cell_says,
     compared,
@@ -28,6 +33,8 @@ from tests.families import SAMPLES
 from tests.invariance.cases import CLOSEST, Cell, config_of
 from tests.invariance.measure import run_cell
 from tests.invariance.oracle import truth
+from tests.mtp_checkpoints import add_mtp_layers
+from tests.mtp_oracle import learned
 from tests.samples import RECURRENT, Fields, Samples
 
 NOT_OFFERED = {
@@ -61,6 +68,20 @@ NOT_OFFERED = {
             "linear_value_head_dim": 12,
             "layer_types": ["linear_attention", "full_attention"] * 2,
             "mlp_only_layers": [0],
+        },
+        read=(),
+        published={},
+        ranges={"norm": (-0.5, 0.5), "linear_attn.norm": (0.5, 1.5)} | RECURRENT,
+    ),
+    "qwen3_5_text": Samples(
+        architecture="Qwen3_5ForCausalLM",
+        head_dim=True,
+        tiny={
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
         },
         read=(),
         published={},
@@ -112,6 +133,7 @@ UNEVEN = ["moe", "linear_attention", "full_attention", "moe", "mlp", "linear_att
 HYBRIDS: dict[str, Fields] = {
     "lfm2": SIZES | {"conv_bias": True},
     "lfm2_moe": SIZES,
+    "qwen3_5_text": SIZES,
     "qwen3_next": SIZES,
     "nemotron_h": SIZES,
     "nemotron_h, experts": SIZES | {"layers_block_type": UNEVEN, "seed": 4},
@@ -146,6 +168,7 @@ WITH_EXPERTS = (
     ("EP2xCP2", "packed", "policy gradient"),
 )
 """Tensor-parallel ranks share experts with sequence parallelism alone."""
+PREDICTED_DAILY = {("qwen3_next", "TP2+SP")}
 DAILY = {
     ("TP2+SP", "lfm2"),
     ("TP2+SP", "qwen3_next"),
@@ -207,3 +230,61 @@ def test_two_steps_are_those_of_transformers(ranks, checkpoint, model: str, cell
     found, allowed = compared(cell, path, results), tolerances(cell, path)
     for name, value in found.items():
         margins.check(name, value, allowed[name], found)
+
+
+PREDICTING = [
+    pytest.param(
+        family, name, marks=[pytest.mark.nightly] * ((family, name) not in PREDICTED_DAILY)
+    )
+    for family in ("qwen3_next", "qwen3_5_text")
+    for name in ("one process", "TP2+SP", "PP2", "CP2", "EP2")
+    if name != "EP2" or family == "qwen3_next"
+]
+
+
+@pytest.mark.parametrize(("family", "name"), PREDICTING)
+def test_prediction_of_further_tokens_trains_as_its_plain_form(
+    ranks, tmp_path: Path, family: str, name: str
+) -> None:
+    path = add_mtp_layers(make_checkpoint(tmp_path, family, **test_mtp_training.SMALL))
+    data, case = test_mtp_training.DATA, test_mtp_training.LAYOUTS[name]
+    expected = learned(path, data, GLOBAL_BATCH, factor=test_mtp_training.FACTOR)
+    config = policy_config(path, case.megatron | test_mtp_training.MTP)
+    results = ranks.run(case.world, run_offered, test_mtp_training.train, config)
+    test_mtp_training.assert_learned_alike(results, expected, name)
+
+
+def put_beside_tower(source: Path, path: Path) -> Path:
+    """The text model at `source` as published ones are: within a model that also has a tower."""
+    text = json.loads((source / "config.json").read_text())
+    sizes = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2}
+    tower = sizes | {"patch_size": 4, "out_hidden_size": text["hidden_size"]}
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=tower)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    own = {
+        name.replace("model.", "model.language_model."): tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    both = load_file(path / "model.safetensors") | own
+    save_file(both, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize(
+    "predicting",
+    [False, pytest.param(True, marks=pytest.mark.nightly)],
+    ids=["left out", "predicting"],
+)
+def test_a_text_model_beside_a_tower_computes_alike_and_is_exported_with_it(
+    ranks, tmp_path: Path, predicting: bool
+) -> None:
+    sizes = test_mtp_training.SMALL
+    text = add_mtp_layers(make_checkpoint(tmp_path / "text", "qwen3_5_text", **sizes))
+    path, case = put_beside_tower(text, tmp_path / "hf"), test_mtp_training.LAYOUTS["PP2"]
+    tokens = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+    ((logits,),) = ranks.run(1, run_offered, logits_of, [(path, sizes["vocab"])], tokens)
+    assert_equal("logits", logits, Exact.of(text, lambda m: m(tokens).logits))
+    config = policy_config(path, case.megatron | (test_mtp_training.MTP if predicting else {}))
+    ranks.run(2, run_offered, export, config, tmp_path / "exported")
+    assert_same_tensors(tmp_path / "exported", path)
