@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
+from typing import Any
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields
@@ -41,6 +42,7 @@ from megatron_policy.converters.families import (
     nemotron_h,
     olmo2,
     olmo3,
+    olmo_hybrid,
     olmoe,
     phi3,
     qwen2,
@@ -57,6 +59,7 @@ from megatron_policy.converters.families import (
     starcoder2,
 )
 from megatron_policy.converters.rows import Ignore, Row
+from megatron_policy.converters.rows.expert_rows import STACKED
 from megatron_policy.converters.scalar_head import SEQUENCE, TOKEN
 from megatron_policy.errors import ConversionError
 
@@ -75,6 +78,8 @@ class Family:
     """The model_type of transformers' class that has the same fields, if it is not `name`: the
     makers' own class comes with their checkpoints, and no code of a checkpoint is executed.
     """
+    other_names: tuple[tuple[str, str], ...] = ()
+    """Parts of names of HF tensors, each with what some checkpoints have in its place."""
     hf_prefix: str = ""
     """What the names of transformers' classes with a scalar head begin with, if not as those of
     `hf_architectures`.
@@ -83,13 +88,20 @@ class Family:
     """What its models have that is not offered yet."""
 
     @property
+    def has_forms(self) -> bool:
+        """Whether its checkpoints differ in the names of the same tensors."""
+        return bool(self.other_names) or any(
+            not isinstance(row, Ignore) and row.when == STACKED for row in self.table
+        )
+
+    @property
     def scalar_classes(self) -> tuple[str, str]:
         """The HF classes with one number for each sequence, and for each token."""
         prefix = self.hf_prefix or self.hf_architectures[0].removesuffix("ForCausalLM")
         return (prefix + SEQUENCE, prefix + TOKEN)
 
 
-def _built_in(module: ModuleType, hf_architecture: str, name: str = "", **more: str) -> Family:
+def _built_in(module: ModuleType, hf_architecture: str, name: str = "", **more: Any) -> Family:
     """The family of a module in `families/`, which has its name unless another is given."""
     name = name or module.__name__.rpartition(".")[2]
     return Family(name, module.TABLE, module.architecture, (hf_architecture,), **more)
@@ -153,6 +165,12 @@ PREPARED = {
             "Qwen3_5MoeForConditionalGeneration",
             awaits="gated delta nets",
             hf_prefix="Qwen3_5Moe",
+        ),
+        _built_in(
+            olmo_hybrid,
+            "OlmoHybridForCausalLM",
+            awaits="gated delta nets",
+            other_names=olmo_hybrid.OTHER_NAMES,
         ),
         _built_in(qwen3_5_moe_text, "Qwen3_5MoeForCausalLM", awaits="gated delta nets"),
         _built_in(qwen3_5_text, "Qwen3_5ForCausalLM", awaits="gated delta nets"),

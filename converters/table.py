@@ -15,9 +15,10 @@ import torch
 from megatron_policy.converters.architecture import Architecture, Moe, ScalarHead
 from megatron_policy.converters.config_fields import IGNORED, Fields, shown
 from megatron_policy.converters.config_fields.quantisation import found_in
+from megatron_policy.converters.families.shared.dense import rename
 from megatron_policy.converters.rows import Ignore, Role, Row, Shape
 from megatron_policy.converters.rows.blocks import EXPERT, of_expert
-from megatron_policy.converters.rows.expert_rows import Stacked
+from megatron_policy.converters.rows.expert_rows import STACKED, Stacked
 from megatron_policy.converters.scalar_head import find_head, put_head
 from megatron_policy.errors import ConversionError
 
@@ -192,17 +193,19 @@ def bind(
     head: ScalarHead | None = None,
     left_out: Collection[str] = (),
     tensors: Collection[str] = (),
+    named: Collection[str] = (),
 ) -> Table:
     """The table of one HF config, a mapping of all its fields; its model_type names the family.
     The model has `mtp_layers` of the layers for multi-token prediction, or those that are among the
     HF `tensors` of its checkpoint, and the scalar `head`; if that is None, the head that its
     checkpoint has. `left_out` names fields that are not the model's, if the family does not know
-    them.
+    them. `named` are the HF tensors by whose names the family's forms are told apart, by default
+    `tensors`.
 
     ConversionError for a config that cannot be translated faithfully, or a faulty table.
     """
     fields = Fields(raw)
-    table = draft(fields, family, mtp_layers, head, tensors)
+    table = draft(fields, family, mtp_layers, head, tensors, named)
     fields.finish({**IGNORED, **dict.fromkeys(left_out, "overridden by null")})
     return table
 
@@ -213,6 +216,7 @@ def draft(
     mtp_layers: int = 0,
     head: ScalarHead | None = None,
     tensors: Collection[str] = (),
+    named: Collection[str] = (),
 ) -> Table:
     """The table from `fields`, without checking that all of them were understood.
 
@@ -230,12 +234,13 @@ def draft(
                 f"{family.name} converts {' or '.join(family.hf_architectures)}",
             )
     source = find_head(fields, names, family.scalar_classes, head)
-    rows = family.table if source.head is None else put_head(family.table)
+    rows = _name_as(family, named or tensors)
+    rows = rows if source.head is None else put_head(rows)
     try:
         architecture = family.architecture(fields)
         if source.head is not None:
             architecture = replace(architecture, tied=False, head=source.head)
-        if any(name in tensors for name in _name_stacks(rows, architecture)):
+        if any(name in (named or tensors) for name in _name_stacks(rows, architecture)):
             architecture = architecture.stack_experts()
         mtp_layers = mtp_layers or _count_mtp_layers(rows, architecture, tensors)
         architecture = replace(architecture, mtp_layers=mtp_layers)
@@ -257,6 +262,16 @@ def draft(
     return Table(family.name, architecture, entries, ignored, source.fields, source.fresh)
 
 
+def _name_as(family: Family, tensors: Collection[str]) -> tuple[Row | Ignore, ...]:
+    """The family's rows by the names that a checkpoint with these HF tensors has, if any are."""
+    others = {
+        part: other
+        for part, other in family.other_names
+        if tensors and not any(part in name for name in tensors)
+    }
+    return rename(family.table, others) if others else family.table
+
+
 def _count_mtp_layers(
     rows: Iterable[Row | Ignore], architecture: Architecture, tensors: Collection[str]
 ) -> int:
@@ -274,7 +289,7 @@ def _count_mtp_layers(
 def _name_stacks(rows: Iterable[Row | Ignore], architecture: Architecture) -> Iterator[str]:
     """What checkpoints call tensors of all experts of a layer, where they need not have such."""
     for row in rows:
-        if not isinstance(row, Ignore) and row.when == "stacked":
+        if not isinstance(row, Ignore) and row.when == STACKED:
             for layer in architecture.expert_layers:
                 yield from (name.replace("{layer}", str(layer)) for name in row.hf)
 

@@ -130,6 +130,7 @@ WITHOUT_DECAY = {
         for name in ("A_log", "D", "dt_bias")
     ),
     *(("Qwen3_5GatedDeltaNet", name) for name in ("A_log", "dt_bias")),
+    *(("OlmoHybridGatedDeltaNet", name) for name in ("A_log", "dt_bias")),
 }
 """What other modules than linear layers, routers, experts and norms hold themselves."""
 

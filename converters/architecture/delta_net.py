@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from megatron_policy.errors import ConversionError
 
-from .checks import check_counts, check_widths
+from .checks import check_counts, check_factors, check_widths
 from .part import Slabs, SplitCount
 from .recurrence import HeadRows, Recurrence
 
@@ -31,6 +31,10 @@ class DeltaNet(Recurrence):
     key_head_dim: int
     value_head_dim: int
     taps: int
+    doubled: bool = False
+    """The state is corrected by up to twice what is missing: parts of it can change their sign."""
+    norm_epsilon: float | None = None
+    """Of the norm of heads' outputs; None: as of the model's other norms."""
 
     place: ClassVar[str] = "self_attention"
 
@@ -39,6 +43,7 @@ class DeltaNet(Recurrence):
         check_counts(self, *names, of="delta_net.")
         check_widths(**{f"delta_net.{name}": getattr(self, name) for name in names})
         check_widths(**{"delta_net.projected_size": self.projected_size})
+        check_factors(self, "norm_epsilon")
         if self.num_value_heads % self.num_key_heads:
             raise ConversionError(
                 f"{self.num_value_heads} value heads of a delta net must be a multiple of its "

@@ -77,20 +77,21 @@ def stack(
     number: int,
     mixer: Mixer | Sequence[Mixer | None],
     feed: Feed | Sequence[Feed | None],
-    norms: Norms = Norms.BEFORE,
+    norms: Norms | Sequence[Norms] = Norms.BEFORE,
 ) -> tuple[Layer, ...]:
-    """`number` layers; mixer and feed are one for all, or one for each."""
+    """`number` layers; mixer, feed and norms are one for all, or one for each."""
     check_number(number)
     mixers = mixer if isinstance(mixer, Sequence) else (mixer,) * number
     feeds = feed if isinstance(feed, Sequence) else (feed,) * number
-    for named in (len(mixers), len(feeds)):
+    places = norms if isinstance(norms, Sequence) else (norms,) * number
+    for named in (len(mixers), len(feeds), len(places)):
         if named != number:
             raise ConversionError(
                 f"the config has {number} layers, but names the kind of {named}, not of every layer"
             )
-    made: dict[tuple[Mixer | None, Feed | None], Layer] = {}
+    made: dict[tuple[Mixer | None, Feed | None, Norms], Layer] = {}
     return tuple(
-        made.setdefault(parts, Layer(*parts, norms)) for parts in zip(mixers, feeds, strict=True)
+        made.setdefault(parts, Layer(*parts)) for parts in zip(mixers, feeds, places, strict=True)
     )
 
 

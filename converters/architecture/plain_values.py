@@ -45,6 +45,7 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
         "pre_norm": norms.before,
         "post_norm": norms.after,
         "parallel": norms is Norms.ONE,
+        "norms": _of_differing([layer.norms.value for layer in layers]),
         "activation": feed.activation,
         "mlp_bias": feed.mlp_bias,
         "gated": feed.gated,
@@ -77,6 +78,10 @@ def _name(part: object) -> str:
 _FLAT = [each for each in dataclasses.fields(Attention) if each.name not in ("rope", "window")]
 
 
+def _of_differing(layers: list[str]) -> tuple[str, ...]:
+    return () if len(set(layers)) == 1 else tuple(layers)
+
+
 def _of_some(layers: list[bool]) -> tuple[bool, ...]:
     return () if all(layers) or not any(layers) else tuple(layers)
 
@@ -85,7 +90,9 @@ _LAYERS: dict[str, Any] = {
     "pre_norm": True,
     **dict.fromkeys(("post_norm", "parallel"), False),
     **dict.fromkeys(("window", "moe", "mla", "delta_net", "mamba2", "short_convolution")),
-    **dict.fromkeys(("windowed", "without_rope", "moe_layers", "mixers", "without_feed"), ()),
+    **dict.fromkeys(
+        ("windowed", "without_rope", "moe_layers", "mixers", "without_feed", "norms"), ()
+    ),
 }
 _DEFAULTS = _LAYERS | {
     each.name: each.default

@@ -194,6 +194,19 @@ def inventory(root: Path, single: str = SINGLE) -> dict[Path, dict[str, Extent]]
     return files
 
 
+def list_tensors(model: str | Path) -> set[str]:
+    """The names of a checkpoint's tensors, by its index if it has one, of which nothing is checked;
+    none where there is only a config. Of a hub repository only the index is fetched.
+    """
+    if expanded(model).is_file():
+        return set()
+    root = locate(model, [INDEX])
+    if not has_weights(root):
+        return set()
+    ((path, names), *others) = _files(root, SINGLE).items()
+    return names.union(*(more for _, more in others)) or set(_read_header(path))
+
+
 def quantised_in(root: Path, files: Inventory) -> dict[str, QuantisedTensor]:
     """The quantised weights of the checkpoint with these files, by name; none if it has none.
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_policy.converters.architecture import ScalarHead
+from megatron_policy.converters.registry import family_of
 from megatron_policy.converters.table import Table, bind
 
 from .hf_config import read_config
+from .hf_files import list_tensors
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,6 @@ def open_model(
     ConfigError for a config that cannot be read, ConversionError for one that cannot be translated.
     """
     fields = read_config(path, overrides)
-    return OpenModel(
-        fields,
-        bind(fields, mtp_layers=mtp_layers, head=head, left_out=left_out, tensors=tensors),
-    )
+    family = family_of(fields["model_type"])
+    named = tensors or (list_tensors(path) if family.has_forms else ())
+    return OpenModel(fields, bind(fields, family, mtp_layers, head, left_out, tensors, named))

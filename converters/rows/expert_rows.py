@@ -9,6 +9,9 @@ from megatron_policy.converters.architecture import Architecture, LayerPart, Moe
 from .blocks import Block, Shape, even, nth
 from .kinds import ALL, RowBase
 
+STACKED = "stacked"
+"""The condition of rows of stacks where a family's checkpoints need not have them."""
+
 
 @dataclass(frozen=True)
 class StackedGateUp(RowBase):

@@ -87,6 +87,20 @@ NOT_OFFERED = {
         published={},
         ranges={"norm": (-0.5, 0.5), "linear_attn.norm": (0.5, 1.5)} | RECURRENT,
     ),
+    # With as many channels of values as of keys: transformers saves convolutions cut into thirds.
+    "olmo_hybrid": Samples(
+        architecture="OlmoHybridForCausalLM",
+        tiny={
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 6,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+        read=(),
+        published={},
+        ranges=RECURRENT,
+    ),
     "nemotron_h": Samples(
         architecture="NemotronHForCausalLM",
         epsilon="layer_norm_epsilon",
@@ -133,6 +147,7 @@ UNEVEN = ["moe", "linear_attention", "full_attention", "moe", "mlp", "linear_att
 HYBRIDS: dict[str, Fields] = {
     "lfm2": SIZES | {"conv_bias": True},
     "lfm2_moe": SIZES,
+    "olmo_hybrid": SIZES,
     "qwen3_5_text": SIZES,
     "qwen3_next": SIZES,
     "nemotron_h": SIZES,
@@ -168,6 +183,8 @@ WITH_EXPERTS = (
     ("EP2xCP2", "packed", "policy gradient"),
 )
 """Tensor-parallel ranks share experts with sequence parallelism alone."""
+REFUSED = {("olmo_hybrid", "TP4 over 2 key-value groups")}
+"""Each rank would normalise keys of which others have parts too."""
 PREDICTED_DAILY = {("qwen3_next", "TP2+SP")}
 DAILY = {
     ("TP2+SP", "lfm2"),
@@ -219,6 +236,7 @@ def test_logits_are_those_of_transformers(ranks, tmp_path: Path, model: str) -> 
         )
         for model in HYBRIDS
         for layout, batching, loss in (WITH_EXPERTS if has_experts(model) else LAYOUTS)
+        if (model, layout) not in REFUSED
     ],
 )
 def test_two_steps_are_those_of_transformers(ranks, checkpoint, model: str, cell: Cell) -> None:

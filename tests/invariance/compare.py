@@ -15,9 +15,8 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.architecture import Moe
-from megatron_policy.converters.formats.hf_files import read_config
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.rows import fill_shard
-from megatron_policy.converters.table import bind
 from tests.exact import ROOM
 from tests.invariance.cases import CANDIDATES, Cell
 from tests.invariance.losses import counts
@@ -138,7 +137,7 @@ def _weights(cell: Cell, path: Path, truth: Truth, results: Results) -> Iterator
             for name, weight in seen["weights"].items():
                 yield (weight - truth.weights[name]).abs().max().item()
         return
-    table = bind(read_config(path))
+    table = open_model(path).table
     entries, seen_experts = {entry.megatron: entry for entry in table.entries}, set()
     for rank, seen in enumerate(results):
         experts = own_experts(cell, rank, table.architecture.moe)

@@ -66,14 +66,6 @@ OWN: dict[str, dict[str, Any]] = {
     "olmoe": EPSILON,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": EXPERTS,
-    "lfm2": {
-        "layer_types": ["conv", "full_attention"],
-        "block_multiple_of": 32,
-        "conv_L_cache": 4,
-        "conv_dim": 128,
-        "block_dim": 128,
-        "block_ff_dim": 64,
-    },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         "mamba_num_heads": 8,
@@ -96,7 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-BF16_ALONE = ("lfm2", "nemotron_h", "qwen3_next")
+BF16_ALONE = ("nemotron_h", "qwen3_next")
 """Families whose recurrences vLLM's kernels for CPUs compute in bf16 alone."""
 IN_BF16 = "in bf16"
 
@@ -168,7 +160,6 @@ def list_cases() -> Iterator[Case]:
 CASES = [*list_cases()]
 UNREAD = "has no parameters for tensors like"
 FAR = "before any refit"
-TAPS = "vLLM's convolution for CPUs sees 4 tokens, and this family's 3"
 BF16 = "vLLM computes with the numbers of this activation in bf16, whatever the model's dtype"
 REFUSED: dict[str, tuple[str, str]] = {
     "apertus": (FAR, BF16),
@@ -179,8 +170,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         FAR,
         "vLLM's router for CPUs leaves out correction biases of a softmax, without an error",
     ),
-    "lfm2": ("support only width of 4", TAPS),
-    "lfm2 with biases": ("support only width of 4", TAPS),
     "minimax_m2": (
         "AssertionError",
         "vLLM's router for CPUs has no sigmoid of experts without groups, and an empty message",
@@ -192,7 +181,6 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 """By the names of cases: what vLLM or the refit says, and why."""
 if torch.cpu._is_avx512_bf16_supported():
-    REFUSED["lfm2 in bf16"] = (
-        "Dimension out of range",
-        "vLLM packs short convolutions for CPUs with AVX-512 in bf16, and reads them unpacked",
-    )
+    TAPS = "vLLM packs convolutions for CPUs with AVX-512 in bf16, and only those of four taps"
+    for _name in ("lfm2", "lfm2 with biases"):
+        REFUSED[_name] = ("support only width of 4", TAPS)

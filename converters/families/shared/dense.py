@@ -216,7 +216,7 @@ def architecture(
     mixer: Mixer | Sequence[Mixer | None] | None = None,
     feed: Feed | Sequence[Feed | None] | None = None,
     *,
-    norms: Norms = Norms.BEFORE,
+    norms: Norms | Sequence[Norms] = Norms.BEFORE,
     epsilon: str = "rms_norm_eps",
     **traits: Any,
 ) -> Architecture:

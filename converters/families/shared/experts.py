@@ -11,7 +11,7 @@ from megatron_policy.converters.architecture import Feed, Mlp, Moe, Scoring
 from megatron_policy.converters.architecture.layer import check_number
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.rows import GateUp, Role, Row, RowBase, Rows, Whole, assign_part
-from megatron_policy.converters.rows.expert_rows import StackedGateAboveUp, StackedInputs
+from megatron_policy.converters.rows.expert_rows import STACKED, StackedGateAboveUp, StackedInputs
 
 from .dense import H, M, take_mlp
 
@@ -61,15 +61,15 @@ def routed_or_stacked() -> tuple[Row, ...]:
     gate_up, down = (f"{H}mlp.experts.{name}_proj" for name in ("gate_up", "down"))
     return (
         router,
-        *(replace(row, when="!stacked") for row in cast(list[RowBase], apart)),
+        *(replace(row, when="!" + STACKED) for row in cast(list[RowBase], apart)),
         StackedGateAboveUp(
-            EXPERT + "linear_fc1.weight", (gate_up,), ("hidden_size",), when="stacked"
+            EXPERT + "linear_fc1.weight", (gate_up,), ("hidden_size",), when=STACKED
         ),
         StackedInputs(
             EXPERT + "linear_fc2.weight",
             (down,),
             ("hidden_size", "ffn_hidden_size"),
-            when="stacked",
+            when=STACKED,
         ),
     )
 

@@ -12,6 +12,14 @@ def _norm(megatron: str, hf: str, role: Role = Role.NORM) -> Whole:
     return Whole(megatron, (hf,), ("hidden_size",), role=role)
 
 
+def before(attention: str, mlp: str) -> tuple[Whole, Whole]:
+    """Rows of the norms of the inputs of attention and MLP, by HF's names of them."""
+    return (
+        _norm(M + "input_layernorm.weight", f"{H}{attention}.weight"),
+        _norm(M + "pre_mlp_layernorm.weight", f"{H}{mlp}.weight"),
+    )
+
+
 def after(attention: str, mlp: str) -> tuple[Whole, Whole]:
     """Rows of the norms of the outputs of attention and MLP, by HF's names of them."""
     return (
@@ -23,11 +31,7 @@ def after(attention: str, mlp: str) -> tuple[Whole, Whole]:
 AFTER = after("post_attention_layernorm", "post_feedforward_layernorm")
 """The outputs of attention and MLP are normalised, not their inputs."""
 
-AROUND = (
-    _norm(M + "input_layernorm.weight", H + "input_layernorm.weight"),
-    _norm(M + "pre_mlp_layernorm.weight", H + "pre_feedforward_layernorm.weight"),
-    *AFTER,
-)
+AROUND = (*before("input_layernorm", "pre_feedforward_layernorm"), *AFTER)
 """Both inputs and outputs are normalised."""
 
 BIASES = (

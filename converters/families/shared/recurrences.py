@@ -86,35 +86,67 @@ def rows_of_delta_net(*, by_key_heads: bool, block: str = "linear_attn") -> tupl
     """Rows of a gated delta net, which HF calls `block`. Its projection goes by key heads, or
     section by section.
     """
-    own, block = _MIXER[DeltaNet], f"{H}{block}."
     sections: dict[str, tuple[HeadRows, ...]] = {
-        "qkvz": (*_QKV, delta_net.GATE),
-        "ba": (delta_net.BETA, delta_net.ALPHA),
+        "in_proj_qkvz": (*_QKV, delta_net.GATE),
+        "in_proj_ba": (delta_net.BETA, delta_net.ALPHA),
     }
     if not by_key_heads:
         each = {"z": delta_net.GATE, "b": delta_net.BETA, "a": delta_net.ALPHA}
-        sections = {"qkv": _QKV, **{name: (rows,) for name, rows in each.items()}}
-    heads = ("num_value_heads",)
+        sections = {"in_proj_qkv": _QKV, **{f"in_proj_{n}": (rows,) for n, rows in each.items()}}
+    taps = _make_convolution(_MIXER[DeltaNet], f"{H}{block}.", "conv1d.weight", _QKV)
+    names = "norm", "out_proj"
+    return _rows_of_delta_net(
+        f"{H}{block}.", sections, taps, *names, "num_key_heads" * by_key_heads
+    )
+
+
+def rows_of_split_delta_net(block: str) -> tuple[RowBase, ...]:
+    """Rows of a gated delta net, which HF calls `block`, with a projection of its own for each
+    section and a convolution for each of those that are convolved.
+    """
+    convolved = dict(zip("qkv", _QKV, strict=True))
+    others = {"g": delta_net.GATE, "b": delta_net.BETA, "a": delta_net.ALPHA}
+    sections = {f"{name}_proj": (rows,) for name, rows in (convolved | others).items()}
+    taps = Sections(
+        _MIXER[DeltaNet] + "conv1d.weight",
+        tuple(f"{H}{block}.{name}_conv1d.weight" for name in convolved),
+        tuple((rows,) for rows in convolved.values()),
+        (1, "taps"),
+        role=Role.CONVOLUTION,
+    )
+    return _rows_of_delta_net(f"{H}{block}.", sections, taps, "o_norm", "o_proj")
+
+
+def _rows_of_delta_net(
+    block: str,
+    sections: Mapping[str, tuple[HeadRows, ...]],
+    taps: RowBase,
+    norm: str,
+    out: str,
+    by: str = "",
+) -> tuple[RowBase, ...]:
+    """The same, by HF's names of its projections, of its norm and of its last projection."""
+    own, heads = _MIXER[DeltaNet], ("num_value_heads",)
     return assign_part(
         DeltaNet,
         Sections(
             own + "in_proj.weight",
-            tuple(f"{block}in_proj_{name}.weight" for name in sections),
+            tuple(f"{block}{name}.weight" for name in sections),
             tuple(sections.values()),
             ("hidden_size",),
-            by="num_key_heads" * by_key_heads,
+            by=by,
         ),
-        _make_convolution(own, block, "conv1d.weight", _QKV),
+        taps,
         Columns(own + "A_log", (block + "A_log",), heads, **_PER_HEAD),
         Columns(own + "dt_bias", (block + "dt_bias",), heads, role=Role.BIAS),
         Whole(
             own + "out_norm.weight",
-            (block + "norm.weight",),
+            (f"{block}{norm}.weight",),
             ("value_head_dim",),
             role=Role.NORM,
             keeps_dtype=True,
         ),
-        _make_output(own, block),
+        _make_output(own, block, out),
     )
 
 
@@ -182,9 +214,9 @@ def _make_convolution(
     )
 
 
-def _make_output(own: str, block: str) -> RowBase:
+def _make_output(own: str, block: str, name: str = "out_proj") -> RowBase:
     size = ("hidden_size", "inner_size")
-    return Rows(own + "out_proj.weight", (block + "out_proj.weight",), size)
+    return Rows(own + "out_proj.weight", (f"{block}{name}.weight",), size)
 
 
 def _make_output_bias(own: str, block: str, when: str) -> RowBase:

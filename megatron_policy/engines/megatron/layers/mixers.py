@@ -99,14 +99,15 @@ class DeltaNetMixer(RecurrentMixer):
         (q_NGK, k_NGK, v_NHV), recent_QWD = self.convolve(convolved_ND, share, span)
         A_log_H, dt_bias_H = share.of_heads(self.A_log), share.of_heads(self.dt_bias)
         decay_NH = log_decay(alpha_NH1.squeeze(-1), A_log_H, dt_bias_H)
-        inputs = (q_NGK, k_NGK, v_NHV, decay_NH, write_strength(beta_NH1.squeeze(-1)))
+        strength_NH = write_strength(beta_NH1.squeeze(-1), self.part.doubled)
+        inputs = (q_NGK, k_NGK, v_NHV, decay_NH, strength_NH)
         if span.is_step:
             out_NHV, memory_QHKV = delta_step(*inputs, span.before_step[1])
         else:
             out_NHV, memory_QHKV = delta_rule(*inputs, span.chunks, span.memory)
         # All heads have the same weight, and each rank some of the heads: gradients are summed.
         weight_V = copy_to_tensor_model_parallel_region(self.out_norm.weight, self.tp)
-        epsilon = self.config.layernorm_epsilon
+        epsilon = self.part.norm_epsilon or self.config.layernorm_epsilon
         normed_NHV = normalise_then_gate(out_NHV, gate_NHV, weight_V, epsilon)
         return normed_NHV.flatten(1), (recent_QWD, memory_QHKV)
 
