@@ -22,6 +22,7 @@ from megatron_policy.converters.families import (
     ernie4_5,
     ernie4_5_moe,
     exaone4,
+    falcon_h1,
     gemma2,
     gemma3_text,
     glm4,
@@ -151,6 +152,7 @@ FAMILIES = {
 PREPARED = {
     family.name: family
     for family in (
+        _built_in(falcon_h1, "FalconH1ForCausalLM", awaits="Mamba2 beside attention"),
         _built_in(granitemoehybrid, "GraniteMoeHybridForCausalLM", awaits="Mamba2"),
         _built_in(lfm2_moe, "Lfm2MoeForCausalLM", awaits="gated short convolutions"),
         _built_in(nemotron_h, "NemotronHForCausalLM", awaits="Mamba2"),

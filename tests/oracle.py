@@ -123,14 +123,16 @@ WITHOUT_DECAY = {
     ("Ernie4_5_MoeStatics", "e_score_correction_bias"),
     ("GptOssAttention", "sinks"),
     ("MiniMaxM2SparseMoeBlock", "e_score_correction_bias"),
-    *(("Qwen3NextGatedDeltaNet", name) for name in ("A_log", "dt_bias")),
+    *(
+        (f"{model}GatedDeltaNet", name)
+        for model in ("OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+        for name in ("A_log", "dt_bias")
+    ),
     *(
         (kind, name)
-        for kind in ("NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer")
+        for kind in ("FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer")
         for name in ("A_log", "D", "dt_bias")
     ),
-    *(("Qwen3_5GatedDeltaNet", name) for name in ("A_log", "dt_bias")),
-    *(("OlmoHybridGatedDeltaNet", name) for name in ("A_log", "dt_bias")),
 }
 """What other modules than linear layers, routers, experts and norms hold themselves."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .architecture import Architecture, VocabShard, padded_vocab, vocab_shard
 from .attention import Attention
 from .delta_net import DeltaNet
-from .layer import MOST_LAYERS, Feed, Layer, Mixer, Norms, stack
+from .layer import MOST_LAYERS, Beside, Feed, Layer, Mixer, Norms, stack
 from .mamba2 import Mamba2
 from .mla import Mla
 from .mlp import Mlp
@@ -24,6 +24,7 @@ __all__ = [
     "Activation",
     "Architecture",
     "Attention",
+    "Beside",
     "DeltaNet",
     "Feed",
     "HeadRows",

@@ -34,6 +34,8 @@ def beyond_transformer_engine(architecture: Architecture, adapted: bool = False)
         "query and key norms after rotation": qk_norm is QkNorm.AFTER_ROTATION,
         "gated delta nets": architecture.find_part(DeltaNet),
         "Mamba2": architecture.find_part(Mamba2),
+        "mixers side by side": any(each.beside for each in set(architecture.layers)),
+        "factors within MLPs": mlp and (mlp.gate_factor, mlp.out_factor) != (1.0, 1.0),
         "gated short convolutions": architecture.find_part(ShortConvolution),
         "gated attention": attention and attention.attention_output_gate,
         "a mixer or a feed alone": architecture.has_single_parts,

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain, zip_longest
 
 from megatron_policy.errors import ConversionError
 
@@ -16,7 +17,7 @@ from .mamba2 import Mamba2
 from .mla import Mla
 from .mlp import Mlp
 from .moe import Moe
-from .part import LayerPart
+from .part import LayerPart, Linears
 from .short_convolution import ShortConvolution
 
 Mixer = Attention | Mla | DeltaNet | Mamba2 | ShortConvolution
@@ -52,12 +53,23 @@ class Norms(Enum):
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A second mixer of a layer, which reads what the first one reads. What both give is added."""
+
+    mixer: Mamba2
+    scale: float = 1.0
+    """Factor on what it gives."""
+    scale_of_first: float = 1.0
+
+
+@dataclass(frozen=True)
 class Layer:
     """The parts of one layer, or its only one. Layers that are alike are one object."""
 
     mixer: Mixer | None
     feed: Feed | None
     norms: Norms = Norms.BEFORE
+    beside: Beside | None = None
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -66,7 +78,18 @@ class Layer:
     @property
     def parts(self) -> tuple[Mixer | Feed, ...]:
         """Those that it has."""
-        return tuple(part for part in (self.mixer, self.feed) if part is not None)
+        return (*self.mixers, *(() if self.feed is None else (self.feed,)))
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Its mixer, and the one beside that."""
+        second = None if self.beside is None else self.beside.mixer
+        return tuple(mixer for mixer in (self.mixer, second) if mixer is not None)
+
+    def list_mixer_linears(self, hidden_size: int) -> Linears:
+        """The linear layers of its mixers, those of two side by side together."""
+        every = (mixer.list_linears(hidden_size) for mixer in self.mixers)
+        return tuple(tuple(chain(*groups)) for groups in zip_longest(*every, fillvalue=()))
 
     def find_part(self, kind: type[LayerPart] | None) -> LayerPart | None:
         """This layer's part of that kind, if it has one."""
@@ -78,8 +101,11 @@ def stack(
     mixer: Mixer | Sequence[Mixer | None],
     feed: Feed | Sequence[Feed | None],
     norms: Norms | Sequence[Norms] = Norms.BEFORE,
+    beside: Beside | None = None,
 ) -> tuple[Layer, ...]:
-    """`number` layers; mixer, feed and norms are one for all, or one for each."""
+    """`number` layers; mixer, feed and norms are one for all, or one for each. All have
+    the mixer `beside` their own.
+    """
     check_number(number)
     mixers = mixer if isinstance(mixer, Sequence) else (mixer,) * number
     feeds = feed if isinstance(feed, Sequence) else (feed,) * number
@@ -91,7 +117,8 @@ def stack(
             )
     made: dict[tuple[Mixer | None, Feed | None, Norms], Layer] = {}
     return tuple(
-        made.setdefault(parts, Layer(*parts)) for parts in zip(mixers, feeds, places, strict=True)
+        made.setdefault(parts, Layer(*parts, beside))
+        for parts in zip(mixers, feeds, places, strict=True)
     )
 
 

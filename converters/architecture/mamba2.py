@@ -37,6 +37,9 @@ class Mamba2(Recurrence):
     """The steps of the state are not smaller; nor larger than `largest_step`, if that is set."""
     largest_step: float | None = None
 
+    factors: tuple[float, ...] = ()
+    """On the sections of what the first projection gives, in their order; (): none."""
+
     place: ClassVar[str] = "mixer"
 
     def __post_init__(self) -> None:

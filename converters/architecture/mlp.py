@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .checks import check_counts, check_widths
+from .checks import check_counts, check_factors, check_widths
 from .part import LayerPart, Linear, Linears, PartBytes, Place, RankShare, SplitCount
 from .traits import Activation
 
@@ -22,11 +22,16 @@ class Mlp(LayerPart):
     """It multiplies its activation by a second projection."""
     mlp_bias: bool = False
     """On both matrices."""
+    gate_factor: float = 1.0
+    """On what the activation function takes."""
+    out_factor: float = 1.0
+    """On what it gives."""
 
     computed_again: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_counts(self, "ffn_hidden_size")
+        check_factors(self, "gate_factor", "out_factor")
         check_widths(ffn_hidden_size=self.ffn_hidden_size)
 
     @property

@@ -45,6 +45,9 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
         "pre_norm": norms.before,
         "post_norm": norms.after,
         "parallel": norms is Norms.ONE,
+        "gate_factor": getattr(feed, "gate_factor", 1.0),
+        "out_factor": getattr(feed, "out_factor", 1.0),
+        "beside": layers[0].beside and (layers[0].beside.scale, layers[0].beside.scale_of_first),
         "norms": _of_differing([layer.norms.value for layer in layers]),
         "activation": feed.activation,
         "mlp_bias": feed.mlp_bias,
@@ -89,7 +92,7 @@ def _of_some(layers: list[bool]) -> tuple[bool, ...]:
 _LAYERS: dict[str, Any] = {
     "pre_norm": True,
     **dict.fromkeys(("post_norm", "parallel"), False),
-    **dict.fromkeys(("window", "moe", "mla", "delta_net", "mamba2", "short_convolution")),
+    **dict.fromkeys(("window", "moe", "mla", "delta_net", "mamba2", "short_convolution", "beside")),
     **dict.fromkeys(
         ("windowed", "without_rope", "moe_layers", "mixers", "without_feed", "norms"), ()
     ),

@@ -10,7 +10,7 @@ Recomputation in Large Transformer Models".
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 
@@ -28,6 +28,8 @@ from megatron_policy.converters.architecture.part import (
     CoreBytes,
     Kernels,
     Linear,
+    Linears,
+    PartBytes,
     RankShare,
     Slabs,
     Tiles,
@@ -138,6 +140,11 @@ class SavedBytes:
         copied = self.norm_copies and self.norm_apart and "layernorm" in modules
         return most + (self.stream if copied else 0)
 
+    def beside(self, second: PartBytes) -> SavedBytes:
+        """With a second part, which reads the same."""
+        core = CoreBytes(*map(sum, zip(self.core, second.core, strict=True)))
+        return replace(self, inner=self.inner + second.inner, core=core)
+
 
 _NOTHING = SavedBytes(0, 0, 0, 0, CoreBytes(), 0, 0, False, False, False, 0)
 """Of a part that a layer does not have."""
@@ -187,23 +194,28 @@ class LayerActivations:
         """
         layer, training = self.arch.find_layer(number), LayerTraining.of(self.adapters, number)
         parallel, share = layer.norms.parallel, self._share(batch, training)
-        names, also = (
-            [] if part is None else [_names([group]) for group in part.list_linears(1)]
-            for part in (layer.mixer, layer.feed)
-        )
+        of_mixers = layer.list_mixer_linears(self.arch.hidden_size)
+        names = [_names([group]) for group in of_mixers]
+        of_feed = () if layer.feed is None else layer.feed.list_linears(self.arch.hidden_size)
+        also = [_names([group]) for group in of_feed]
         mixer = feed = _NOTHING
         if layer.mixer is not None:
             kept = training.keep(*names[0]) or (parallel and training.keep(*chain(*also[:1])))
-            mixer = self._save(layer.mixer, layer.norms, share, training, needed, kept)
+            given = (layer.norms, share, training, needed, kept)
+            mixer = self._save(layer.mixer, of_mixers, *given)
+            for second in layer.mixers[1:]:
+                mixer = mixer.beside(second.count_kept(share, needed))
             needed = needed or (not parallel and training.adapted(*chain(*names)))
         if layer.feed is not None:
             kept = training.keep(*also[0]) or (layer.feed.keeps_input and needed)
-            feed = self._save(layer.feed, layer.norms, share, training, needed, kept, parallel)
+            given = (layer.norms, share, training, needed, kept)
+            feed = self._save(layer.feed, of_feed, *given, parallel)
         return LayerBytes(mixer, feed)
 
     def _save(
         self,
         part: LayerPart,
+        linears: Linears,
         norms: Norms,
         share: RankShare,
         training: LayerTraining,
@@ -211,12 +223,12 @@ class LayerActivations:
         kept: bool,
         shares_input: bool = False,
     ) -> SavedBytes:
-        """What a part keeps; `kept` says whether its first linear layers keep their input, unless
-        it `shares_input` with another part.
+        """What a part with these linear layers keeps; `kept` says whether the first of them keep
+        their input, unless it `shares_input` with another part.
         """
         norm = share.stream * share.norm(share.hidden_size)
         entered = 0 if shares_input else share.width * share.hidden_size * share.stream
-        own, linears = part.count_kept(share, needed), part.list_linears(share.hidden_size)
+        own = part.count_kept(share, needed)
         adapters = training.count_adapters(linears, self.arch, self.topology, share)
         te, fp32 = share.kernels.transformer_engine, share.width == FP32
         plus_one = self.arch.norm is Norm.RMS_PLUS_ONE

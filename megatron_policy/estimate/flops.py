@@ -129,10 +129,9 @@ def layer_flops(
     whether anything before it is trained.
     """
     tokens, hidden = sum(lengths), architecture.hidden_size
-    core = 0 if layer.mixer is None else layer.mixer.count_core_flops(lengths)
-    mixer, feed = (
-        () if part is None else part.list_linears(hidden) for part in (layer.mixer, layer.feed)
-    )
+    core = sum(mixer.count_core_flops(lengths) for mixer in layer.mixers)
+    mixer = layer.list_mixer_linears(hidden)
+    feed = () if layer.feed is None else layer.feed.list_linears(hidden)
     projections, inner = (
         _product(tokens, 1, sum(linear.elements for group in linears for linear in group))
         for linears in (mixer, feed)

@@ -194,7 +194,7 @@ def _traffic(
 
 def _count_exchanged(layer: Layer, at: Topology) -> int:
     """Channels of a token that context-parallel ranks exchange."""
-    return 0 if layer.mixer is None else layer.mixer.count_exchanged(at.tp, at.cp)
+    return sum(mixer.count_exchanged(at.tp, at.cp) for mixer in layer.mixers)
 
 
 def _count_routed(hidden_size: int, layer: Layer) -> int:

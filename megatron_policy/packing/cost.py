@@ -26,10 +26,11 @@ def sequence_cost(architecture: Architecture) -> Cost:
     for layer in architecture.layers:
         linears = (part.list_linears(architecture.hidden_size) for part in layer.parts)
         each += 2 * sum(each.elements for groups in linears for group in groups for each in group)
-        if isinstance(layer.mixer, Attention | Mla):
-            pair += 2 * (layer.mixer.query_size + layer.mixer.context_size)
-        elif layer.mixer is not None:
-            each += layer.mixer.count_core_flops([1])
+        for mixer in layer.mixers:
+            if isinstance(mixer, Attention | Mla):
+                pair += 2 * (mixer.query_size + mixer.context_size)
+            else:
+                each += mixer.count_core_flops([1])
     growth = pair / each
 
     def cost(length: int) -> float:

@@ -10,6 +10,7 @@ from megatron_policy.converters.architecture import (
     Activation,
     Architecture,
     Attention,
+    Beside,
     Feed,
     Mixer,
     Mlp,
@@ -217,6 +218,7 @@ def architecture(
     feed: Feed | Sequence[Feed | None] | None = None,
     *,
     norms: Norms | Sequence[Norms] = Norms.BEFORE,
+    beside: Beside | None = None,
     epsilon: str = "rms_norm_eps",
     **traits: Any,
 ) -> Architecture:
@@ -232,6 +234,7 @@ def architecture(
         take_attention(fields) if mixer is None else mixer,
         take_mlp(fields) if feed is None else feed,
         norms,
+        beside,
     )
     dense = any(isinstance(layer.feed, Mlp) for layer in layers)
     return Architecture(

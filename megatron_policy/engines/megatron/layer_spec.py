@@ -32,7 +32,12 @@ from megatron_policy.converters.architecture.beyond import beyond_transformer_en
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.experts import experts_spec
-from megatron_policy.engines.megatron.layers.mixers import MIXERS, MixerLayer, mixer_spec
+from megatron_policy.engines.megatron.layers.mixers import (
+    MIXERS,
+    MixerLayer,
+    SideBySideLayer,
+    mixer_spec,
+)
 from megatron_policy.engines.megatron.layers.mla import mla_spec
 from megatron_policy.engines.megatron.layers.norm import norm_of
 from megatron_policy.engines.megatron.layers.parallel_layer import ParallelLayer
@@ -96,8 +101,10 @@ def layer_spec(
         norm = norm_of(architecture) if found.norms.before else IdentityOp
         spec.submodules.input_layernorm = norm
         spec.submodules.pre_mlp_layernorm = IdentityOp if one_norm else norm
-        if own_sum := residual_sum(architecture, found.norms, config):
-            spec.submodules.self_attn_bda = spec.submodules.mlp_bda = own_sum
+        factor = feed.out_factor if isinstance(feed, Mlp) else 1.0
+        for place, scale in (("self_attn_bda", 1.0), ("mlp_bda", factor)):
+            if own_sum := residual_sum(architecture, found.norms, config, scale):
+                setattr(spec.submodules, place, own_sum)
         if one_norm:
             spec.module = ParallelLayer
     for place, part in (("self_attention", mixer), ("mlp", feed)):
@@ -111,6 +118,8 @@ def layer_spec(
         spec.submodules.sharded_state_dict_keys_map |= fused
         if mixer.place != "self_attention":
             spec.module, spec.params = MixerLayer, {**spec.params, "place": mixer.place}
+    if found.beside is not None:
+        spec.module, spec.params = SideBySideLayer, {**spec.params, "beside": found.beside}
     return spec
 
 

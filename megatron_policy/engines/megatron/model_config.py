@@ -17,11 +17,12 @@ from megatron_policy.converters.architecture import (
     Architecture,
     Attention,
     Mla,
+    Mlp,
     Norm,
     QkNorm,
 )
 from megatron_policy.device import can_compile, is_accelerated
-from megatron_policy.engines.megatron.layers.activations import FUNCTIONS
+from megatron_policy.engines.megatron.layers.activations import FUNCTIONS, scale_input
 from megatron_policy.engines.megatron.layers.experts import expert_fields
 from megatron_policy.engines.megatron.layers.mla import mla_fields
 from megatron_policy.parallel.topology import LayerSplit, Topology
@@ -92,6 +93,7 @@ def _describe_model(architecture: Architecture) -> dict[str, Any]:
     qk_norm = QkNorm.NONE if attention is None else attention.qk_norm
     feed = architecture.feed
     clamped = feed.activation is Activation.CLAMPED_SWIGLU
+    gate_factor = feed.gate_factor if isinstance(feed, Mlp) else 1.0
     return {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
@@ -114,7 +116,7 @@ def _describe_model(architecture: Architecture) -> dict[str, Any]:
         "activation_func_clamp_value": 7.0 if clamped else None,
         "glu_linear_offset": 1.0 if clamped else 0.0,
         "gated_linear_unit": feed.gated,
-        "activation_func": FUNCTIONS[feed.activation],
+        "activation_func": scale_input(FUNCTIONS[feed.activation], gate_factor),
         # Attention overrides it, see `LayerAttention`.
         "add_bias_linear": feed.mlp_bias,
     }
@@ -178,6 +180,7 @@ def _describe_kernels(
     # Megatron-Core's fused GELU is always the tanh approximation, whatever function is requested.
     feed = architecture.feed
     swiglu = feed.gated and feed.activation is Activation.SILU
+    swiglu = swiglu and not (isinstance(feed, Mlp) and feed.gate_factor != 1.0)
     fused_rope = settings.apply_rope_fusion and with_te and architecture.find_part(Mla) is None
     compiled = is_accelerated() and can_compile()
     if is_accelerated() and not compiled:

@@ -46,6 +46,19 @@ FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 """What Megatron-Core's config takes for each activation."""
 
 
+def scale_input(
+    function: Callable[[torch.Tensor], torch.Tensor], factor: float
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function of its input times `factor`."""
+    return function if factor == 1.0 else functools.partial(_of_scaled, function, factor)
+
+
+def _of_scaled(
+    function: Callable[[torch.Tensor], torch.Tensor], factor: float, x: torch.Tensor
+) -> torch.Tensor:
+    return function(factor * x)
+
+
 class XIelu(MegatronModule):
     """`beta x + p x^2` where x is positive, and `beta x + n (exp(min(x, eps)) - 1 - x)` elsewhere,
     with `p = softplus(alpha_p)` and `n = beta + softplus(alpha_n)`.

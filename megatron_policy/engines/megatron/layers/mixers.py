@@ -15,11 +15,12 @@ from megatron.core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_policy.converters.architecture import (
+    Beside,
     DeltaNet,
     Mamba2,
     Recurrence,
@@ -70,6 +71,27 @@ class MixerLayer(TransformerLayer):
     def self_attention(self) -> Any:
         """The mixer."""
         return self._modules[self._place]
+
+
+class SideBySideLayer(TransformerLayer):
+    """A decoder layer with a second mixer, which reads what its attention reads."""
+
+    def __init__(self, *args: Any, beside: Beside, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        given = {"config": self.config, "pg_collection": kwargs.get("pg_collection")}
+        # Generation keeps its state under this number, and attention's keys under the layer's.
+        given["layer_number"] = -self.layer_number
+        self.mixer = build_module(mixer_spec(beside.mixer), **given)
+        self._beside = beside
+        self.self_attention.register_forward_hook(self._add_mixer, with_kwargs=True)
+
+    def _add_mixer(
+        self, _attention: Any, args: Any, given: Any, attended: Any
+    ) -> tuple[torch.Tensor, None]:
+        """What both mixers give, for what attention gives; neither has a bias."""
+        (first, bias), (second, other_bias) = attended, self.mixer(*args, **given)
+        assert bias is None and other_bias is None
+        return self._beside.scale_of_first * first + self._beside.scale * second, None
 
 
 class DeltaNetMixer(RecurrentMixer):
@@ -130,6 +152,7 @@ class Mamba2Mixer(RecurrentMixer):
     def mix(
         self, projected_NF: torch.Tensor, share: HeadShare, span: TokenSpan
     ) -> tuple[torch.Tensor, State]:
+        projected_NF = self._scale(projected_NF, share)
         gate_NHV, convolved_ND, dt_NH1 = share.split(projected_NF, self.convolved)
         (x_NHV, *shared), recent_QWD = self.convolve(convolved_ND, share, span)
         b_NGK, c_NGK = self._complete(*shared)
@@ -143,6 +166,13 @@ class Mamba2Mixer(RecurrentMixer):
         else:
             y_NHV, memory_QHKV = state_space(*inputs, span.chunks, span.memory)
         return self._gate(y_NHV, gate_NHV, share).flatten(1), (recent_QWD, memory_QHKV)
+
+    def _scale(self, projected_NF: torch.Tensor, share: HeadShare) -> torch.Tensor:
+        if not self.part.factors:
+            return projected_NF
+        columns = zip(share.sizes, self.part.factors, strict=True)
+        made = [projected_NF.new_full((heads * width,), f) for (heads, width), f in columns]
+        return projected_NF * torch.cat(made)
 
     def finish(self, mixed_TRV: torch.Tensor, share: HeadShare) -> torch.Tensor:
         if self.norm is None or self._has_groups(share):

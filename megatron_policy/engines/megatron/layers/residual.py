@@ -48,14 +48,17 @@ class ResidualSum(torch.nn.Module):
 
 
 def residual_sum(
-    architecture: Architecture, norms: Norms, config: TransformerConfig
+    architecture: Architecture, norms: Norms, config: TransformerConfig, factor: float = 1.0
 ) -> ModuleSpec | None:
-    """A layer's own residual sum; None for Megatron-Core's plain sum."""
-    if not norms.after and architecture.residual_scale == 1.0:
+    """A layer's own residual sum, with a `factor` on what is added; None for Megatron-Core's plain
+    sum.
+    """
+    scale = architecture.residual_scale * factor
+    if not norms.after and scale == 1.0:
         return None
     params: dict[str, Any] = {
         "config": config,
         "norm": norm_of(architecture) if norms.after else None,
-        "scale": architecture.residual_scale,
+        "scale": scale,
     }
     return ModuleSpec(module=ResidualSum, params=params)
