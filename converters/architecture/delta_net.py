@@ -13,9 +13,9 @@ from .checks import check_counts, check_factors, check_widths
 from .part import Slabs, SplitCount
 from .recurrence import HeadRows, Recurrence
 
-QUERY, KEY = HeadRows("num_key_heads", "key_head_dim"), HeadRows("num_key_heads", "key_head_dim")
-VALUE, GATE = (HeadRows("num_value_heads", "value_head_dim"),) * 2
-BETA, ALPHA = (HeadRows("num_value_heads", 1),) * 2
+QUERY, KEY = (HeadRows("num_key_heads", "key_head_dim", name) for name in ("query", "key"))
+VALUE, GATE = (HeadRows("num_value_heads", "value_head_dim", name) for name in ("value", "z"))
+BETA, ALPHA = (HeadRows("num_value_heads", 1, name) for name in ("beta", "alpha"))
 """How strongly the state is corrected, and how fast it decays."""
 
 

@@ -11,10 +11,10 @@ from .checks import check_counts, check_factors, check_widths
 from .part import PartBytes, RankShare, Slabs, SplitCount
 from .recurrence import HeadRows, Recurrence
 
-GATE, INPUT = (HeadRows("num_heads", "head_dim"),) * 2
-INTO, OUT = (HeadRows("groups", "state_size"),) * 2
+GATE, INPUT = (HeadRows("num_heads", "head_dim", name) for name in ("z", "x"))
+INTO, OUT = (HeadRows("groups", "state_size", name) for name in ("B", "C"))
 """Where the state takes a token, and where it is read."""
-STEP = HeadRows("num_heads", 1)
+STEP = HeadRows("num_heads", 1, "dt")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,8 @@ class HeadRows(NamedTuple):
     heads: str
     rows: str | int
     """Of each head."""
+    name: str
+    """What checkpoints of Megatron-Core's format call them, which have them apart."""
 
 
 class Recurrence(LayerPart):

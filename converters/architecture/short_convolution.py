@@ -9,7 +9,7 @@ from .checks import check_counts, check_widths
 from .part import RankShare, Slabs, SplitCount
 from .recurrence import HeadRows, Recurrence
 
-INTO, OUT, INPUT = (HeadRows("channels", 1),) * 3
+INTO, OUT, INPUT = (HeadRows("channels", 1, name) for name in ("B", "C", "x"))
 """The gate before the convolution, the one after it, and what is convolved."""
 
 

@@ -96,7 +96,12 @@ class DistReader:
 
     def unused(self, entries: Iterable[Entry], arch: Architecture) -> list[str]:
         """The keys of weights that belong to none of the entries."""
-        used = {place.key for entry in entries for place in readable(entry, arch)}
+        used = {
+            key
+            for entry in entries
+            for place in readable(entry, arch)
+            for key, *_ in place.divide(unpadded_shape(entry.row, arch))
+        }
         used |= {key + half for key in used for half in _HALVES}
         return [key for key in self.weights() if key not in used]
 
@@ -108,31 +113,24 @@ class DistReader:
         self, places: Iterable[KeyedSlice], shape: Shape, padded: bool
     ) -> tuple[str, Stored] | None:
         for place in places:
-            halves = [place.key + half for half in _HALVES]
-            if place.key in self.keys:
-                keys = [place.key]
-            elif all(key in self.keys for key in halves):
-                keys = halves
-            else:
+            whole = {key: part for key, _, part in place.divide(shape)}
+            halves = dict.fromkeys(place.key + half for half in _HALVES)
+            keys = next((list(e) for e in (whole, halves) if e.keys() <= self.keys.keys()), None)
+            if keys is None:
                 continue
             chunks: list[Chunk] = []
             rows = 0
             for key in keys:
                 held = self._shape_of(key, place)
-                chunks += [
-                    chunk._replace(origin=(chunk.origin[0] + rows, *chunk.origin[1:]))
-                    if rows
-                    else chunk
-                    for chunk in self._by_lead(key, len(place.lead)).get(place.lead, ())
-                ]
+                if place.sections and held != whole[key]:
+                    raise self._misshapen(key, held, whole[key])
+                own = self._by_lead(key, len(place.lead)).get(place.lead, ())
+                chunks += [chunk.lower(rows) for chunk in own]
                 rows += held[0] if held else 1
             found = (rows, *held[1:]) if held else held
             fits = found[:1] >= shape[:1] if padded else found[:1] == shape[:1]
             if found[1:] != shape[1:] or not fits:
-                raise ConversionError(
-                    f"misshapen: {keys[0]} in {self.root} is {list(found)} for each parameter, must"
-                    f" be {list(shape)}; is this the checkpoint of that config.json?"
-                )
+                raise self._misshapen(keys[0], found, shape)
             if keys[0].startswith(OPTIMIZER_STATE):
                 if not chunks and place.lead:
                     return None
@@ -140,6 +138,12 @@ class DistReader:
                     raise ConversionError(f"{self.root} has only a part of {keys[0]} {place.lead}")
             return keys[0], Stored(shape, self.keys[keys[0]].dtype, chunks)
         return None
+
+    def _misshapen(self, key: str, found: Shape, shape: Shape) -> ConversionError:
+        return ConversionError(
+            f"misshapen: {key} in {self.root} is {list(found)} for each parameter, must be "
+            f"{list(shape)}; is this the checkpoint of that config.json?"
+        )
 
     def _shape_of(self, key: str, place: KeyedSlice) -> Shape:
         shape = self.keys[key].shape

@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron_policy.converters.architecture import Architecture, Mla, Moe, Recurrence
+from megatron_policy.converters.architecture import Architecture, Mamba2, Mla, Moe, Recurrence
+from megatron_policy.converters.rows import Sections
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.table import Entry, Table
 
@@ -21,6 +22,8 @@ _FUSED = {
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
 _LAYER = re.compile(r"^(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.transformer_layer\.)")
+_LAST_NORM = "decoder.final_layernorm."
+"""Which models with Mamba2 layers call otherwise in Megatron-Core."""
 _EXPERT = re.compile(r"(?<=mlp\.experts\.)local_experts\.\d+\.")
 OPTIMIZER_STATE = "optimizer.state."
 """What the keys of an optimizer's state begin with. It has nothing of layers that are frozen."""
@@ -36,6 +39,19 @@ class KeyedSlice:
     key: str
     lead: Shape = ()
     axes: Shape = ()
+    sections: tuple[tuple[str, int], ...] = ()
+    """Names and rows of what has tensors of its own in place of one of the whole parameter."""
+
+    def divide(self, shape: Shape) -> Iterator[tuple[str, int, Shape]]:
+        """Of each tensor with a part of the parameter, which has that shape: its key, the first row
+        of the parameter that it has, and the part's shape.
+        """
+        if not self.sections:
+            yield self.key, 0, shape
+        first = 0
+        for name, rows in self.sections:
+            yield f"{self.key}.{name}", first, (rows, *shape[1:])
+            first += rows
 
 
 def written(entry: Entry, arch: Architecture) -> tuple[KeyedSlice, ...]:
@@ -93,6 +109,8 @@ def not_weights(keys: Iterable[str]) -> set[str]:
 def _spellings(entry: Entry, arch: Architecture) -> tuple[str, ...]:
     name = _within_layer(entry)
     fused = _fused(name, entry, arch)
+    if name.startswith(_LAST_NORM) and arch.find_part(Mamba2) is not None:
+        return (name, name.replace(_LAST_NORM, "decoder.final_norm."))
     if entry.layer is None or fused == name:
         return (name,)
     layer = arch.find_layer(entry.layer)
@@ -133,7 +151,16 @@ def _place(entry: Entry, name: str, arch: Architecture, stacked: bool) -> KeyedS
         assert arch.moe is not None
         name = _EXPERT.sub("experts.", name)
         lead, axes = (*lead, entry.expert), (*axes, arch.moe.experts)
-    return KeyedSlice(("decoder.layers." if stacked else prefix) + name, lead, axes)
+    key = ("decoder.layers." if stacked else prefix) + name
+    return KeyedSlice(key, lead, axes, _find_sections(entry, arch))
+
+
+def _find_sections(entry: Entry, arch: Architecture) -> tuple[tuple[str, int], ...]:
+    """Those of a projection and of a convolution; the biases of projections are whole."""
+    row = entry.row
+    if not isinstance(row, Sections) or entry.megatron.endswith("in_proj.bias"):
+        return ()
+    return row.name_rows(arch)
 
 
 def _state(module: str, place: KeyedSlice) -> str:

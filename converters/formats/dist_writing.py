@@ -81,16 +81,17 @@ def lay_out(
     stored = []
     for parameter in parameters:
         place, dtype = parameter.place, parameter.dtype
-        shapes[place.key] = (*place.axes, *parameter.shape)
         chunks = []
-        for origin, sizes in _rows(parameter.shape, dtype.itemsize):
-            full = (*(1 for _ in place.lead), *sizes)
-            around = framing(dtype, full)
-            data = math.prod(sizes) * dtype.itemsize
-            length = len(around.prefix) + data + len(around.suffix)
-            record = filler.add(place.key, dtype, (*place.lead, *origin), full, length)
-            start = record.offset + len(around.prefix)
-            chunks.append(Chunk(record.path, start, origin, sizes))
+        for key, first, shape in place.divide(parameter.shape):
+            shapes[key] = (*place.axes, *shape)
+            for origin, sizes in _rows(shape, dtype.itemsize):
+                full = (*(1 for _ in place.lead), *sizes)
+                around = framing(dtype, full)
+                data = math.prod(sizes) * dtype.itemsize
+                length = len(around.prefix) + data + len(around.suffix)
+                record = filler.add(key, dtype, (*place.lead, *origin), full, length)
+                start = record.offset + len(around.prefix)
+                chunks.append(Chunk(record.path, start, origin, sizes).lower(first))
         stored.append(Stored(parameter.shape, dtype, chunks))
     for name in objects:
         filler.add(name, None, (), (), len(empty_object()))

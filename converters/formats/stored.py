@@ -34,6 +34,12 @@ class Chunk(NamedTuple):
     origin: Shape
     sizes: Shape
 
+    def lower(self, rows: int) -> Chunk:
+        """The same so many rows below."""
+        if not rows:
+            return self
+        return self._replace(origin=(self.origin[0] + rows, *self.origin[1:]))
+
 
 class Transfer(NamedTuple):
     """Contiguous bytes of a file, and the `spans`, (first, end), of a range that they fill."""

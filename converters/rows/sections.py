@@ -95,6 +95,12 @@ class Sections(RowBase):
     by section.
     """
 
+    def name_rows(self, arch: Architecture) -> tuple[tuple[str, int], ...]:
+        """Names and rows of all sections of the whole parameter."""
+        every = [section for each in self.sections for section in each]
+        rows = self._rows(arch, tuple(every))
+        return tuple((section.name, n) for section, n in zip(every, rows, strict=True))
+
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         tail = self.measure(arch, self.tail)
         return tuple((sum(self._rows(arch, each)), *tail) for each in self.sections)
@@ -133,7 +139,7 @@ class Sections(RowBase):
 
     def _rows(self, arch: Architecture, sections: tuple[HeadRows, ...], size: int = 1) -> list[int]:
         """Rows of each of these sections on one of `size` ranks."""
-        sizes = (self.measure(arch, section) for section in sections)
+        sizes = (self.measure(arch, section[:2]) for section in sections)
         return [self._share(heads, rows, size) for heads, rows in sizes]
 
     def _share(self, heads: int, rows: int, size: int) -> int:

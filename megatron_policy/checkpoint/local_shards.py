@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_policy.checkpoint.slices import Slice, cut_pieces, cut_slices, divide
+from megatron_policy.checkpoint.slices import (
+    Slice,
+    clip_rows,
+    cut_pieces,
+    cut_slices,
+    divide,
+)
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.formats.dist_keys import OPTIMIZER_STATE, written
 from megatron_policy.converters.formats.dist_writing import CHUNK_BYTES
@@ -148,13 +154,15 @@ def _items(
         for part in cut_pieces(piece, most):
             # If layer specs name a norm in two ways, its states are read under either name.
             for where in places if shard.kind == WEIGHTS else places[:1]:
-                yield WriteItem(
-                    f"{state_prefix(shard.kind)}{where.key}",
-                    (*where.axes, *whole),
-                    (*where.lead, *part.origin),
-                    (*(1 for _ in where.lead), *part.sizes),
-                    _memory(shard, part),
-                )
+                for key, begin, shape in where.divide(whole):
+                    for own in clip_rows(part, begin, shape):
+                        yield WriteItem(
+                            f"{state_prefix(shard.kind)}{key}",
+                            (*where.axes, *shape),
+                            (*where.lead, *own.origin),
+                            (*(1 for _ in where.lead), *own.sizes),
+                            _memory(shard, own),
+                        )
 
 
 def _memory(shard: LocalShard, piece: Slice) -> Tensor:

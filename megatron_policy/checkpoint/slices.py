@@ -95,6 +95,20 @@ def cut_pieces(piece: Slice, most: int) -> Iterator[Slice]:
         yield from cut_pieces(part, most) if part.elements > most else (part,)
 
 
+def clip_rows(piece: Slice, first: int, shape: Shape) -> Iterator[Slice]:
+    """What of the slice is in the part of that shape which begins with row `first` of the
+    parameter, as a slice of the part; nothing, or one.
+    """
+    if not shape:
+        yield piece
+        return
+    (top, *rest), inner = piece.origin, piece.sizes[1:]
+    low, high = max(top, first), min(top + piece.sizes[0], first + shape[0])
+    if low < high:
+        own = piece.own + (low - top) * math.prod(inner)
+        yield Slice(own, (low - first, *rest), (high - low, *inner))
+
+
 def divide(lengths: Iterable[tuple[int, int]], index: int, count: int) -> list[tuple[int, int]]:
     """Divide tensors that `count` ranks all hold, given as (elements, bytes of each): for each
     tensor the elements, first to last (exclusive), of rank `index`. Ranks get equal runs of bytes

@@ -328,7 +328,11 @@ def test_weights_moments_and_schedule_go_on_under_another_layout(
     ranks: RankPool, path_of: Callable[[Case], Path], tmp_path: Path, name: str
 ) -> None:
     saver, loader = CHANGES[name]
-    path = path_of(saver)
+    assert_goes_on(ranks, path_of(saver), saver, loader, tmp_path)
+
+
+def assert_goes_on(ranks: Any, path: Path, saver: Case, loader: Case, tmp_path: Path) -> None:
+    """The loader holds what the saver had, and its next step is that of the saver."""
     old = ranks.run(saver.layout.world, save_and_step, saver.config(path), tmp_path)
     new = ranks.run(loader.layout.world, load_and_step, bare(path, loader, tmp_path), tmp_path)
     saved, loaded = on_disk(tmp_path / "saved", 2), on_disk(tmp_path / "loaded", 2)

@@ -118,7 +118,7 @@ def sections_of(row: Row, arch: Architecture, parts: list[torch.Tensor]) -> list
     """The sections of the HF tensors in Megatron-Core's order, each with its rows by heads."""
     found = []
     for part, sections in zip(parts, row.sections, strict=True):
-        sizes = [arch.shape(each, row.part) for each in sections]
+        sizes = [arch.shape(each[:2], row.part) for each in sections]
         if row.by:
             (heads,) = arch.shape((row.by,), row.part)
             shares = [count * rows // heads for count, rows in sizes]

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, cast
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
@@ -262,7 +263,7 @@ class RecurrentMixer(MegatronModule, ABC):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """For Megatron-Core's checkpoints: whole parameters as ranks share them."""
+        """For Megatron-Core's checkpoints: parameters as ranks share them, with sections apart."""
         state = self.state_dict(prefix="", keep_vars=True)
         split = {
             name: cast(Any, parameter).partition_dim
@@ -272,7 +273,33 @@ class RecurrentMixer(MegatronModule, ABC):
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state, prefix, split, sharded_offsets
         )
+        parts = [
+            (section.name, heads * width)
+            for section, (heads, width) in zip(self.sections, self.whole.sizes, strict=True)
+        ]
+        names = (
+            ("in_proj.weight", parts),
+            *((f"conv1d.{kind}", parts[self.convolved]) for kind in ("weight", "bias")),
+        )
+        for name, own in names:
+            if prefix + name in sharded:
+                sharded[prefix + name] = _divide_rows(sharded[prefix + name], own)
         return sharded
+
+
+def _divide_rows(tensor: ShardedTensor, parts: list[tuple[str, int]]) -> ShardedTensorFactory:
+    """The tensor as one for each of these names, with so many rows of this rank each."""
+    empty = tensor.without_data()
+
+    def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        whole, first, found = replace(empty, key=key, data=data, replica_id=replica_id), 0, []
+        for name, rows in parts:
+            (part,) = whole.narrow(0, first, rows)
+            found.append(replace(part, key=f"{key}.{name}"))
+            first += rows
+        return found
+
+    return ShardedTensorFactory(tensor.key, tensor.data, build, torch.cat, tensor.replica_id)
 
 
 class Taps(torch.nn.Module):
