@@ -20,6 +20,9 @@ class Extra:
 
 EXTRAS = {
     "ray": Extra("ray", "ray>=2.40", "Policy, RayVirtualCluster, init_ray and workers run on Ray"),
+    "fla": Extra(
+        "fla", "fla-core>=0.6", "policy.megatron_cfg.recurrence_impl 'fla' takes its kernels"
+    ),
     "matplotlib": Extra("pictures", "matplotlib>=3.8", "pictures are drawn by matplotlib"),
     "tensorboard": Extra(
         "tensorboard",

@@ -179,6 +179,10 @@ class MegatronConfig(Section):
     """'auto', 'local' or 'transformer_engine': whose modules layers are made of. 'auto' takes
     Transformer Engine's where it, and a GPU, is there and can express the model.
     """
+    recurrence_impl: Literal["torch", "fla"] = "torch"
+    """'torch' or 'fla': what computes layers that hand on a state (gated delta nets, Mamba2, short
+    convolutions): torch's operators, or the kernels of flash-linear-attention.
+    """
     attention_backend: str | None = None
     apply_rope_fusion: bool = False
     """Where the implementation has the fused kernel."""

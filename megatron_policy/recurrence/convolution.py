@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from megatron_policy.recurrence import kernels
 from megatron_policy.recurrence.chunks import wide
 from megatron_policy.recurrence.recomputed import recomputed
 
@@ -69,15 +70,18 @@ def convolve(
     x_ND: torch.Tensor,
     weight_DW: torch.Tensor,
     bias_D: torch.Tensor | None,
-    windows: Windows,
+    windows: Windows | kernels.Line,
     past_QWD: torch.Tensor | None = None,
     silu: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The convolution of each sequence, followed by SiLU if `silu`, and the last W - 1 inputs of
     each sequence, both in the dtype of `x_ND`. The sums are in fp32 and rounded once.
 
-    `past_QWD` are the W - 1 inputs before each sequence, zeros by default.
+    `past_QWD` are the W - 1 inputs before each sequence, zeros by default. A `Line` in place of
+    windows has kernels compute it.
     """
+    if isinstance(windows, kernels.Line):
+        return kernels.convolve(x_ND, weight_DW, bias_D, windows, past_QWD, silu)
     assert windows.taps == weight_DW.size(1), (windows.taps, weight_DW.shape)
     if past_QWD is None:
         past_QWD = x_ND.new_zeros(len(windows.sequences), windows.back, x_ND.size(1))
@@ -105,7 +109,7 @@ def gated_convolve(
     x_ND: torch.Tensor,
     weight_DW: torch.Tensor,
     bias_D: torch.Tensor | None,
-    windows: Windows,
+    windows: Windows | kernels.Line,
     past_QWD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`after * convolution(before * x)` without SiLU, and the convolution's last inputs."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_policy.recurrence import kernels
 from megatron_policy.recurrence.chunks import Chunks, Slab, wide
 from megatron_policy.recurrence.decay import Decay, share
 from megatron_policy.recurrence.scan import Tensors, pass_on, scan
@@ -34,14 +35,17 @@ def delta_rule(
     v_NHV: torch.Tensor,
     g: torch.Tensor,
     beta_NH: torch.Tensor,
-    chunks: Chunks,
+    chunks: Chunks | kernels.Line,
     state_QHKV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs `[N, H, V]` in the dtype of values, and the state after each sequence, fp32.
 
     `g`, `[N, H]` or `[N, H, K]`, is the logarithm of the decay, never positive. As many value heads
     as `H / G` in a row share a key head. Without `state_QHKV` every sequence begins with zeros.
+    A `Line` in place of chunks has kernels compute it.
     """
+    if isinstance(chunks, kernels.Line):
+        return kernels.delta_rule(q_NGK, k_NGK, v_NHV, g, beta_NH, chunks, state_QHKV)
     inputs = (q_NGK, k_NGK, v_NHV, g, beta_NH)
     shape_HKV = (v_NHV.size(1), k_NGK.size(-1), v_NHV.size(-1))
     return scan(_compute, chunks, inputs, (), shape_HKV, state_QHKV, v_NHV.dtype)

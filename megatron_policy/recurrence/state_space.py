@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_policy.recurrence import kernels
 from megatron_policy.recurrence.chunks import Chunks, Slab, wide
 from megatron_policy.recurrence.decay import Decay, share
 from megatron_policy.recurrence.scan import Tensors, pass_on, scan
@@ -28,15 +29,18 @@ def state_space(
     b_NGK: torch.Tensor,
     c_NGK: torch.Tensor,
     d_H: torch.Tensor,
-    chunks: Chunks,
+    chunks: Chunks | kernels.Line,
     state_QHKV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs `[N, H, V]` in the dtype of `x_NHV`, and the state after each sequence, fp32.
 
     `dt_NH` are `time_steps` of `gates.py`, and a is `-exp(A_log)`. As many heads as `H / G` in a
-    row share a group. Without `state_QHKV` every sequence begins with zeros. Kernels have K and V
-    of states the other way round.
+    row share a group. Without `state_QHKV` every sequence begins with zeros. A `Line` in
+    place of chunks has kernels compute it.
     """
+    if isinstance(chunks, kernels.Line):
+        tokens = (x_NHV, dt_NH, A_log_H, b_NGK, c_NGK, d_H)
+        return kernels.state_space(*tokens, chunks, state_QHKV)
     inputs, shared = (x_NHV, dt_NH, b_NGK, c_NGK), (A_log_H, d_H)
     shape_HKV = (x_NHV.size(1), b_NGK.size(-1), x_NHV.size(-1))
     return scan(_compute, chunks, inputs, shared, shape_HKV, state_QHKV, x_NHV.dtype)

@@ -115,7 +115,7 @@ def differentiate(compute: Callable[[Tensors], Any], inputs: Tensors, dtype: Any
     """Outputs, last states, and the gradients of all inputs for a random direction of both."""
     leaves = {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
     random, results = torch.Generator().manual_seed(1), compute(leaves)
-    pushes = [torch.randn(x.shape, generator=random).to(x.dtype) for x in results]
+    pushes = [torch.randn(x.shape, generator=random).to(x) for x in results]
     grads = torch.autograd.grad(results, list(leaves.values()), pushes)
     found = dict(zip(("output", "last"), results, strict=True))
     return found | {f"gradient of {n}": g for n, g in zip(leaves, grads, strict=True)}

@@ -33,6 +33,7 @@ from megatron_policy.engines.megatron.build import build_chunks, held_layers, ma
 from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.layer_spec import resolve_implementation
+from megatron_policy.engines.megatron.layers.recurrent import choose_kernels
 from megatron_policy.engines.megatron.layers.replay import RouterChannel
 from megatron_policy.engines.megatron.layers.rope import choose_text_length
 from megatron_policy.engines.megatron.model_config import transformer_config
@@ -154,10 +155,13 @@ def _chunks(
     place: Placement,
     implementation: str,
 ) -> Any:
-    """Megatron-Core's chunks, whose rotary embeddings know which length of text counts."""
+    """Megatron-Core's chunks, whose rotary embeddings know which length of text counts, and whose
+    recurrences whether kernels compute them.
+    """
     if config.rope_length == "row" or architecture.attachments:
         model_config.apply_rope_fusion = False  # the fused kernel turns all rows alike
     built = build_chunks(architecture, model_config, place, implementation, config.seed)
+    choose_kernels(built, config.megatron_cfg.recurrence_impl)
     choose_text_length(built, config.rope_length, config.max_total_sequence_length)
     return built
 

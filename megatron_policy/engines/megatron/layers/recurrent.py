@@ -10,10 +10,12 @@ inputs of the last projection.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 from typing import Any, ClassVar, cast
 
 import torch
@@ -25,12 +27,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_policy.converters.architecture import HeadRows, Recurrence
-from megatron_policy.device import current_device, to_device
+from megatron_policy.device import current_device, is_accelerated, to_device
 from megatron_policy.engines.megatron.layers.norm import make_shard
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
+from megatron_policy.errors import ConfigError
+from megatron_policy.extras import EXTRAS
 from megatron_policy.recurrence.chunks import Chunks, sequences_of
 from megatron_policy.recurrence.context_parallel import HeadExchange, share_heads
 from megatron_policy.recurrence.convolution import Windows, convolve, convolve_step
+from megatron_policy.recurrence.kernels import LARGEST_KEY, PACKAGE, Line
+
+_log = logging.getLogger(__name__)
 
 Sizes = tuple[tuple[int, int], ...]
 """Of each section of a projection its heads, and the columns of a head."""
@@ -50,6 +57,8 @@ class TokenSpan:
     rows: int
     past: State | None
     """None: the sequences begin here."""
+    by_kernels: bool = False
+    """Whether kernels go through them, of which one token has no need."""
 
     @property
     def is_step(self) -> bool:
@@ -72,11 +81,15 @@ class TokenSpan:
         return None if self.past is None else self.past[1]
 
     @property
-    def chunks(self) -> Chunks:
-        return _make_chunks(self.lengths, self.rows, current_device())
+    def chunks(self) -> Chunks | Line:
+        """What a scan goes through."""
+        make = _make_line if self.by_kernels else _make_chunks
+        return make(self.lengths, self.rows, current_device())
 
-    def windows(self, taps: int) -> Windows:
-        """Of a convolution with so many taps."""
+    def windows(self, taps: int) -> Windows | Line:
+        """What a convolution with so many taps goes through."""
+        if self.by_kernels:
+            return _make_line(self.lengths, self.rows, current_device())
         return _make_windows(self.lengths, self.rows, taps, current_device())
 
 
@@ -84,6 +97,11 @@ class TokenSpan:
 @lru_cache(maxsize=16)
 def _make_chunks(lengths: tuple[int, ...], rows: int, device: torch.device) -> Chunks:
     return Chunks.of(sequences_of(lengths, rows)).moved(to_device)
+
+
+@lru_cache(maxsize=16)
+def _make_line(lengths: tuple[int, ...], rows: int, device: torch.device) -> Line:
+    return Line.of(sequences_of(lengths, rows)).moved(to_device)
 
 
 @lru_cache(maxsize=16)
@@ -128,6 +146,8 @@ class RecurrentMixer(MegatronModule, ABC):
     """Those of its first projection."""
     convolved: ClassVar[slice]
     """Which of them pass through the convolution."""
+    by_kernels = False
+    """Whether kernels compute it; `choose_kernels` says so."""
 
     def __init__(
         self,
@@ -209,7 +229,7 @@ class RecurrentMixer(MegatronModule, ABC):
             projected_TRF, share = exchange.to_heads(projected_TRF, self.columns_CF), self.own
         positions, rows, _columns = projected_TRF.shape
         lengths = (positions,) if packed_seq_params is None else packed_seq_params.lengths
-        span = TokenSpan(lengths, rows, self._read_past(inference_context))
+        span = TokenSpan(lengths, rows, self._read_past(inference_context), self.by_kernels)
         mixed_NV, state = self.mix(projected_TRF.flatten(0, 1), share, span)
         if inference_context is not None:
             inference_context.key_value_memory_dict[self.layer_number] = state
@@ -300,6 +320,45 @@ def _divide_rows(tensor: ShardedTensor, parts: list[tuple[str, int]]) -> Sharded
         return found
 
     return ShardedTensorFactory(tensor.key, tensor.data, build, torch.cat, tensor.replica_id)
+
+
+def choose_kernels(models: Iterable[torch.nn.Module], implementation: str) -> None:
+    """Have the recurrences of `models` computed as policy.megatron_cfg.recurrence_impl says.
+    ConfigError if kernels are asked for and cannot compute them.
+    """
+    modules = (module for model in models for module in model.modules())
+    for mixer in (each for each in modules if isinstance(each, RecurrentMixer)):
+        mixer.by_kernels = implementation == PACKAGE
+        if not mixer.by_kernels:
+            if is_accelerated():
+                _say_that_recurrences_are_slow()
+        elif lacking := _find_lacking(mixer):
+            raise ConfigError(
+                f"policy.megatron_cfg.recurrence_impl is '{PACKAGE}', but {lacking}; use 'torch'"
+            )
+
+
+def _find_lacking(mixer: RecurrentMixer) -> str | None:
+    """Why kernels cannot compute the mixer; None if they can."""
+    key, dtype = mixer.part.memory_size // mixer.part.inner_size, mixer.config.params_dtype
+    if not is_accelerated():
+        return "no GPU is visible"
+    if find_spec(PACKAGE) is None:
+        return f"{EXTRAS[PACKAGE].requirement} is not installed"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"in {dtype} they would multiply with fewer bits"
+    return f"they have at most {LARGEST_KEY} channels of a key" if key > LARGEST_KEY else None
+
+
+@cache
+def _say_that_recurrences_are_slow() -> None:
+    """Once."""
+    _log.warning(
+        "layers that hand on a state are computed by torch's operators, which is slow on a GPU: "
+        "policy.megatron_cfg.recurrence_impl '%s' takes kernels (pip install '%s')",
+        PACKAGE,
+        EXTRAS[PACKAGE].requirement,
+    )
 
 
 class Taps(torch.nn.Module):
