@@ -1,0 +1,100 @@
+"""Changed elements are found, and every encoding of them is undone by its inverse; what is
+malformed is refused.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_policy.refit.deltas import codec
+from megatron_policy.refit.deltas.codec import BITMAP, GAPS, WHOLE, Change, Encoded
+
+DTYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
+RUNS = st.tuples(
+    st.sampled_from(DTYPES), st.integers(0, 700), st.floats(0, 1), st.integers(0, 2**32 - 1)
+)
+"""A dtype, the number of elements, how many of them change, and a seed."""
+
+
+def make(run: tuple[type, int, float, int]) -> tuple[codec.Bits, codec.Bits]:
+    """A run before and after."""
+    dtype, elements, share, seed = run
+    random = np.random.default_rng(seed)
+    before = random.integers(0, 256, elements * np.dtype(dtype).itemsize, np.uint8).view(dtype)
+    return before ^ (random.random(elements) < share).astype(dtype), before
+
+
+def change_of(now: codec.Bits, before: codec.Bits) -> Change:
+    positions = codec.find_changes(now, before)
+    return Change(positions, now[positions])
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(RUNS)
+def test_what_is_found_and_encoded_makes_the_old_elements_the_new_ones(run: tuple) -> None:
+    now, before = make(run)
+    found = change_of(now, before)
+    assert np.array_equal(found.positions, np.flatnonzero(now != before))
+    encoded = codec.encode(found, before)
+    positions, values = codec.decode(encoded, len(now), now.itemsize)
+    after = before.copy()
+    after[positions] = values
+    assert after.tobytes() == now.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("gap", "encoding"), [(2000, GAPS), (100, GAPS), (8, GAPS), (4, BITMAP), (1, WHOLE)]
+)
+def test_the_smallest_encoding_is_chosen(gap: int, encoding: str) -> None:
+    before = np.zeros(40_000, np.uint16)
+    now = before.copy()
+    now[::gap] = 1
+    found = change_of(now, before)
+    encoded = codec.encode(found, before)
+    assert encoded.encoding == encoding
+    index = {GAPS: encoded.changes * (1 + (gap > 128)), BITMAP: 5_000, WHOLE: 0}[encoding]
+    assert abs(len(encoded.content) - 2 * encoded.changes - index) <= 1  # the first gap is shorter
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 2**34), min_size=1, max_size=40))
+def test_gaps_of_every_length_are_read_as_they_were_written(gaps: list[int]) -> None:
+    positions = np.cumsum(np.array(gaps) + 1) - 1
+    packed = codec._pack_gaps(positions)
+    assert np.array_equal(codec._unpack_gaps(packed), positions)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(RUNS, st.sampled_from((BITMAP, GAPS, WHOLE, "none")), st.integers(-1, 700), st.binary())
+def test_malformed_bytes_are_refused_or_are_a_change_of_that_run(
+    run: tuple, encoding: str, count: int, content: bytes
+) -> None:
+    now, before = make(run)
+    own = codec.encode(change_of(now, before), before)
+    for encoded in (Encoded(encoding, count, content), own._replace(content=own.content[:-1])):
+        try:
+            positions, values = codec.decode(encoded, len(now), now.itemsize)
+        except ValueError:
+            continue
+        assert len(positions) == len(values) == encoded.changes
+        assert (np.diff(positions, prepend=-1) > 0).all()
+        assert not len(positions) or positions[-1] < len(now)
+
+
+@pytest.mark.parametrize("index", [b"\x80", b"\x80\x00", b"\xff\xff\xff\xff\xff\x01", b"\x05\x04"])
+def test_gaps_that_are_cut_padded_or_too_long_are_refused(index: bytes) -> None:
+    with pytest.raises(ValueError, match=r"gap|positions"):
+        codec.decode(Encoded(GAPS, 1, b"vv" + index), 10, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_bits_are_those_of_the_tensor_in_its_own_memory(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([-0.0, 1.0, float("nan")]).to(dtype)
+    bits = codec.view_bits(tensor)
+    bits[0] = 0
+    assert bits.itemsize == dtype.itemsize and not torch.signbit(tensor.float()[0])
+    assert not len(codec.find_changes(bits, codec.view_bits(tensor.clone())))
