@@ -115,7 +115,6 @@ FRAGMENTS = {
     "hosts.verl.plugin": "loaded by its entry point",
     "lm_head.fused_topk": _LONG,
     "packing.dynamic": _LONG,
-    "refit.transports.peft": "users import its transport by this name",
 }
 
 

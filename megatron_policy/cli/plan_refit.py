@@ -94,6 +94,10 @@ def _cost(plan: RefitPlan, ranks: int) -> Iterator[str]:
         f"detached: about {show_size(kept + exchanged)} of host memory of each rank = "
         f"{show_size(kept)} of what it sends + {show_size(exchanged)} of the exchange"
     )
+    yield (
+        f"deltas: at most {show_size(plan.kept_bytes)} of host memory of each rank, of what it has "
+        "sent"
+    )
     largest = max(plan.tensors, key=lambda tensor: tensor.nbytes)
     yield f"largest tensor: {largest.name}, {show_size(largest.nbytes)}"
 
@@ -156,6 +160,7 @@ def _as_data(planned: PlannedRefit, tensors: bool) -> dict[str, Any]:
             "snapshot_bytes": plan.snapshot_bytes,
             "round_bytes": plan.in_rounds.round_bytes,
         },
+        "deltas": {"kept_bytes": plan.kept_bytes},
         "collectives": plan.collectives if plan.gathers else 0,
     }
     if tensors:

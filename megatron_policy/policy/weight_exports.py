@@ -8,6 +8,7 @@ from os import PathLike
 
 import torch
 
+from megatron_policy.errors import ConfigError
 from megatron_policy.memory.states import SEND_WEIGHTS
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.policy.session import Session
@@ -15,6 +16,7 @@ from megatron_policy.refit.delivery import Transport, deliver
 from megatron_policy.refit.detached import DetachedRefits
 from megatron_policy.refit.exporter import stream_tensors
 from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.transports.deltas import DeltaDirectory
 from megatron_policy.refit.transports.disk import (
     DEFAULT_MAX_SHARD_BYTES,
     HfDirectory,
@@ -72,7 +74,9 @@ class WeightExports:
         stream = stream_tensors(exporter, exporter.plan(dtype=dtype))
         return self._session.memory.during("export()", SEND_WEIGHTS, stream)
 
-    def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:
+    def refit(
+        self, transport: Transport | DeltaDirectory, *, adapters: bool = False
+    ) -> RefitManifest:
         """Send the weights to an engine, merged with adapters if there are any, or the `adapters`
         alone, by PEFT's names; a transport sends one of them, always the same. Returns what this
         rank sent and how fast. RefitError, on every rank, if any rank's engine refused or did not
@@ -80,19 +84,27 @@ class WeightExports:
         """
         self._session.memory.ready("refit()", SEND_WEIGHTS)
         self.finish_refit()
-        sent = deliver(
-            self._session.exporter.select(adapters=adapters), transport, self._session.state.steps
-        )
+        exporter = self._session.exporter.select(adapters=adapters)
+        steps = self._session.state.steps
+        if isinstance(transport, DeltaDirectory):
+            sent = transport.deliver(exporter, steps)
+        else:
+            sent = deliver(exporter, transport, steps)
         self._metrics.sent(sent)
         return sent
 
-    def begin_refit(self, transport: Transport, *, adapters: bool = False) -> None:
+    def begin_refit(self, transport: Transport | DeltaDirectory, *, adapters: bool = False) -> None:
         """Begin a refit as `refit` does, of the weights as they are now, and return when they are
         copied to host memory: training, and all else, may go on while engines receive. One that is
         under way is finished first, as by `finish_refit`. `megatron-policy plan --refit` says the
         memory. RefitError, on every rank, if one has not enough of it.
         """
         self._session.memory.ready("begin_refit()", SEND_WEIGHTS)
+        if isinstance(transport, DeltaDirectory):
+            raise ConfigError(
+                "what has changed cannot be published beside training: call refit() with a "
+                "DeltaDirectory, or begin_refit() with an HfDirectory"
+            )
         self.finish_refit()
         exporter = self._session.exporter.select(adapters=adapters)
         self._detached.begin(exporter, transport, self._session.state.steps)

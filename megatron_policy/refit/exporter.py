@@ -16,6 +16,8 @@ from torch import Tensor
 
 from megatron_policy.config.numbers import DEFAULT_BUCKET_BYTES
 from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.rows.regions import Region
+from megatron_policy.converters.table import Entry
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S
 from megatron_policy.device import synchronize
 from megatron_policy.errors import ConfigError
@@ -112,6 +114,8 @@ class Exporter:
         self.served_model = served_model
         """What an engine has to set up for what is exported."""
         self._sources, self._model, self._alone = sources, model, alone
+        self.published: dict[Path, Any] = {}
+        """What a transport keeps from one refit to the next, by its directory."""
         self._plans: dict[object, RefitPlan] = {}
         self._kept: Sequence[Kept] | None = None
 
@@ -157,6 +161,12 @@ class Exporter:
         self._sources.restart()
         synchronize()
         return frozen
+
+    def view(self, entry: Entry, region: Region) -> Tensor:
+        """Those elements of this rank's parameter as it is now, merged with its adapter; what is
+        merged is kept until the next operation begins or ends.
+        """
+        return self._sources.view(entry, region)
 
     def begin(self) -> None:
         """Begin an operation of all ranks; see `RefitRanks.begin`."""

@@ -106,8 +106,9 @@ def with_digests(forms: Mapping[str, Form], digests: Mapping[str, int]) -> dict[
 class RefitManifest:
     """All tensors of one refit by Hugging Face name, in the order they were sent.
 
-    `step` is the number of optimizer steps taken so far; `algorithm` names the digest. `seconds`
-    is what `MegatronPolicy.refit` took, until all ranks had agreed; 0 in any other manifest, and
+    `step` is the number of optimizer steps taken so far; `algorithm` names the digest. Of a refit
+    that sends what has changed there are no tensors, but `changed_bytes`. `seconds` is what
+    `MegatronPolicy.refit` took, until all ranks had agreed; both are 0 in any other manifest, and
     not sent.
     """
 
@@ -115,12 +116,13 @@ class RefitManifest:
     algorithm: str
     tensors: Mapping[str, TensorDigest]
     model: ServedModel = field(default_factory=ServedModel)
+    changed_bytes: int = field(default=0, compare=False)
     seconds: float = field(default=0.0, compare=False)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(sent.nbytes for sent in self.tensors.values())
+        """Bytes of all tensors, or of what has changed."""
+        return sum(sent.nbytes for sent in self.tensors.values()) + self.changed_bytes
 
     @property
     def bytes_per_second(self) -> float:

@@ -6,6 +6,7 @@ Pure: a plan is the same on every rank.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -252,6 +253,23 @@ class RefitPlan:
             for stage in self.stages
             for owner in range(owners)
         )
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Host memory of the copy with which weights are compared to send what has changed: at most
+        that of any rank.
+        """
+        shares: Counter[tuple[int, int]] = Counter()
+        for exchange in self.exchanges:
+            for item in exchange.items:
+                nbytes = align(item.elements * item.tensor.dtype.itemsize, STREAM_ALIGNMENT)
+                owner = item.owner if exchange.owners > 1 else -1
+                shares[item.tensor.stage, owner] += nbytes
+        experts = dict.fromkeys(self.stages, 0)
+        for (stage, owner), nbytes in shares.items():
+            if owner >= 0:
+                experts[stage] = max(experts[stage], nbytes)
+        return max(shares[stage, -1] + experts[stage] for stage in self.stages)
 
     @property
     def gathers(self) -> bool:

@@ -18,6 +18,7 @@ from megatron_policy.workers.cluster.group import WorkerGroup
 if TYPE_CHECKING:
     from megatron_policy.refit.delivery import Transport
     from megatron_policy.refit.manifest import RefitInfo, RefitManifest
+    from megatron_policy.refit.transports.deltas import DeltaDirectory
 
 T = TypeVar("T")
 
@@ -29,7 +30,9 @@ class RefitDriver:
         self._workers, self._metrics, self._secret = workers, metrics, new_secret()
         self._begun = False
 
-    def refit(self, transport: Transport, *, adapters: bool = False) -> RefitManifest:
+    def refit(
+        self, transport: Transport | DeltaDirectory, *, adapters: bool = False
+    ) -> RefitManifest:
         """Send the weights, or the `adapters` alone, as `MegatronPolicy.refit` does on each worker;
         returns what all of them have sent. For a group that engines joined, call
         `broadcast_weights_for_collective`.
@@ -39,7 +42,7 @@ class RefitDriver:
         sent = self._workers.run_all("refit", transport=transport, adapters=adapters)
         return self._join(sent)
 
-    def begin_refit(self, transport: Transport, *, adapters: bool = False) -> None:
+    def begin_refit(self, transport: Transport | DeltaDirectory, *, adapters: bool = False) -> None:
         """Begin a refit of the weights as they are now, as `MegatronPolicy.begin_refit` does on
         each worker, and return when they are copied to host memory. For a group that engines
         joined, call `broadcast_weights_for_collective(detached=True)`.
@@ -68,7 +71,8 @@ class RefitDriver:
         """What all workers have sent together, recorded."""
         tensors = {name: each for manifest in sent for name, each in manifest.tensors.items()}
         slowest = max(manifest.seconds for manifest in sent)
-        whole = replace(sent[0], tensors=tensors, seconds=slowest)
+        changed = sum(manifest.changed_bytes for manifest in sent)
+        whole = replace(sent[0], tensors=tensors, changed_bytes=changed, seconds=slowest)
         self._metrics.sent(whole)
         return whole
 
@@ -221,7 +225,7 @@ class _ProbedWorkers:
         return hand_over()
 
 
-def _refuse_groups(transport: Transport) -> None:
+def _refuse_groups(transport: Transport | DeltaDirectory) -> None:
     if isinstance(transport, CollectiveTransport):
         raise ConfigError(
             "a group's transport cannot be sent to the workers: call init_collective and "

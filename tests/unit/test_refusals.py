@@ -130,7 +130,8 @@ OTHERWISE: dict[str, str] = {
         config.model_table:check_source
         config.policy_config:PolicyConfig.parse coordination.*:* inference.*:* memory.*:*
         monitoring.metrics_log:checked_metrics parallel.topology:Topology.__post_init__
-        policy.checkpointing:* policy.generation:* policy.profiling:* policy.session:* refit.*:*
+        policy.checkpointing:* policy.generation:* policy.profiling:* policy.session:*
+        policy.weight_exports:* refit.*:*
         training.accumulate:* training.checks:check_head training.losses:LossNormalization.*
         training.pieces:* training.sharding:* training.step:* workers.*:*
     """,

@@ -51,6 +51,8 @@ class EngineState:
     mixed: bool = False
     model: ServedModel | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
+    version: tuple[str, int] | None = None
+    """The chain of deltas that the staged set is of, and its version; None if it is of none."""
 
 
 class WeightAssembler:
@@ -91,12 +93,12 @@ class WeightAssembler:
     def form(self, name: str) -> Form:
         """The shape and dtype that the tensor must have."""
         if self._forms is None:
-            raise self._refusal(
+            raise self.refusal(
                 "shapes and dtypes are not known: give the receiver `expected`, what the trainer's "
                 "prepare_refit_info returned"
             )
         if name not in self._forms:
-            raise self._refusal(f"the trainer sends {name}, which this model lacks")
+            raise self.refusal(f"the trainer sends {name}, which this model lacks")
         return self._forms[name]
 
     def take(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -113,16 +115,11 @@ class WeightAssembler:
             self._compare(engine.expected, {n: (tuple(s.shape), s.dtype) for n, s in sent})
         self._agree(manifest.model)
         if not manifest.tensors:
-            raise self._refusal("the trainer has sent nothing")
-        if engine.step is not None and manifest.step < engine.step:
-            raise self._refusal(
-                f"weights of step {manifest.step} are older than those of step {engine.step}, "
-                "which the engine has accepted. If the trainer was rolled back, set the "
-                "receiver's `step` to None"
-            )
+            raise self.refusal("the trainer has sent nothing")
+        self._check_step(manifest.step)
         digests = self._digests
         if self.arrived and digests is not None and manifest.algorithm != digests.algorithm:
-            raise self._refusal(
+            raise self.refusal(
                 f"the trainer's digests are {manifest.algorithm}, the engine's "
                 f"{digests.algorithm}: "
                 "both must keep weights on the same kind of device"
@@ -131,22 +128,30 @@ class WeightAssembler:
             found = {} if digests is None else digests.read()
             manifest.check(with_digests(self.arrived, found))
         except RefitError as error:
-            raise self._refusal(str(error)) from error
+            raise self.refusal(str(error)) from error
         if engine.staged:
             engine.kept = {name: engine.kept[name] for name in manifest.tensors}
             self._load(list(engine.kept.items()))
-        self._call_engine(engine.finish)
-        engine.step, engine.mixed, engine.model = manifest.step, False, manifest.model
+        self._accept(manifest.step, manifest.model)
         return manifest
+
+    def reload(self, step: int) -> None:
+        """Let the engine load the staged set, which was changed to that of a later step."""
+        engine = self._engine
+        self._check_step(step)
+        self._model = engine.model
+        self._load(list(engine.kept.items()))
+        self._accept(step, engine.model)
 
     def _keep(self, name: str, tensor: Tensor) -> Tensor:
         form = (tuple(tensor.shape), tensor.dtype)
         if name in self.arrived:
-            raise self._refusal(f"the trainer sent {name} twice")
+            raise self.refusal(f"the trainer sent {name} twice")
         if self._forms is not None and self.form(name) != form:
-            raise self._refusal(f"{name} is {form}, but must be {self.form(name)}")
+            raise self.refusal(f"{name} is {form}, but must be {self.form(name)}")
         if self._engine.staged:  # in the memory of the last refit if it fits
             kept, old = self._engine.kept, self._engine.kept.get(name)
+            self._engine.version = None
             if old is None or (old.shape, old.dtype, old.device) != (*form, tensor.device):
                 kept[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
             tensor = kept[name].copy_(tensor)
@@ -163,11 +168,24 @@ class WeightAssembler:
             self._begun = True
         self._call_engine(lambda: self._engine.load(tensors))
 
+    def _accept(self, step: int, model: ServedModel | None) -> None:
+        engine = self._engine
+        self._call_engine(engine.finish)
+        engine.step, engine.mixed, engine.model = step, False, model
+
+    def _check_step(self, step: int) -> None:
+        last = self._engine.step
+        if last is not None and step < last:
+            raise self.refusal(
+                f"weights of step {step} are older than those of step {last}, which the engine "
+                "has accepted. If the trainer was rolled back, set the receiver's `step` to None"
+            )
+
     def _call_engine(self, call: Callable[[], object]) -> None:
         try:
             call()
         except Exception as error:
-            raise self._refusal(
+            raise self.refusal(
                 f"the engine could not load the weights: {type(error).__name__}: {error}"
             ) from error
 
@@ -176,7 +194,7 @@ class WeightAssembler:
         if model is not None and self._model is not None:
             differing = model.differences(self._model)
             if differing:
-                raise self._refusal(
+                raise self.refusal(
                     f"the engine is set up for another model than the trainer's: "
                     f"{describe_problems({'fields differ': differing})}"
                 )
@@ -196,8 +214,9 @@ class WeightAssembler:
             }
         )
         if problems:
-            raise self._refusal(f"these are not the weights of the engine's model: {problems}")
+            raise self.refusal(f"these are not the weights of the engine's model: {problems}")
 
-    def _refusal(self, why: str) -> RefitError:
+    def refusal(self, why: str) -> RefitError:
+        """The error for that reason, which also says what the engine now has."""
         state = MIXED if self._engine.mixed else "The engine keeps the weights it had"
         return RefitError(f"{why}. {state}")

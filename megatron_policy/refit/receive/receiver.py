@@ -93,6 +93,7 @@ class Receiver:
     def release(self) -> None:
         """Free what is kept between refits; the next refit allocates it again."""
         self._engine.kept.clear()
+        self._engine.version = None
         self._unfinished = None
 
     # Each transport is imported on use: an engine need not install what the others need.
@@ -128,3 +129,12 @@ class Receiver:
         from megatron_policy.refit.receive.disk import receive_directory
 
         return receive_directory(self.assembler, path)
+
+    def receive_deltas(self, path: str | os.PathLike[str]) -> int:
+        """Receive what a trainer has published in a `DeltaDirectory` since the last call, or whole
+        weights and what was published since them; returns the step. Nothing is loaded if there is
+        nothing new. ConfigError without `staged`: deltas change weights that were staged.
+        """
+        from megatron_policy.refit.receive.deltas import receive_deltas
+
+        return receive_deltas(self._engine, self.assembler, path)

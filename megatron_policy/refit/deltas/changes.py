@@ -1,0 +1,136 @@
+"""What a rank has changed of the weights: its own parts of the Hugging Face tensors, compared with
+a copy of what was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from torch import Tensor
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.rows.regions import Region
+from megatron_policy.converters.table import Entry
+from megatron_policy.memory.pinned_pool import page_locked
+from megatron_policy.parallel.topology import Topology
+from megatron_policy.refit.buffers import align
+from megatron_policy.refit.deltas.codec import Bits, Change, encode, find_changes, view_bits
+from megatron_policy.refit.deltas.message import Fragment, flatten
+from megatron_policy.refit.plan import STREAM_ALIGNMENT, Exchange, RefitPlan, RefitTensor
+from megatron_policy.weights.geometry import segments
+
+_STEP = 1 << 20  # bytes that are compared at a time: they stay in the cache
+
+View = Callable[[Entry, Region], Tensor]
+"""Those elements of this rank's parameter, as they are now."""
+
+
+class OwnShare(NamedTuple):
+    """What one rank alone sends of an HF tensor: regions of it, and of the parameter."""
+
+    tensor: RefitTensor
+    entry: Entry
+    pieces: tuple[tuple[Region, Region], ...]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements."""
+        return sum(hf.elements for hf, _ in self.pieces)
+
+
+def list_shares(
+    plan: RefitPlan, architecture: Architecture, topology: Topology, rank: int
+) -> Iterator[OwnShare]:
+    """The shares of a rank. Those of all ranks cover every element of every tensor once. Pure."""
+    at, of_experts = topology.coords(rank), topology.expert_coords(rank)
+    for exchange in plan.exchanges:
+        if exchange.of_experts:
+            first = of_experts.edp == 0
+            owner, shard = of_experts.ep, of_experts.etp
+        else:
+            first, owner, shard = at.dp == at.cp == 0, 0, at.tp
+        if first:
+            yield from _shares(exchange, architecture, at.pp, owner, shard)
+
+
+def _shares(
+    exchange: Exchange, architecture: Architecture, stage: int, owner: int, shard: int
+) -> Iterator[OwnShare]:
+    for item in exchange.items:
+        if item.tensor.stage != stage or (exchange.owners > 1 and item.owner != owner):
+            continue
+        entry = item.entries[owner if exchange.sharing > 1 else 0]
+        parts = segments(entry.row, architecture, item.part, shard, exchange.split)
+        pieces = tuple((hf, own) for part in parts for _, hf, own in part.pieces(0, part.elements))
+        if pieces:
+            yield OwnShare(item.tensor, entry, pieces)
+
+
+def _nbytes(share: OwnShare) -> int:
+    return align(share.elements * share.tensor.dtype.itemsize, STREAM_ALIGNMENT)
+
+
+class SentCopy:
+    """A copy, in host memory, of a rank's shares as they were sent last."""
+
+    def __init__(self, shares: list[OwnShare], view: View) -> None:
+        """The copy is of the weights as they are now."""
+        self._view, self._shares = view, []
+        self.nbytes = sum(map(_nbytes, shares))
+        """Bytes of the copy."""
+        memory, first = page_locked(self.nbytes), 0
+        for share in shares:
+            size = share.elements * share.tensor.dtype.itemsize
+            own = memory[first : first + size].view(share.tensor.dtype)
+            self._shares.append((share, view_bits(own)))
+            first += _nbytes(share)
+        for share, kept in self._shares:
+            for begin, now in self._blocks(share):
+                kept[begin : begin + len(now)] = now
+
+    def advance(self) -> list[Fragment]:
+        """What has changed since, which the copy then has too; after a failure it is of no use."""
+        found = (self._advance(share, kept) for share, kept in self._shares)
+        return [fragment for fragment in found if fragment is not None]
+
+    def _advance(self, share: OwnShare, kept: Bits) -> Fragment | None:
+        digest, where, after = xxhash.xxh3_64(), [], []
+        for begin, now in self._blocks(share):
+            digest.update(now.data)
+            then = kept[begin : begin + len(now)]
+            positions = find_changes(now, then)
+            # While they are in the cache.
+            values = now[positions]
+            where.append(positions + begin)
+            after.append(values)
+            then[positions] = values
+        change = Change(np.concatenate(where), np.concatenate(after))
+        if not len(change.positions):
+            return None
+        regions, of = tuple(flatten(hf) for hf, _ in share.pieces), share.tensor
+        changed = encode(change, kept)
+        return Fragment(of.name, of.dtype, of.shape, regions, changed, digest.hexdigest())
+
+    def _blocks(self, share: OwnShare) -> Iterator[tuple[int, Bits]]:
+        """The share as it is now, in the dtype that is sent, in contiguous blocks: where each
+        begins, and its elements.
+        """
+        begin, dtype = 0, share.tensor.dtype
+        for _, own in share.pieces:
+            for block in _cut(self._view(share.entry, own), _STEP // dtype.itemsize):
+                bits = view_bits(block.to(dtype).cpu().contiguous())
+                yield begin, bits
+                begin += len(bits)
+
+
+def _cut(region: Tensor, elements: int) -> Iterator[Tensor]:
+    """Parts of about so many elements, in order; views."""
+    if region.is_contiguous():
+        yield from region.reshape(-1).split(elements)
+        return
+    region = region.squeeze()
+    rows = max(1, elements // max(1, region[0].numel()))
+    yield from region.split(rows)

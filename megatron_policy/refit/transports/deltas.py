@@ -1,0 +1,216 @@
+"""Publishes weights in a directory as a chain of versions: all of them now and then, and after each
+refit what has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron_policy.converters.files.contained import expanded
+from megatron_policy.converters.files.publishing import flush_directory, write_file
+from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.formats.digests import digest_bytes
+from megatron_policy.refit.delivery import deliver
+from megatron_policy.refit.deltas.chain import (
+    MANIFEST,
+    Chain,
+    DeltaFile,
+    Version,
+    is_name,
+    read_chain,
+)
+from megatron_policy.refit.deltas.changes import SentCopy, list_shares
+from megatron_policy.refit.deltas.message import encode_message
+from megatron_policy.refit.digest import HOST
+from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.transports.disk import DirectoryTransport, HfDirectory
+from megatron_policy.refit.transports.peft import PeftDirectory
+
+if TYPE_CHECKING:
+    from megatron_policy.refit.exporter import Exporter
+
+DEFAULT_WHOLE_EVERY = 64
+
+
+@dataclass(frozen=True)
+class _Published:
+    """What a policy has published in a directory, and a rank's copy of the newest version."""
+
+    chain: Chain
+    copy: SentCopy
+
+
+class DeltaDirectory:
+    """A directory that any number of engines follow, each as it comes: they read what has changed
+    since their version, and all weights if they have none of this chain.
+
+    Each rank writes what it has changed itself: nothing is gathered, except for whole versions.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, whole_every: int = DEFAULT_WHOLE_EVERY
+    ) -> None:
+        """`path` is new, empty, or of an earlier `DeltaDirectory`. After `whole_every` refits all
+        weights are written again, and what only leads to those before is removed. The policy keeps
+        a copy of what it has published in each directory, in host memory.
+        """
+        if whole_every < 1:
+            raise ConfigError(f"whole_every is {whole_every}: give 1 refit or more")
+        # Absolute: workers, to which it may be sent, run in their own directories.
+        self.path, self._whole_every = expanded(path).absolute(), whole_every
+
+    def deliver(self, exporter: Exporter, step: int) -> RefitManifest:
+        """Publish the weights as they are after `step` optimizer steps.
+
+        Collective over all ranks. RefitError on all of them if any failed: engines keep what they
+        have, and the next refit begins a new chain. ConfigError if something else is at the path.
+        """
+        began = time.perf_counter()
+        published: _Published | None = exporter.published.pop(
+            self.path, None
+        )  # unless all goes well
+        name = self._begin(exporter, published)
+        if published is not None and published.chain.name == name:
+            copy = published.copy
+            chain, nbytes = self._publish_delta(exporter, published, step)
+            sent = RefitManifest(step, HOST, {}, exporter.served_model, nbytes)
+            if chain.newest.number - chain.whole[-1].number >= self._whole_every:
+                chain = chain.with_whole()
+                self._publish_whole(exporter, chain)
+        else:
+            del published  # before another copy is made
+            exporter.ranks.leave_together()
+            copies: list[SentCopy] = []
+            chain = Chain(name, (Version(0, step),))
+            sent = self._publish_whole(exporter, chain, lambda: copies.append(_copy(exporter)))
+            (copy,) = copies
+        exporter.published[self.path] = _Published(chain, copy)
+        return replace(sent, seconds=time.perf_counter() - began)
+
+    def _begin(self, exporter: Exporter, last: _Published | None) -> str:
+        """Begin an operation, of which rank 0 decides the chain: that of before, if the directory
+        has what was published last, or a new one. Collective.
+        """
+        exporter.begin()
+        words = None
+        if exporter.rank == 0:
+            try:
+                exporter.origin.check_apart(self.path)
+                words = json.dumps({"chain": self._decide(last)})
+            except (ConfigError, OSError) as error:
+                words = json.dumps({"refusal": str(error)})
+        decided = json.loads(exporter.ranks.broadcast_text(words))
+        if "refusal" in decided:
+            exporter.ranks.leave_together()
+            raise ConfigError(decided["refusal"])
+        return str(decided["chain"])
+
+    def _decide(self, last: _Published | None) -> str:
+        self.path.mkdir(parents=True, exist_ok=True)
+        others = [path.name for path in self.path.iterdir() if not is_name(path.name)]
+        if others not in ([], [MANIFEST]):
+            raise ConfigError(
+                f"{self.path} has {min(others)}, which is of no DeltaDirectory: give it a "
+                "directory of its own"
+            )
+        try:
+            published = read_chain(self.path)
+        except RefitError:
+            published = None
+        if last is not None and last.chain == published:
+            return last.chain.name
+        return secrets.token_hex(8)
+
+    def _publish_delta(self, exporter: Exporter, last: _Published, step: int) -> tuple[Chain, int]:
+        """End the operation with one more version; the chain, and the bytes that this rank has
+        written. Collective.
+        """
+        ranks, number = exporter.ranks, last.chain.newest.number + 1
+        file: DeltaFile | None = None
+        failure: Exception | None = None
+        try:
+            with ranks.alive():
+                file = self._write_file(last, number, exporter.rank)
+        except Exception as error:
+            failure = error
+        words = ranks.gather_text(json.dumps(file and astuple(file)))
+        found = [json.loads(each) for each in words]
+        whole = tuple(DeltaFile(*each) for each in found if each is not None)
+        chain = last.chain.with_delta(Version(number, step, whole))
+        if found and None not in found:
+            failure = _attempt(lambda: self._publish(chain))
+        exporter.agree(failure)
+        assert file is not None
+        return chain, file.nbytes
+
+    def _write_file(self, last: _Published, number: int, rank: int) -> DeltaFile:
+        content = encode_message(last.copy.advance())
+        write_file(last.chain.place_file(self.path, number, rank), content)
+        return DeltaFile(rank, len(content), digest_bytes(content))
+
+    def _publish_whole(
+        self, exporter: Exporter, chain: Chain, and_then: Callable[[], object] = lambda: None
+    ) -> RefitManifest:
+        """Publish the chain, whose newest version is a whole one, and remove what it does not have.
+        Each rank does something then. Collective.
+        """
+        newest = chain.newest
+        sent = deliver(exporter, self._whole_of(exporter, chain), newest.step)
+        exporter.begin()
+        with exporter.ranks.alive():
+            failure = _attempt(and_then)
+        if exporter.rank == 0 and failure is None:
+            failure = _attempt(lambda: self._publish(chain))
+        exporter.agree(failure)
+        if exporter.rank == 0:
+            self._remove_others(chain)
+        return sent
+
+    def _whole_of(self, exporter: Exporter, chain: Chain) -> DirectoryTransport:
+        path = chain.place_whole(self.path, chain.newest.number)
+        alone = exporter.served_model.adapters is not None
+        return PeftDirectory(path) if alone else HfDirectory(path)
+
+    def _publish(self, chain: Chain) -> None:
+        written = self.path / chain.name / MANIFEST
+        write_file(written, chain.encode())
+        written.replace(self.path / MANIFEST)
+        flush_directory(self.path)
+
+    def _remove_others(self, chain: Chain) -> None:
+        """Remove what is not in the chain, as far as that is possible."""
+        root = self.path
+        kept = {chain.place_whole(root, version.number) for version in chain.whole} | {
+            chain.place_file(root, version.number, file.rank)
+            for version in chain.deltas
+            for file in version.files
+        }
+        others = [path for path in root.iterdir() if is_name(path.name) and path.name != chain.name]
+        for path in (*others, *(p for p in (root / chain.name).iterdir() if p not in kept)):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _attempt(act: Callable[[], object]) -> Exception | None:
+    """Call it, and return why it failed."""
+    try:
+        act()
+    except Exception as error:
+        return error
+    return None
+
+
+def _copy(exporter: Exporter) -> SentCopy:
+    plan = exporter.plan(as_stored=True)
+    architecture = exporter.table.architecture
+    shares = list_shares(plan, architecture, exporter.topology, exporter.rank)
+    return SentCopy(list(shares), exporter.view)

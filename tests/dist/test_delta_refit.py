@@ -1,0 +1,290 @@
+"""Engines that follow a chain of deltas have, bit for bit, what an export of that moment has; what
+is damaged, lost, late or of another run is refused, and the next refit works.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.converters.formats import hf_writing
+from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.policy import MegatronPolicy
+from megatron_policy.refit.deltas.chain import MANIFEST, read_chain
+from megatron_policy.refit.receive.receiver import Receiver
+from megatron_policy.refit.transports import deltas as transport_module
+from megatron_policy.refit.transports.deltas import DeltaDirectory
+from tests.dist.cases import UNUSED, open_policy, policy_config
+from tests.dist.refits import LAYOUTS
+from tests.dist.resuming import replaced
+from tests.dist.test_detached_refit import PEFT, SIZES, bits_of, step_on
+from tests.dist.test_export import tensors_of
+from tests.ranks import RankFailure, RankPool
+from tests.refit_engine import Bits, SmallEngine, bits, zeros
+
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "tp2": ("qwen2", "tp2", {}, {}),
+    "tp2 pp2, tied": ("qwen2", "tp2 pp2", {"tied": True}, {}),
+    "tp2 cp2": ("qwen2", "tp2 cp2", {}, {}),
+    "pp2 vpp2": ("llama", "pp2 vpp2", {"layers": 4}, {}),
+    "ep2": ("qwen3_moe", "ep2", {}, {}),
+    "ep2 tp2": ("qwen3_moe", "ep2 tp2", {}, {}),
+    "stacked experts": ("gpt_oss", "ep2", {}, {}),
+    "fsdp2": ("qwen2", "fsdp2", {}, {}),
+    "fsdp2 tp2 x 2": ("qwen2", "fsdp2 tp2 x 2", {}, {}),
+    "merged adapters": ("qwen2", "tp2", {}, {"megatron_cfg": PEFT}),
+    "trained in bf16": ("qwen2", "tp2", {}, {"precision": "bfloat16"}),
+    "checkpoint in bf16": ("qwen2", "tp2", {"dtype": "bfloat16"}, {}),
+}
+"""A family, a layout, and what its checkpoint and its policy have besides."""
+DAILY = ("tp2", "ep2", "fsdp2")
+BUCKET = 16 * 1024
+
+
+class Follower:
+    """An engine of zeros that follows a chain."""
+
+    def __init__(self, forms: dict[str, Any], root: Path, **options: Any) -> None:
+        self.engine, self.root = SmallEngine(zeros(forms)), root
+        self.receiver = Receiver(self.engine.load, expected=forms, **options)
+
+    def receive(self) -> Bits:
+        self.receiver.receive_deltas(self.root)
+        return bits(self.engine.weights)
+
+
+def disturb(policy: MegatronPolicy, number: int, share: float) -> None:
+    """Change that share of the elements of every parameter, alike on ranks that hold copies."""
+    adapters = policy._engine.adapters
+    held = [*policy._engine.held, *(adapters.held if adapters else ())]
+    for index, (_, parameter) in enumerate(held):
+        generator = torch.Generator().manual_seed(1000 * number + index)
+        chosen = torch.rand(parameter.shape, generator=generator) < share
+        with torch.no_grad():
+            parameter.masked_fill_(chosen, 1 / (number + 2))
+
+
+def follow(config: dict[str, Any], root: Path, deltas: int) -> dict[str, Any]:
+    """A chain, of which one engine takes every version, one every fifth, and one the last."""
+    with open_policy(config, init_reference_model=False) as policy:
+        forms = policy.exporter.plan().info()
+        engines = {every: Follower(forms, root) for every in (1, 5, deltas)}
+        wrong, changed = [], set()
+        for number in range(deltas + 1):
+            if number % 8 == 3:
+                step_on(policy, number)
+            elif number % 8 != 5:  # else nothing changes
+                disturb(policy, number, (0.3, 0.01, 0.9)[number % 3])
+            policy.refit(DeltaDirectory(root, whole_every=7))
+            now = bits_of(policy)
+            changed.add(hash(str(now)))
+            for every, engine in engines.items() if policy.rank == 0 else ():
+                if number % every == 0 and engine.receive() != now:
+                    wrong.append((number, every))
+        loads = [len(each.engine.loads) for each in engines.values()]
+        kept, plan = policy.exporter.published[root].copy.nbytes, policy.exporter.plan()
+        return {
+            "wrong": wrong,
+            "moments": len(changed),
+            "loads": loads,
+            "kept": kept,
+            "planned": plan.kept_bytes,
+        }
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.daily] * (c in DAILY)) for c in CASES]
+)
+def test_a_chain_of_deltas_equals_whole_exports_in_every_layout(
+    ranks: RankPool, checkpoint: Any, tmp_path: Path, case: str
+) -> None:
+    check(ranks, checkpoint, tmp_path, case, 20)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", ["tp2", "ep2", "fsdp2"])
+def test_a_long_chain_of_deltas_equals_whole_exports(
+    ranks: RankPool, checkpoint: Any, tmp_path: Path, case: str
+) -> None:
+    check(ranks, checkpoint, tmp_path, case, 1000)
+
+
+def check(ranks: RankPool, checkpoint: Any, folder: Path, case: str, deltas: int) -> None:
+    family, layout, sizes, top = CASES[case]
+    world, section = LAYOUTS[layout]
+    path = checkpoint(family, **SIZES | {"vocab": 251} | sizes)
+    config = policy_config(path, section | top.get("megatron_cfg", {}), refit_bucket_bytes=BUCKET)
+    config |= {key: value for key, value in top.items() if key != "megatron_cfg"}
+    first, *others = ranks.run(world, follow, config, folder / "chain", deltas)
+    assert not first["wrong"]
+    empty = sum(number % 8 == 5 for number in range(deltas + 1))
+    assert first["moments"] == deltas + 1 - empty
+    assert first["loads"][0] == deltas + 1
+    # A little less where a rank has fewer rows of an odd vocabulary than others.
+    most = max(each["kept"] for each in (first, *others))
+    assert 0.95 * first["planned"] < most <= first["planned"]
+
+
+def publish(path: Path, section: dict[str, Any], root: Path, numbers: list[int]) -> list[Bits]:
+    """A chain of the weights that these numbers make; what was published of each."""
+    with open_policy(policy_config(path, section), **UNUSED) as policy:
+        seen = []
+        for number in numbers:
+            disturb(policy, number, 0.02)
+            policy.refit(DeltaDirectory(root))
+            seen.append(bits_of(policy))
+        with pytest.raises(ConfigError, match="beside training"):
+            policy.begin_refit(DeltaDirectory(root))
+        return seen
+
+
+@pytest.fixture
+def start(ranks: RankPool, checkpoint: Any, tmp_path: Path) -> Callable[..., Any]:
+    """`start(numbers, section)`: publish in `tmp_path / "chain"`; then what was published, and an
+    engine that has it all.
+    """
+
+    def started(numbers: list[int], section: dict[str, Any] | None = None) -> Any:
+        path, root = checkpoint("qwen2", **SIZES), tmp_path / "chain"
+        (seen,) = ranks.run(1, publish, path, section or {}, root, numbers)
+        forms = {name: (tuple(t.shape), t.dtype) for name, t in tensors_of(path).items()}
+        follower = Follower(forms, root)
+        assert follower.receive() == seen[-1]
+        return seen, follower
+
+    return started
+
+
+def edit(how: Callable[[bytes], bytes], path: Path) -> None:
+    path.write_bytes(how(path.read_bytes()))
+
+
+DAMAGE: dict[str, tuple[int | str, Callable[[Path], object]]] = {
+    "is not what the trainer has written": (2, partial(edit, lambda b: b[:-1] + b"?")),
+    "what the trainer has written": (2, partial(edit, lambda b: b[:-9])),
+    "is gone": (2, Path.unlink),
+    "contradicts its digest": (MANIFEST, partial(edit, lambda b: b.replace(b"0", b"1", 1))),
+    "cannot be read": (MANIFEST, partial(edit, lambda b: b[:40])),
+    "has no chain.json": (MANIFEST, Path.unlink),
+}
+
+
+def test_what_is_damaged_or_lost_is_refused_until_it_is_whole_again(
+    start: Any, tmp_path: Path
+) -> None:
+    seen, follower = start([0, 1, 2])
+    root, forms = follower.root, {name: of[:2] for name, of in seen[0].items()}
+    nothing = bits(zeros(forms))
+    for number, (said, (what, damage)) in enumerate(DAMAGE.items()):
+        copy = shutil.copytree(root, tmp_path / str(number))
+        chain, late = read_chain(copy), Follower(forms, copy)
+        assert chain is not None
+        damage(copy / what if isinstance(what, str) else chain.place_file(copy, what, 0))
+        with pytest.raises(RefitError, match=said):
+            late.receive()
+        assert bits(late.engine.weights) == (nothing if isinstance(what, str) else seen[0]), said
+        assert not late.receiver.mixed
+        shutil.copytree(root, copy, dirs_exist_ok=True)
+        assert late.receive() == seen[2]
+
+
+def test_an_engine_with_other_weights_takes_whole_ones(start: Any) -> None:
+    seen, follower = start([0, 1, 2])
+    state = follower.receiver._engine
+    name = next(iter(state.kept))
+    with torch.no_grad():
+        state.kept[name].view(-1)[0] += 1
+    state.version = (state.version[0], 1)  # the same chain, as if one delta had not come
+    with pytest.raises(RefitError, match="have another digest"):
+        follower.receive()
+    assert bits(follower.engine.weights) == seen[2] and state.version is None
+    assert follower.receive() == seen[2] and len(follower.engine.loads) > 2
+
+
+def test_an_engine_that_fails_to_load_is_mixed_until_it_loads_again(start: Any) -> None:
+    seen, follower = start([0, 1])
+    state, load = follower.receiver._engine, follower.receiver._engine.load
+
+    def fail(tensors: Any) -> None:
+        load(tensors[:2])
+        raise RuntimeError("no memory")
+
+    state.load, state.version = fail, None
+    with pytest.raises(RefitError, match=r"no memory.*mixed"):
+        follower.receive()
+    assert follower.receiver.mixed
+    state.load = load
+    assert follower.receive() == seen[1] and not follower.receiver.mixed
+
+
+def test_what_cannot_be_followed_or_published_is_refused(start: Any, tmp_path: Path) -> None:
+    _, follower = start([0])
+    direct = Receiver(follower.engine.load, staged=False)
+    with pytest.raises(ConfigError, match="staged=True"):
+        direct.receive_deltas(follower.root)
+    with pytest.raises(ConfigError, match="whole_every is 0"):
+        DeltaDirectory(tmp_path, whole_every=0)
+
+
+PHASES: dict[str, tuple[Any, str, int, int]] = {
+    "before a rank writes": (DeltaDirectory, "_write_file", 1, 1),
+    "before a version is published": (DeltaDirectory, "_publish", 0, 1),
+    "after a version is published": (transport_module, "flush_directory", 0, 1),
+    "while a whole version is written": (hf_writing.ShardFile, "put", 0, 13),
+    "before old versions are removed": (DeltaDirectory, "_remove_others", 0, 1),
+}
+"""When a rank dies: in a call of this, which rank, and after how many or twice or thrice that."""
+
+
+def die(path: Path, section: dict[str, Any], root: Path, phase: str, calls: int) -> None:
+    """Publish, and die in that phase after so many calls; what is published is put beside it."""
+    holder, name, culprit, unit = PHASES[phase]
+    left = [calls * unit]
+
+    def deadly(call: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0 and policy.rank == culprit:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args)
+
+        return act
+
+    config = policy_config(path, section, refit_timeout_s=20.0)
+    with replaced(holder, name, deadly), open_policy(config, **UNUSED) as policy:
+        for number in range(100):
+            disturb(policy, number, 0.1)
+            now = bits_of(policy)
+            if policy.rank == 0:
+                torch.save(now, root.with_name(f"{number}.bits"))
+            policy.refit(DeltaDirectory(root, whole_every=2))
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(p, marks=[pytest.mark.daily] * (p in list(PHASES)[1:2])) for p in PHASES]
+)
+def test_a_trainer_killed_in_any_phase_leaves_a_chain_that_can_be_followed(
+    ranks: RankPool, checkpoint: Any, tmp_path: Path, phase: str
+) -> None:
+    path, root, section = checkpoint("qwen2", **SIZES), tmp_path / "chain", LAYOUTS["tp2"][1]
+    forms = {name: (tuple(t.shape), t.dtype) for name, t in tensors_of(path).items()}
+    follower = Follower(forms, root)
+    for calls in (0, 1, 3):
+        with pytest.raises(RankFailure, match="died: exit code -9"):
+            ranks.run(2, die, path, section, root, phase, calls)
+        moments = [torch.load(file) for file in tmp_path.glob("*.bits")]
+        try:
+            assert follower.receive() in moments
+        except RefitError as error:
+            assert not root.joinpath(MANIFEST).exists(), error
+        seen, *_ = ranks.run(2, publish, path, section, root, [200, 201])
+        assert follower.receive() == seen[-1]
+    assert not {file.name for file in root.iterdir()} - {MANIFEST, read_chain(root).name}
