@@ -142,7 +142,10 @@ FAMILIES = {
         _built_in(qwen2, "Qwen2ForCausalLM"),
         _built_in(qwen2_moe, "Qwen2MoeForCausalLM"),
         _built_in(qwen3, "Qwen3ForCausalLM"),
+        _built_in(qwen3_5_moe_text, "Qwen3_5MoeForCausalLM"),
+        _built_in(qwen3_5_text, "Qwen3_5ForCausalLM", hf_prefix="Qwen3_5Text"),
         _built_in(qwen3_moe, "Qwen3MoeForCausalLM"),
+        _built_in(qwen3_next, "Qwen3NextForCausalLM"),
         _built_in(seed_oss, "SeedOssForCausalLM"),
         _built_in(smollm3, "SmolLM3ForCausalLM"),
         _built_in(starcoder2, "Starcoder2ForCausalLM"),
@@ -174,9 +177,6 @@ PREPARED = {
             awaits="gated delta nets",
             other_names=olmo_hybrid.OTHER_NAMES,
         ),
-        _built_in(qwen3_5_moe_text, "Qwen3_5MoeForCausalLM", awaits="gated delta nets"),
-        _built_in(qwen3_5_text, "Qwen3_5ForCausalLM", awaits="gated delta nets"),
-        _built_in(qwen3_next, "Qwen3NextForCausalLM", awaits="gated delta nets"),
     )
 }
 """Families whose fields and tensors are known, but not offered: not all that a policy does with a

@@ -139,8 +139,9 @@ def _random_model(family: str, fields: dict[str, Any], seed: int) -> Any:
             for name, parameter in (*model.named_parameters(), *model.named_buffers()):
                 if name.endswith("bias"):
                     parameter.normal_(0.0, 0.1)
-                for part in (part for part in ranges if part in name and not name.endswith("bias")):
-                    parameter.uniform_(*ranges[part])
+                for part, between in ranges.items():
+                    if name.endswith(part) or (part in name and not name.endswith("bias")):
+                        parameter.uniform_(*between)
     return model
 
 

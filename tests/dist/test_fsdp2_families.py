@@ -12,9 +12,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.architecture import Recurrence
 from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.table import bind
 from megatron_policy.engines.hugging_face.assemble import choose_experts
 from megatron_policy.engines.hugging_face.module import build_module
 from megatron_policy.errors import ConfigError
@@ -42,16 +40,22 @@ def learnt(config: dict[str, Any]) -> dict[str, Any]:
 
 def config_of(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
     optimizer = {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}
-    batching = BATCHINGS["padded" if has_recurrences(path) else "packed"]
+    mixing = read_config(path)["model_type"] in MIXING
+    batching = BATCHINGS["padded" if mixing else "packed"]
     return fsdp_config(path, keys, max_grad_norm=0.0, **batching) | {"optimizer": optimizer}
 
 
-def has_recurrences(path: Path) -> bool:
-    """Whether tokens mix outside transformers' attention, which then takes no packed rows."""
-    return any(issubclass(kind, Recurrence) for kind in bind(read_config(path)).architecture.parts)
-
-
-CASES = [(f, layout, {}) for f, each in SAMPLES.items() if each.shared for layout in KEYS]
+MIXING = {
+    "lfm2": "conv",
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
+}
+"""Families with other layers than attention, by their names in transformers."""
+CASES = [
+    (family, layout, {})
+    for family, samples in SAMPLES.items()
+    for layout in KEYS
+    if samples.shared and (layout == "TP2" or family not in MIXING)
+]
 # 22 fp32 numbers are no multiple of 16 bytes, which torch's grouped products need.
 CASES.append(("mixtral", "TP2", {"ffn": 44}))
 # Both ranks hold the one key-value head.
@@ -81,13 +85,20 @@ def test_ranks_cannot_share_layers_without_a_plan(ranks, checkpoint, family: str
         assert f"no plan of how tensor-parallel ranks share {SAMPLES[family].architecture}" in said
 
 
-@pytest.mark.parametrize(("family", "has"), [("lfm2", "conv")])
-def test_packed_rows_are_refused_where_layers_hand_a_state_on(
-    ranks, checkpoint, family: str, has: str
+@pytest.mark.parametrize("family", MIXING)
+def test_rows_stay_whole_and_apart_where_tokens_mix_elsewhere(
+    ranks, checkpoint, family: str
 ) -> None:
-    config = fsdp_config(checkpoint(family, **SIZES), {}, **BATCHINGS["packed"])
-    (said,) = ranks.run(1, refusal, config, ConfigError)
-    assert "policy.sequence_packing needs layers" in said and f"has {has}: use padded" in said
+    path = checkpoint(family, **SIZES)
+    packed = fsdp_config(path, {}, **BATCHINGS["packed"])
+    for world, key, config in (
+        (1, "sequence_packing", packed),
+        (2, "dtensor_cfg.sequence_parallel", config_of(path, KEYS["TP2+SP"])),
+        (2, "dtensor_cfg.context_parallel_size", config_of(path, {"context_parallel_size": 2})),
+    ):
+        for said in ranks.run(world, refusal, config, ConfigError):
+            assert f"policy.{key} needs layers" in said
+            assert f"has {MIXING[family]}: use padded or dynamic batches without it" in said
 
 
 @pytest.mark.parametrize(

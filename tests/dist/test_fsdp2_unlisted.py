@@ -33,12 +33,6 @@ COMMON = {
     "head_dim": 8,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 MAMBA = {"mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_d_head": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
@@ -62,22 +56,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron": COMMON,
     "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "phimoe": COMMON | EXPERTS | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
-    "qwen3_next": COMMON
-    | LINEAR
-    | {
-        "num_hidden_layers": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-    },
     "stablelm": COMMON,
 }
 PACKS = ("gpt_neox", "nemotron")
 """Those whose tokens mix in transformers' attention alone."""
 UNDER_FSDP1 = ("gemma3n_text", "phimoe")
 """Those that every run has under FSDP1, too."""
-SHARED = ("nemotron", "gpt_neox", "phimoe", "qwen3_next")
+SHARED = ("nemotron", "gpt_neox", "phimoe")
 """Those that transformers has a plan for, by which tensor-parallel ranks share them."""
 
 

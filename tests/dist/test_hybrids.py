@@ -53,40 +53,6 @@ NOT_OFFERED = {
         read=(),
         published={},
     ),
-    "qwen3_next": Samples(
-        architecture="Qwen3NextForCausalLM",
-        experts=True,
-        head_dim=True,
-        tiny={
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 24,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "mlp_only_layers": [0],
-        },
-        read=(),
-        published={},
-        ranges={"norm": (-0.5, 0.5), "linear_attn.norm": (0.5, 1.5)} | RECURRENT,
-    ),
-    "qwen3_5_text": Samples(
-        architecture="Qwen3_5ForCausalLM",
-        head_dim=True,
-        tiny={
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-        },
-        read=(),
-        published={},
-        ranges={"norm": (-0.5, 0.5), "linear_attn.norm": (0.5, 1.5)} | RECURRENT,
-    ),
     # With as many channels of values as of keys: transformers saves convolutions cut into thirds.
     "olmo_hybrid": Samples(
         architecture="OlmoHybridForCausalLM",
@@ -171,8 +137,9 @@ HYBRIDS: dict[str, Fields] = {
     "lfm2_moe": SIZES,
     "falcon_h1": SIZES,
     "olmo_hybrid": SIZES,
-    "qwen3_5_text": SIZES,
-    "qwen3_next": SIZES,
+    "qwen3_next": SIZES | {"attention_bias": True},
+    "qwen3_5_text": SIZES | {"attention_bias": True},
+    "qwen3_5_moe_text": SIZES,
     "nemotron_h": SIZES,
     "nemotron_h, experts": SIZES | {"layers_block_type": UNEVEN, "seed": 4},
     "nemotron_h, latent experts": SIZES | LATENT | {"moe_latent_size": 20, "seed": 1},
@@ -235,7 +202,7 @@ def family_of(model: str) -> str:
 
 
 def has_experts(model: str) -> bool:
-    return model in ("lfm2_moe", "qwen3_next") or "experts" in model
+    return "_moe" in family_of(model) or model == "qwen3_next" or "experts" in model
 
 
 @pytest.mark.parametrize("model", HYBRIDS)

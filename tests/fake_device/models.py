@@ -31,13 +31,15 @@ def published() -> dict[str, dict[str, Any]]:
 
 def with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     """The config with only so many layers: the last ones of what is listed for each layer, the
-    first of which is dense if some are. Windows are narrower than the sweep's sequences.
+    first of which is dense if some are. Where kinds of layers take turns, so they do here. Windows
+    are narrower than the sweep's sequences.
     """
     before = fields["num_hidden_layers"]
     found = dict(fields, num_hidden_layers=layers)
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == before:
             found[name] = value[-layers:]
+    found |= SAMPLES[fields["model_type"]].take_turns(layers)
     if fields.get("first_k_dense_replace"):
         found["first_k_dense_replace"] = 1
     if fields.get("sliding_window"):
@@ -48,8 +50,8 @@ def with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
 def fitted(layout: Layout, fields: dict[str, Any]) -> Layout:
     """The layout with the widest axes that this model can be split over."""
     heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"]
-    tp = layout.tp
-    while heads % tp or (groups % tp and tp % groups):
+    tp, values = layout.tp, fields.get("linear_num_value_heads", 0)
+    while heads % tp or (groups % tp and tp % groups) or values % (tp * layout.cp):
         tp //= 2
     etp = 1 if SAMPLES[fields["model_type"]].expert_biases else min(layout.etp, tp)
     return layout.with_axes(tp=tp, ep=math.gcd(layout.ep, experts_of(fields)), etp=etp)

@@ -27,6 +27,7 @@ from megatron_policy.converters.architecture import (
 from megatron_policy.converters.registry import FAMILIES
 from megatron_policy.converters.rows import (
     Columns,
+    GatedQkv,
     GateUp,
     Halves,
     Ignore,
@@ -57,8 +58,12 @@ def algebra(row: Row) -> tuple[object, ...]:
 
 
 def is_general(row: Row | Ignore) -> bool:
-    """Whether tests here have models with it; those of test_section_rows.py have recurrences."""
-    return not isinstance(row, Ignore) and not issubclass(row.part or Attention, Recurrence)
+    """Whether tests here have models with it; those of test_section_rows.py have recurrences and
+    gated attention.
+    """
+    return not isinstance(row, Ignore | GatedQkv) and not issubclass(
+        row.part or Attention, Recurrence
+    )
 
 
 TABLES = [[row for row in family.table if is_general(row)] for family in FAMILIES.values()]

@@ -58,7 +58,8 @@ def small(family: str = "qwen2", layers: int = 3, **changes: Any) -> Table:
 
 def bound(fields: dict[str, Any], family: Family | None = None) -> Table:
     """With all layers for multi-token prediction."""
-    return bind(fields, family, fields.get("num_nextn_predict_layers", 0))
+    names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    return bind(fields, family, sum(fields.get(name, 0) for name in names))
 
 
 def check(

@@ -43,7 +43,8 @@ def pass_linears(mixer: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Ten
     """Stands in for a recurrence, which transformers computes in another way than token by token:
     its linear layers alone.
     """
-    *first, last = (child for child in mixer.children() if type(child) is torch.nn.Linear)
+    last = mixer.out_proj
+    first = [c for c in mixer.children() if isinstance(c, torch.nn.Linear) and c is not last]
     projected = torch.cat([linear(hidden_states) for linear in first], -1)
     return last(projected[..., : last.in_features])
 

@@ -18,10 +18,7 @@ from megatron_policy.convert import convert, verify
 from megatron_policy.converters.architecture import (
     Activation,
     Attention,
-    DeltaNet,
     Mamba2,
-    Moe,
-    Norm,
     Recurrence,
 )
 from megatron_policy.converters.files.raw_files import RawFiles
@@ -141,13 +138,6 @@ GRANITE: Fields = COMMON | {
 }
 TINY: dict[str, tuple[str, Fields]] = {
     "lfm2_moe": ("lfm2_moe", LFM2_MOE),
-    "qwen3_next": ("qwen3_next", NEXT),
-    "qwen3_next, tied": (
-        "qwen3_next",
-        NEXT | {"tie_word_embeddings": True, "attention_bias": False, "num_key_value_heads": 1},
-    ),
-    "qwen3_5_text": ("qwen3_5_text", QWEN35),
-    "qwen3_5_moe_text": ("qwen3_5_moe_text", QWEN35_MOE),
     "qwen3_5": ("qwen3_5", {"text_config": QWEN35, "vision_config": TOWER}),
     "qwen3_5, tied": (
         "qwen3_5",
@@ -255,44 +245,6 @@ PUBLISHED: dict[str, tuple[str, Fields]] = {
             "vocab_size": 65536,
         },
     ),
-    "Qwen3-Next-80B-A3B": (
-        "qwen3_next",
-        {
-            "attention_bias": False,
-            "decoder_sparse_step": 1,
-            "full_attention_interval": 4,
-            "head_dim": 256,
-            "hidden_act": "silu",
-            "hidden_size": 2048,
-            "intermediate_size": 5120,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_value_head_dim": 128,
-            "max_position_embeddings": 262144,
-            "mlp_only_layers": [],
-            "moe_intermediate_size": 512,
-            "norm_topk_prob": True,
-            "num_attention_heads": 16,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "num_hidden_layers": 48,
-            "num_key_value_heads": 2,
-            "output_router_logits": False,
-            "partial_rotary_factor": 0.25,
-            "rms_norm_eps": 1e-06,
-            "rope_scaling": None,
-            "rope_theta": 10000000,
-            "router_aux_loss_coef": 0.001,
-            "shared_expert_intermediate_size": 512,
-            "tie_word_embeddings": False,
-            "use_sliding_window": False,
-            "vocab_size": 151936,
-        },
-    ),
-    "Qwen3.5's text model": ("qwen3_5_text", {"full_attention_interval": 4}),
-    "Qwen3.5's text model with experts": ("qwen3_5_moe_text", {"full_attention_interval": 4}),
     "Qwen3.5-27B": ("qwen3_5", QWEN35_27B),
     "Olmo-Hybrid-7B": (
         "olmo_hybrid",
@@ -437,30 +389,6 @@ PUBLISHED: dict[str, tuple[str, Fields]] = {
     ),
 }
 OTHER_NAMES_IN_MEMORY = ("olmo_hybrid",)
-MTP = {
-    "mtp.fc.weight": (32, 64),
-    "mtp.norm.weight": (32,),
-    "mtp.pre_fc_norm_embedding.weight": (32,),
-    "mtp.pre_fc_norm_hidden.weight": (32,),
-    "mtp.layers.0.input_layernorm.weight": (32,),
-    "mtp.layers.0.post_attention_layernorm.weight": (32,),
-    "mtp.layers.0.self_attn.q_proj.weight": (128, 32),
-    "mtp.layers.0.self_attn.k_proj.weight": (32, 32),
-    "mtp.layers.0.self_attn.v_proj.weight": (32, 32),
-    "mtp.layers.0.self_attn.o_proj.weight": (32, 64),
-    "mtp.layers.0.self_attn.q_norm.weight": (16,),
-    "mtp.layers.0.self_attn.k_norm.weight": (16,),
-    "mtp.layers.0.mlp.gate.weight": (4, 32),
-    "mtp.layers.0.mlp.shared_expert_gate.weight": (1, 32),
-    **{
-        f"mtp.layers.0.mlp.{block}.{name}_proj.weight": shape
-        for block, width in (("shared_expert", 24), *((f"experts.{e}", 16) for e in range(4)))
-        for name, shape in (("gate", (width, 32)), ("up", (width, 32)), ("down", (32, width)))
-    },
-}
-"""The tensors of the layer for multi-token prediction of Qwen3-Next, with biases of attention left
-out.
-"""
 FP32 = (
     *("A_log", "linear_attn.norm.weight", "linear_attn.o_norm.weight"),
     *("mixer.D", "mamba.D"),
@@ -633,11 +561,6 @@ def test_the_parts_of_layers_are_those_of_the_config(offered: None, tmp_path: Pa
         file = {"model_type": family, **fields}
         (tmp_path / name / "config.json").write_text(json.dumps(file))
         found[name] = bound(tmp_path / name).architecture
-    model = found["qwen3_next"]
-    assert [type(layer.mixer) for layer in model.layers] == [DeltaNet, Attention] * 2
-    assert [type(layer.feed) is Moe for layer in model.layers] == [False, True, True, True]
-    assert model.norm is Norm.RMS_PLUS_ONE and model.ropes[0].fraction == 0.25
-    assert model.find_part(Attention).attention_output_gate
     model = found["nemotron_h, latent"]
     assert [layer.mixer and type(layer.mixer) for layer in model.layers] == [
         Mamba2,
@@ -652,9 +575,6 @@ def test_the_parts_of_layers_are_those_of_the_config(offered: None, tmp_path: Pa
 
 
 REFUSED: list[tuple[str, Fields, str]] = [
-    ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act = 'gelu': convolutions and gates"),
-    ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window = True: no layer has"),
-    ("qwen3_next", {"n_routed_experts": 4}, "n_routed_experts = 4: unknown field"),
     (
         "qwen3_5",
         {"text_config": QWEN35 | {"model_type": "qwen3_5_text", "attn_output_gate": False}},
@@ -683,28 +603,6 @@ def test_values_that_have_no_rows_or_no_layers_are_refused_by_name(
     with pytest.raises(ConversionError) as caught:
         bound(tmp_path)
     assert said in str(caught.value)
-
-
-def test_the_layer_that_qwen3_next_has_for_prediction_is_carried_or_held(
-    offered: None, tmp_path: Path
-) -> None:
-    path = make(tmp_path / "hf", "qwen3_next", NEXT | {"attention_bias": False})
-    with HfReader(path) as reader:
-        own = dict(reader.shapes)
-    config, dtypes = read_config(path), dict.fromkeys((*own, *MTP), torch.bfloat16)
-    without, held = bind(config), bind(config, mtp_layers=1)
-    without.check_hf(own, dtypes)
-    without.check_hf(own | MTP, dtypes)
-    assert {name for name in without.carried() if name in MTP} == MTP.keys()
-    assert bind(config, tensors=MTP).architecture.mtp_layers == 1
-    held.check_hf(own | MTP, dtypes)
-    assert held.hf_shapes() == own | MTP and not held.carried()
-    with pytest.raises(ConversionError, match=r"missing: mtp\.fc\.weight"):
-        held.check_hf(own, dtypes)
-    names = {entry.megatron for entry in held.entries if entry.megatron.startswith("mtp.")}
-    assert {"mtp.layers.0.eh_proj.weight", "mtp.layers.0.final_layernorm.weight"} <= names
-    assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in names
-    assert not any("in_proj" in name for name in names)
 
 
 def test_experts_in_one_tensor_are_read_as_those_in_tensors_of_their_own(
@@ -751,8 +649,6 @@ def fill_shard_of(
 
 
 ADAPTED = {
-    "qwen3_next": ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj"],
-    "qwen3_5_text": [f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")],
     "nemotron_h": ["mixer.in_proj", "mixer.out_proj"],
 }
 

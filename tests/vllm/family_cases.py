@@ -88,9 +88,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-BF16_ALONE = ("nemotron_h", "qwen3_next")
+BF16_ALONE = ("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families whose recurrences vLLM's kernels for CPUs compute in bf16 alone."""
-IN_BF16 = "in bf16"
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Case:
     @property
     def dtype(self) -> torch.dtype:
         """Of the checkpoint, the policy and the engine."""
-        return torch.bfloat16 if self.kind == IN_BF16 else torch.float32
+        return torch.bfloat16 if self.family in BF16_ALONE else torch.float32
 
     def make(self, folder: Path) -> Path:
         """Write the checkpoint below `folder`."""
@@ -144,7 +143,7 @@ def is_tied(family: str) -> bool:
 def list_cases() -> Iterator[Case]:
     """Every family as published, and again with what only some of its models have."""
     for family, samples in SAMPLES.items():
-        yield Case(family, IN_BF16 if family in BF16_ALONE else "")
+        yield Case(family)
         fields = {name: value for name, value in samples.full.items() if "bias" in name}
         if fields and family not in ("glm4", "starcoder2"):  # which have them as published
             yield Case(family, "with biases", fields)
@@ -160,6 +159,7 @@ def list_cases() -> Iterator[Case]:
 CASES = [*list_cases()]
 UNREAD = "has no parameters for tensors like"
 FAR = "before any refit"
+IMAGES = "vLLM's file of this family needs torchvision"
 BF16 = "vLLM computes with the numbers of this activation in bf16, whatever the model's dtype"
 REFUSED: dict[str, tuple[str, str]] = {
     "apertus": (FAR, BF16),
@@ -176,6 +176,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "olmoe with biases": (UNREAD, "vLLM's attention of this family has no biases"),
     "qwen3 with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
+    "qwen3_5_moe_text": ("failed to be inspected", IMAGES),
+    "qwen3_5_moe_text with biases": ("failed to be inspected", IMAGES),
+    "qwen3_5_text": ("failed to be inspected", IMAGES),
+    "qwen3_5_text with biases": ("failed to be inspected", IMAGES),
     "qwen3_moe with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
     "seed_oss with biases": (UNREAD, "vLLM's layers of this family have no such biases"),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.exact import ROOM
 from tests.families import SAMPLES
 from tests.invariance.page import wrapped
-from tests.vllm.family_cases import CASES, LENGTH, ROWS
+from tests.vllm.family_cases import BF16_ALONE, CASES, LENGTH, ROWS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "vllm-families.md"
 TEMPLATE = Path(__file__).with_suffix(".md")
@@ -92,6 +92,7 @@ def render(measured: Measured) -> str:
         rows=ROWS,
         length=LENGTH,
         room=ROOM,
+        bf16=", ".join(f"`{family}`" for family in BF16_ALONE if family in SAMPLES),
         missing="KeyError: 'layers.1.mlp.gate.e_score_correction_bias'",
     )
     return "\n\n".join(

@@ -190,8 +190,9 @@ def why_not(seen: Seen) -> str:
 def line_of(case: Case, seen: Seen) -> family_page.Line:
     """What the page says of a case."""
     if case.name in REFUSED:
-        said = why_not(seen).rpartition("RefitError: ")[2].partition(": it computes")[0]
-        return family_page.Line(reason=f"{REFUSED[case.name][1]}: `{said.strip()}`")
+        said = why_not(seen).rpartition("RefitError: ")[2]
+        said = said.partition(": it computes")[0].partition(". Please check")[0]
+        return family_page.Line(reason=f"{REFUSED[case.name][1]}: `{' '.join(said.split())}`")
     return family_page.Line(
         model=seen["class"],
         names=seen["names"],

@@ -294,8 +294,10 @@ def _refuse_mixing(config: PolicyConfig, module: Any) -> None:
     """ConfigError where sequences that share a row, or are split over ranks, would mix or lose what
     they need: other layers than attention, and rotary embeddings that know the text's length.
     """
+    sizes = parallel_sizes(config)
     keys = {
-        "dtensor_cfg.context_parallel_size": parallel_sizes(config).cp > 1,
+        "dtensor_cfg.context_parallel_size": sizes.cp > 1,
+        "dtensor_cfg.sequence_parallel": sizes.sequence_parallel,
         "sequence_packing": config.sequence_packing.enabled,
         "dynamic_batching": config.dynamic_batching.enabled,
     }
