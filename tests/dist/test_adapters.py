@@ -37,6 +37,9 @@ from tests.invariance.further import PACKED as PACKED_ROWS
 STEPS = 2
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SOME = ["q_proj", "v_proj", "up_proj"]
+CONVOLUTIONS = ["in_proj", "out_proj", "q_proj", "v_proj", "w1", "w2"]
+DELTA_NETS = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "o_proj"]
+DELTA_NETS_APART = [f"in_proj_{each}" for each in ("qkv", "z", "b", "a")] + ["out_proj", "q_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 FULL = {
     "activation_checkpointing": True,
@@ -101,12 +104,16 @@ KINDS = {
         peft_models.saved_expert_name,
     ),
     LATENT_ATTENTION: of_peft("deepseek_v3", LATENT),
+    "of convolutions": of_peft("lfm2", CONVOLUTIONS),
+    "of delta nets": of_peft("qwen3_next", DELTA_NETS),
+    "of delta nets, section by section": of_peft("qwen3_5_text", DELTA_NETS_APART),
     OF_STACKS: of_stacks("gate_up_proj", "down_proj"),
     "of outputs' stacks": of_stacks("down_proj"),
     "of inputs' stacks": of_stacks("gate_up_proj"),
 }
 OVERLAPS = "DP2 distributed optimizer, both overlaps"
 DAILY = [(kind, "one process") for kind in (OF_MODULES, OF_EXPERTS, LATENT_ATTENTION, OF_STACKS)]
+DAILY += [("of delta nets", "TP2+SP")]
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     *((OF_MODULES, name, PADDED, {}) for name in LAYOUTS),
     *((FUSED, name, PADDED, {}) for name in LAYOUTS),
@@ -127,6 +134,15 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     (OF_EXPERTS, "EP2", PACKED_ROWS, {}),
     *((LATENT_ATTENTION, name, PADDED, {}) for name in ("one process", "TP2+SP", "EP2xTP2+SP")),
+    *(
+        (f"of {each}", name, batching, FULL)
+        for each in ("convolutions", "delta nets", "delta nets, section by section")
+        for name, batching in (
+            ("TP2+SP", PADDED),
+            ("PP2xVPP2", PADDED),
+            ("TP2xCP2+SP", PACKED_ROWS),
+        )
+    ),
     *(
         (OF_STACKS, name, PADDED, {})
         for name in ("one process", "EP2", "EP2xTP2+SP", "EP2xCP2", "TP2+SP, experts whole")

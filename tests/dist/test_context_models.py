@@ -164,7 +164,9 @@ CASES = [
         *((("TP2xCP2+SP", "packed"),) * (not SAMPLES[family].expert_biases)),
     )
 ]
-CASES += [(family, "CP2", "packed", SELECTIVE) for family in ("deepseek_v3", "gemma2")]
+CASES += [
+    (family, "CP2", "packed", SELECTIVE) for family in ("deepseek_v3", "gemma2", "qwen3_next")
+]
 
 
 @pytest.mark.parametrize(("family", "layout", "kind", "recomputed"), CASES)
@@ -206,7 +208,7 @@ def read_with_cache(config: dict[str, Any], prompt: int) -> torch.Tensor:
         drop_groups()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma2", "gpt_oss", "lfm2", "qwen3_next"])
 def test_with_a_cache_every_context_parallel_rank_reads_the_whole_text(
     ranks, expected, family: str
 ) -> None:

@@ -15,13 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.architecture.recurrence import CHUNK
 from megatron_policy.converters.registry import FAMILIES, PREPARED
-from tests import margins
+from tests import margins, oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist import test_mtp_training
-from tests.dist.cases import GLOBAL_BATCH, logits_of, policy_config
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, logits_of, open_policy, policy_config
 from tests.dist.layouts import SIZES
 from tests.dist.test_export import assert_same_tensors, export
+from tests.dist.test_generate import assert_continued_like_hf, continue_prompts, generation
 from tests.dist.test_invariance import (
     assert_microbatches_are_what_the_cell_says,
     compared,
@@ -31,6 +34,7 @@ from tests.dist.test_invariance import (
 from tests.exact import Exact, assert_equal
 from tests.families import SAMPLES
 from tests.invariance.cases import CLOSEST, Cell, config_of
+from tests.invariance.cases import LAYOUTS as CASES
 from tests.invariance.measure import run_cell
 from tests.invariance.oracle import truth
 from tests.mtp_checkpoints import add_mtp_layers
@@ -166,6 +170,8 @@ LAYOUTS = (
     ("CP4", "packed", "policy gradient"),
     ("TP4 over 2 key-value groups", "packed", "token"),
     ("TP2xCP2+SP", "packed", "token"),
+    ("FSDP2 x 2", "padded", "token"),
+    ("FSDP1 x 2", "dynamic", "policy gradient"),
 )
 WITH_EXPERTS = (
     *(each for each in LAYOUTS if each[0] not in ("TP2", "TP4 over 2 key-value groups")),
@@ -183,6 +189,8 @@ DAILY = {
     ("EP2xTP2+SP", "nemotron_h, latent experts"),
     ("TP2xCP2+SP", "granitemoehybrid"),
 }
+GENERATED_DAILY = {("qwen3_next", "PP2xVPP2")}
+LONG_DAILY = {("qwen3_next", "CP4")}
 
 
 @pytest.fixture(autouse=True)
@@ -238,6 +246,90 @@ def test_two_steps_are_those_of_transformers(ranks, checkpoint, model: str, cell
     found, allowed = compared(cell, path, results), tolerances(cell, path)
     for name, value in found.items():
         margins.check(name, value, allowed[name], found)
+
+
+GENERATING = ("one process", "TP2+SP", "PP2xVPP2", "CP2")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, marks=[pytest.mark.nightly] * (case not in GENERATED_DAILY))
+        for model in HYBRIDS
+        for layout in GENERATING
+        if (case := (model, layout))
+    ],
+)
+def test_greedy_continuations_are_those_of_transformers(
+    ranks, checkpoint, model: str, layout: str
+) -> None:
+    path, case = checkpoint(family_of(model), **HYBRIDS[model]), CASES[layout]
+    given = (continue_prompts, policy_config(path, case.megatron, **generation()), None, True)
+    for seen in ranks.run(case.world, run_offered, *given):
+        assert_continued_like_hf(path, seen)
+
+
+LENGTHS = (CHUNK - 1, CHUNK, CHUNK + 1, 1, 3, 1, 13, 2, 7, 30, 1, 5, 9, 2, 4, 1, 21, 6, 3, 8)
+"""Of twenty sequences: most are shorter than the pieces into which context-parallel ranks cut."""
+TOKENS = 1024
+"""Of a microbatch: more than all of them have, however they are padded."""
+NOT_COUNTED, LEFT_OUT = 6, 9
+"""The row none of whose tokens count, and the one that does not count."""
+
+
+def twenty() -> BatchedDataDict:
+    random = torch.Generator().manual_seed(5)
+    lengths, width = torch.tensor(LENGTHS), max(LENGTHS)
+    inside = torch.arange(width) < lengths.unsqueeze(1)
+    mask, sample_mask = inside.long(), torch.ones(len(LENGTHS))
+    mask[NOT_COUNTED], sample_mask[LEFT_OUT] = 0, 0.0
+    tokens = torch.randint(1, SIZES["vocab"], (len(LENGTHS), width), generator=random)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.where(inside, tokens, 0),
+            "input_lengths": lengths,
+            "token_mask": mask,
+            "sample_mask": sample_mask,
+        }
+    )
+
+
+def learn_twenty(config: dict[str, Any]) -> dict[str, Any]:
+    """What a policy reads, and makes of all rows in one microbatch; weights by HF names."""
+    data = twenty()
+    texts = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
+    with open_policy(config, init_reference_model=False) as policy:
+        seen = {"logprobs": policy.logprobs(texts)}
+        seen["step"] = policy.train(data, LOSSES["token"](), gbs=len(LENGTHS))
+        # As nemotron_h calls in memory what its files call the backbone.
+        named = ((name.replace("backbone.", "model."), each) for name, each in policy.export())
+        return seen | {"weights": {name: each.clone() for name, each in named}}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, marks=[pytest.mark.nightly] * (case not in LONG_DAILY))
+        for model in HYBRIDS
+        for layout in ("one process", "TP2+SP", "CP4", "TP2xCP2+SP")
+        if (case := (model, layout))
+    ],
+)
+def test_twenty_sequences_of_a_row_are_apart_however_short_they_are(
+    ranks, checkpoint, model: str, layout: str
+) -> None:
+    path, case, data = checkpoint(family_of(model), **HYBRIDS[model]), CASES[layout], twenty()
+    budget = {"enabled": True, "train_mb_tokens": TOKENS, "logprob_mb_tokens": TOKENS}
+    sizes = {"train_global_batch_size": len(LENGTHS), "max_total_sequence_length": 2 * CHUNK}
+    config = policy_config(path, case.megatron, sequence_packing=budget, **sizes)
+    logprobs = Exact.of(path, lambda m: oracle.hf_logprobs(m, data["input_ids"]))
+    hf = oracle.Learned.of(path, data, len(LENGTHS), oracle.token_level)
+    inside = torch.arange(max(LENGTHS)) < data["input_lengths"].unsqueeze(1)
+    for seen in ranks.run(case.world, run_offered, learn_twenty, config):
+        assert_equal("logprobs", seen["logprobs"][:, 1:][inside[:, 1:]], logprobs[inside[:, 1:]])
+        assert len(seen["step"]["microbatch_metrics"]["valid"]) == 1
+        hf.assert_same_steps([seen["step"]])
+        hf.assert_same_weights(seen["weights"])
 
 
 PREDICTING = [
