@@ -53,6 +53,7 @@ def make_adapters(
 
 
 FUSED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+FUSED |= {"in_proj_ba": "in_proj_qkvz"}
 """Modules of a fused layer, and the one whose A they share."""
 
 

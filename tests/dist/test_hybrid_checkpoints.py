@@ -16,7 +16,7 @@ import torch
 from megatron_policy.convert import convert, verify
 from tests import oracle
 from tests.dist.cases import policy_config
-from tests.dist.layouts import LAYOUTS, SIZES, VOCAB, layout
+from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, SIZES, VOCAB, layout
 from tests.dist.test_dist_checkpoints import (
     PP2,
     TP2_PP2,
@@ -27,6 +27,7 @@ from tests.dist.test_dist_checkpoints import (
     world,
 )
 from tests.dist.test_hybrids import HYBRIDS, offered, run_offered
+from tests.dist.resuming import CONSTANT
 from tests.dist.test_resume import BF16, SHARDED, Case, assert_goes_on, on_disk
 from tests.exact import Exact, assert_equal
 
@@ -179,11 +180,13 @@ def test_layers_of_megatron_core_load_what_is_converted(
         assert all(seen.values()), seen
 
 
-CP2 = layout(2, context_parallel_size=2)
+CP2, FSDP2 = layout(2, context_parallel_size=2), FSDP2_LAYOUTS["FSDP2 x 2"]
 MOVES = {
     "qwen3_next, TP2+SP -> CP2": ("qwen3_next", LAYOUTS["TP2+SP"], CP2, {}),
     "nemotron_h, TP2 -> PP2xVPP2": ("nemotron_h", LAYOUTS["TP2"], LAYOUTS["PP2xVPP2"], {}),
     "nemotron_h, CP2 -> TP2": ("nemotron_h", CP2, LAYOUTS["TP2"], {}),
+    "qwen3_next, FSDP2 x 2 -> TP2+SP": ("qwen3_next", FSDP2, LAYOUTS["TP2+SP"], {}),
+    "nemotron_h, PP2xVPP2 -> FSDP2 x 2": ("nemotron_h", LAYOUTS["PP2xVPP2"], FSDP2, {}),
     "qwen3_next, bf16, DP2 -> TP2xPP2": (
         "qwen3_next",
         layout(2, **SHARDED),
@@ -200,7 +203,7 @@ def test_training_goes_on_under_another_layout(
 ) -> None:
     """In bf16 what is held in fp32 has no main parameters of its own."""
     family, *layouts, top = MOVES[name]
-    saver, loader = (Case(each, top=top, family=family) for each in layouts)
+    saver, loader = (Case(each, CONSTANT, top, family) for each in layouts)
     assert_goes_on(taking, checkpoint(family, **SIZES), saver, loader, tmp_path)
     wide = ("A_log", ".D", "out_norm.weight")
     main = [key for key in on_disk(tmp_path / "saved", 2) if "fp32_param" in key]

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from megatron_policy.config import PolicyConfig
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import policy_config, train_two_steps
-from tests.dist.layouts import LAYOUTS, SIZES, VOCAB
+from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, SIZES, VOCAB
 from tests.dist.test_estimate import Case, assert_states, measure
 from tests.dist.test_export import assert_same_tensors, export, tensors_of
 from tests.dist.test_hybrids import offered, run_offered
@@ -122,12 +122,13 @@ def assert_wide_weights_moved(path: Path, tp: int, seen: dict[str, Any], hf: Exp
         ("nemotron_h", "TP2+SP"),
         ("qwen3_next", "TP2xCP2+SP"),
         ("lfm2", "PP2xVPP2"),
+        ("nemotron_h", "FSDP2 x 2"),
     ],
 )
 def test_mixed_dtypes_come_back_bit_equal(
     ranks, mixed, tmp_path: Path, family: str, layout: str
 ) -> None:
-    path, case = mixed(family, "bfloat16"), LAYOUTS[layout]
+    path, case = mixed(family, "bfloat16"), (LAYOUTS | FSDP2_LAYOUTS)[layout]
     config = policy_config(path, case.megatron, precision="bfloat16")
     ranks.run(case.world, run_offered, export, config, tmp_path / "exported")
     assert_same_tensors(tmp_path / "exported", path)
