@@ -28,6 +28,7 @@ from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import ModelRows
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from tests.families import PUBLISHED
+from tests.hybrid_sizes import HYBRIDS
 from tests.unit import command_line
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -55,6 +56,10 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen3-30B-A3B": (PUBLISHED["Qwen3-30B-A3B"][1], 16),
     "Qwen3-235B-A22B": (PUBLISHED["Qwen3-235B-A22B"][1], 128),
     "DeepSeek-V3": (PUBLISHED["DeepSeek-V3 in bf16"][1], 256),
+    "Nemotron-3-Nano-30B-A3B": (PUBLISHED["Nemotron-3-Nano-30B-A3B"][1], 16),
+    "Qwen3-Next-80B-A3B-Instruct": (PUBLISHED["Qwen3-Next-80B-A3B-Instruct"][1], 64),
+    "Nemotron-3-Super-120B-A12B": (HYBRIDS["Nemotron-3-Super-120B-A12B"][1], 128),
+    "Qwen3.5-397B-A17B": (PUBLISHED["Qwen3.5-397B-A17B, text"][1], 512),
 }
 STACKED = "gpt-oss-20b in bf16"
 """A model with all experts of a layer in one HF tensor."""

@@ -20,7 +20,9 @@ from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConfigError
 from tests.families import PUBLISHED
+from tests.hybrid_sizes import HYBRIDS
 
+MODELS = PUBLISHED | HYBRIDS
 BUCKET = 512 * 2**20
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 FP8 |= {"activation_scheme": "dynamic"}
@@ -61,6 +63,10 @@ CELLS = {
     "gpt-oss-120b in bf16": Cell(1, 128, 1, 1, 64, quantised=MXFP4),
     "GLM-4.5": Cell(4, 8, 1, 8, 32, biases=89 * 160),
     "Kimi-K2-Instruct in bf16": Cell(8, 8, 1, 8, 64, 7, 6, biases=60 * 384, quantised=FP8),
+    "Nemotron-3-Nano-30B-A3B": Cell(1, 32, 1, 2, 16, biases=23 * 128),
+    "Nemotron-3-Super-120B-A12B": Cell(1, 64, 1, 4, 64, biases=40 * 512),
+    "Qwen3-Next-80B-A3B-Instruct": Cell(4, 16, 1, 2, 32),
+    "Qwen3.5-397B-A17B, text": Cell(8, 8, 1, 8, 64, first=6, last=6),
 }
 """Expert parallelism of 8 to 64 on up to 512 ranks; where NeMo RL has recipes for the model, one of
 their layouts. DeepSeek-V3, Kimi-K2 and gpt-oss are quantised as published.
@@ -69,7 +75,7 @@ their layouts. DeepSeek-V3, Kimi-K2 and gpt-oss are quantised as published.
 
 def write_config(path: Path, name: str, **changes: Any) -> Path:
     """The file of a published config; None among the changes leaves a field out."""
-    fields = PUBLISHED[name][1] | changes
+    fields = MODELS[name][1] | changes
     left_out = {key for key, value in changes.items() if value is None}
     written = {key: value for key, value in fields.items() if key not in left_out}
     (path / "config.json").write_text(json.dumps(written))
@@ -126,14 +132,14 @@ def test_every_field_and_tensor_of_a_config_alone_is_understood(
     said = command("inspect", path / "config.json")
     assert said.splitlines()[1].startswith("only config.json was read")
     assert "0 without their tensors; 0 tensors ignored, 0 unmatched" in said.splitlines()[-1]
-    fields = PUBLISHED[name][1]
+    fields = MODELS[name][1]
     assert all(re.search(rf"^  (translated|ignored) +{each}\b", said, re.M) for each in fields)
 
 
 @pytest.mark.dear
 def test_a_refit_at_a_clusters_layout_is_planned_by_bytes(model: tuple[str, Cell, Path]) -> None:
     name, cell, path = model
-    parameters, fields = PUBLISHED[name]
+    parameters, fields = MODELS[name]
     options = {"pp": cell.pp, "dp": cell.dp, "cp": cell.cp, "tp": cell.tp, "ep": cell.ep, "etp": 1}
     options |= {"first-layers": cell.first, "last-layers": cell.last}
     asked = [word for key, n in options.items() if n for word in (f"--{key}", n)]
@@ -172,7 +178,7 @@ def test_a_configuration_at_a_clusters_layout_is_inspected(
     said = command("inspect-config", tmp_path / "policy.yaml", "--world-size", cell.ranks)
     axes = f"pp={cell.pp} x dp={cell.dp} x cp={cell.cp} x tp={cell.tp}"
     assert f"{cell.ranks} = {axes}" in said
-    layers, first = cell.layers(PUBLISHED[name][1]["num_hidden_layers"]), 0
+    layers, first = cell.layers(MODELS[name][1]["num_hidden_layers"]), 0
     for stage, count in enumerate(layers):
         per_stage = cell.ranks // cell.pp
         ranks = f"{stage * per_stage}-{(stage + 1) * per_stage - 1}"
@@ -191,6 +197,10 @@ RECIPES = {
         512/1/16/1/32/3/2 128/4/8/4/16/7/6 256/8/8/4/32/7/6 512/8/8/4/32/7/6""",
     "gpt-oss-20b in bf16": "32/1/1/1/8 64/4/1/1/8",
     "Moonlight-16B-A3B": "16/1/2/1/2/14/13 32/1/4/1/4/7/6",
+    "Nemotron-3-Nano-30B-A3B": "16/2/1/1/8",
+    "Nemotron-3-Super-120B-A12B": "128/4/1/1/32 64/4/1/1/32 16/2/1/1/16",
+    "Qwen3.5-35B-A3B, text": "16/2/1/2/16 16/1/1/1/16",
+    "Qwen3.5-397B-A17B, text": "256/8/8/1/32/6/6",
 }
 """Layouts of NeMo RL's recipes for models with experts: ranks/TP/PP/CP/EP, and where stages differ
 the layers of the first and of the last. Experts are never tensor parallel in these.

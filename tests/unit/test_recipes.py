@@ -15,7 +15,13 @@ from tests.unit.test_estimate_plan import MODELS, model, run
 
 ROOT = Path(__file__).parents[2]
 INDEX = ROOT / "docs" / "recipes.md"
-PUBLISHED_AS = {"Qwen2.5": "Qwen2.5-7B", "Qwen3": "Qwen3-30B-A3B", "DeepSeek": "DeepSeek-V3"}
+PUBLISHED_AS = {
+    "Qwen2.5": "Qwen2.5-7B",
+    "Qwen3-30B": "Qwen3-30B-A3B",
+    "DeepSeek": "DeepSeek-V3",
+    "Nemotron-3": "Nemotron-3-Nano-30B-A3B",
+    "Qwen3-Next": "Qwen3-Next-80B-A3B-Instruct",
+}
 
 
 def planned(policy: dict[str, Any], gpus: int, folder: Path) -> str:

@@ -21,9 +21,10 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, topology_of
 from megatron_policy.config.model_table import bind_model
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
 from tests.families import PUBLISHED
+from tests.hybrid_sizes import HYBRIDS
 
 LLAMA, QWEN2, QWEN3 = "Llama-3.1-8B", "Qwen2.5-0.5B", "Qwen3-0.6B"
 _OF_1_5B, _OF_7B = "1536/8960/12/2/28", "3584/18944/28/4/28"
@@ -56,7 +57,7 @@ SIZES = (
     "num_key_value_heads",
     "num_hidden_layers",
 )
-WITH_EXPERTS = {
+FURTHER = {
     "Qwen/Qwen3-30B-A3B": "Qwen3-30B-A3B",
     "Qwen/Qwen3-30B-A3B-Thinking-2507": "Qwen3-30B-A3B",
     "Qwen/Qwen3-235B-A22B": "Qwen3-235B-A22B",
@@ -67,12 +68,20 @@ WITH_EXPERTS = {
     "Follow instructions in https://github.com/NVIDIA-NeMo/RL/blob/main/docs/guides/deepseek.md": (
         "DeepSeek-V3 in bf16"
     ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "Nemotron-3-Nano-30B-A3B",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": "Nemotron-3-Nano-30B-A3B",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": "Nemotron-3-Super-120B-A12B",
+    "nvidia/NVIDIA-Nemotron-Nano-12B-v2": "Nemotron-Nano-12B-v2",
+    "Qwen/Qwen3.5-397B-A17B": "Qwen3.5-397B-A17B, text",
+    "Qwen/Qwen3.5-35B-A3B-Base": "Qwen3.5-35B-A3B, text",
+    "Qwen/Qwen3.5-9B-Base": "Qwen3.5-9B, text",
 }
 MODELS = ("policy", "teacher", "value")
 SPLIT_MODEL = [
     f"{axis}_parallel_size"
     for axis in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 ]
+PICTURES = "examples have pictures or sounds, which the model families of this package do not take"
 NOT_KNOWN = "a model that is not in the tables of tests/hosts/real/recipes.py"
 
 
@@ -109,12 +118,14 @@ def for_our_worker(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipes() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name, models and cluster of every recipe that trains a policy with Megatron."""
+    """Name, models and cluster of every recipe that trains a policy with Megatron, and whether its
+    examples have pictures or sounds, of which the policy's section can say nothing.
+    """
     root = checkout() / "examples" / "configs" / "recipes"
     for file in sorted(root.glob("**/*.yaml")):
         document = sections(file, "cluster", *MODELS)
         if with_megatron(document, "policy"):
-            yield str(file.relative_to(root)), document
+            yield str(file.relative_to(root)), document | {"pictures": file.parent.name == "vlm"}
 
 
 def with_megatron(document: Mapping[str, Any], model: str) -> bool:
@@ -148,8 +159,8 @@ def architecture_of(config: PolicyConfig) -> Architecture | None:
     model = config.model_name
     if model in DENSE:
         fields = dense_config(*DENSE[model])
-    elif model in WITH_EXPERTS:
-        fields = PUBLISHED[WITH_EXPERTS[model]][1]
+    elif model in FURTHER:
+        fields = (PUBLISHED | HYBRIDS)[FURTHER[model]][1]
     else:
         return None
     with TemporaryDirectory() as folder:
@@ -159,8 +170,10 @@ def architecture_of(config: PolicyConfig) -> Architecture | None:
 
 def refusal(document: Mapping[str, Any]) -> str:
     """What a recipe is refused for; empty if it is taken."""
+    policy = document["policy"]
     found = (refusal_of(document[m], document) for m in MODELS if with_megatron(document, m))
-    return next(filter(None, found), "") or refused_generation(document["policy"])
+    pictures = PICTURES if document.get("pictures") else ""
+    return next(filter(None, found), "") or pictures or refused_generation(policy)
 
 
 def refusal_of(raw: dict[str, Any], document: Mapping[str, Any]) -> str:
@@ -171,7 +184,7 @@ def refusal_of(raw: dict[str, Any], document: Mapping[str, Any]) -> str:
         if architecture is None:
             return f"{NOT_KNOWN}: {config.model_name}"
         check_layout(config, architecture, topology_of(config, ranks_of(document)))
-    except ConfigError as error:
+    except (ConfigError, ConversionError) as error:
         return str(error)
     return ""
 

@@ -35,6 +35,10 @@ EXPERT_BIAS = "megatron_cfg.moe_router_enable_expert_bias"
 """Refused for models without correction biases."""
 
 
+WITHOUT_MTP = "the model has 0 layers for multi-token prediction"
+"""What is said of Nemotron 3 Super, whose layer for that is not among its family's rows."""
+
+
 def shipped() -> Iterator[tuple[str, dict[str, Any]]]:
     """File and policy, the teacher's and the value model's too, of every configuration of the host;
     a file that only has changes to another one names no model.
@@ -66,13 +70,14 @@ def test_every_shipped_configuration_is_accepted_or_asks_for_what_is_not_support
 
 def test_most_recipes_fit_their_models_and_engines_at_the_size_of_their_clusters() -> None:
     said = [recipes.refusal(document) for _, document in recipes.recipes()]
-    assert len(said) > 100 and said.count("") >= 80
+    assert len(said) > 100 and said.count("") >= 100
     for line in filter(None, said):
         path, _, _ = line.removeprefix("policy.").partition("=")
         known = {path, path.rpartition(".")[0]} & {*NOT_SUPPORTED, EXPERT_BIAS}
         method, _, _ = line.partition(":")
         known = known or {method} & {*NOT_IMPLEMENTED, "prepare_for_generation"}
-        assert known or line.startswith(recipes.NOT_KNOWN), line
+        unlike = recipes.NOT_KNOWN, recipes.PICTURES, WITHOUT_MTP
+        assert known or line.startswith(unlike), line
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in OURS.glob("*/nemo_rl.yaml")))

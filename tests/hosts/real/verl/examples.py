@@ -63,14 +63,11 @@ WITH_EXPERTS = {
     "Qwen3-235B-A22B-Instruct-2507": "Qwen3-235B-A22B",
     "Moonlight-16B-A3B": "Moonlight-16B-A3B",
     "DeepSeek-V3": "DeepSeek-V3 in bf16",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "Nemotron-3-Nano-30B-A3B",
 }
 OTHERS = {
     "Hy3": {"model_type": "hy_v3", "architectures": ["HYV3ForCausalLM"]},
     "DeepSeek-V4-Flash": {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]},
-    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": {
-        "model_type": "nemotron_h",
-        "architectures": ["NemotronHForCausalLM"],
-    },
 }
 """Models of families that the table of models lacks: what their config.json calls them."""
 
@@ -159,7 +156,7 @@ def _made(role: Role, ranks: int) -> Made:
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         table = bind_model(config.model_copy(update={"model_name": folder}))
     topology = topology_of(config, ranks)
-    check_layout(config, table.architecture, topology)
+    check_layout(config, table.architecture, topology, planned=True)
     return Made(config, topology)
 
 
