@@ -32,6 +32,7 @@ from megatron_policy.converters.families import (
     granite,
     granitemoehybrid,
     hunyuan_v1_dense,
+    kimi_linear,
     lfm2,
     lfm2_moe,
     llama,
@@ -157,6 +158,12 @@ PREPARED = {
     for family in (
         _built_in(falcon_h1, "FalconH1ForCausalLM", awaits="Mamba2 beside attention"),
         _built_in(granitemoehybrid, "GraniteMoeHybridForCausalLM", awaits="Mamba2"),
+        _built_in(
+            kimi_linear,
+            "KimiLinearForCausalLM",
+            awaits="delta nets whose channels decay by themselves",
+            other_names=kimi_linear.OTHER_NAMES,
+        ),
         _built_in(lfm2_moe, "Lfm2MoeForCausalLM", awaits="gated short convolutions"),
         _built_in(nemotron_h, "NemotronHForCausalLM", awaits="Mamba2"),
         _built_in(

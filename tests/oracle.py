@@ -128,6 +128,7 @@ WITHOUT_DECAY = {
         for model in ("OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
         for name in ("A_log", "dt_bias")
     ),
+    *(("KimiLinearForgetGate", name) for name in ("A_log", "dt_bias")),
     *(
         (kind, name)
         for kind in ("FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer")

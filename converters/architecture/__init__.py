@@ -1,12 +1,14 @@
 """A decoder-only model in numbers: what rows and builders know of a model. Read `architecture.py`
 first, then `layer.py` and the parts that layers are made of: `attention.py`, `mla.py`, those of
-`recurrence.py` (`delta_net.py`, `mamba2.py` and `short_convolution.py`), `mlp.py` and `moe.py`.
+`recurrence.py` (`delta_net.py`, `channel_delta_net.py`, `mamba2.py` and `short_convolution.py`),
+`mlp.py` and `moe.py`.
 """
 
 from __future__ import annotations
 
 from .architecture import Architecture, VocabShard, padded_vocab, vocab_shard
 from .attention import Attention
+from .channel_delta_net import ChannelDeltaNet
 from .delta_net import DeltaNet
 from .layer import MOST_LAYERS, Beside, Feed, Layer, Mixer, Norms, stack
 from .mamba2 import Mamba2
@@ -25,6 +27,7 @@ __all__ = [
     "Architecture",
     "Attention",
     "Beside",
+    "ChannelDeltaNet",
     "DeltaNet",
     "Feed",
     "HeadRows",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from megatron_policy.errors import ConversionError
 
 from .attention import Attention
+from .channel_delta_net import ChannelDeltaNet
 from .checks import check_counts, check_factors, check_widths
 from .delta_net import DeltaNet
 from .layer import Feed, Layer, check_number
@@ -28,7 +29,7 @@ VOCAB_MULTIPLE = 128
 MOST_EXPERTS = 1_000_000
 """Over all layers together."""
 
-KINDS = (Attention, Mla, DeltaNet, Mamba2, ShortConvolution, Mlp, Moe)
+KINDS = (Attention, Mla, DeltaNet, ChannelDeltaNet, Mamba2, ShortConvolution, Mlp, Moe)
 """The kinds of parts, in the order in which messages name them."""
 
 _P = TypeVar("_P", bound=LayerPart)

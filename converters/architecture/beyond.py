@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .architecture import Architecture
 from .attention import Attention
+from .channel_delta_net import ChannelDeltaNet
 from .delta_net import DeltaNet
 from .layer import Norms
 from .mamba2 import Mamba2
@@ -33,6 +34,7 @@ def beyond_transformer_engine(architecture: Architecture, adapted: bool = False)
         "activation function with learnt constants": mlp and mlp.activation is Activation.XIELU,
         "query and key norms after rotation": qk_norm is QkNorm.AFTER_ROTATION,
         "gated delta nets": architecture.find_part(DeltaNet),
+        "Kimi's delta attention": architecture.find_part(ChannelDeltaNet),
         "Mamba2": architecture.find_part(Mamba2),
         "mixers side by side": any(each.beside for each in set(architecture.layers)),
         "factors within MLPs": mlp and (mlp.gate_factor, mlp.out_factor) != (1.0, 1.0),

@@ -12,6 +12,7 @@ from itertools import chain, zip_longest
 from megatron_policy.errors import ConversionError
 
 from .attention import Attention
+from .channel_delta_net import ChannelDeltaNet
 from .delta_net import DeltaNet
 from .mamba2 import Mamba2
 from .mla import Mla
@@ -20,7 +21,7 @@ from .moe import Moe
 from .part import LayerPart, Linears
 from .short_convolution import ShortConvolution
 
-Mixer = Attention | Mla | DeltaNet | Mamba2 | ShortConvolution
+Mixer = Attention | Mla | DeltaNet | ChannelDeltaNet | Mamba2 | ShortConvolution
 Feed = Mlp | Moe
 
 MOST_LAYERS = 10_000

@@ -40,7 +40,7 @@ class Mla(LayerPart):
     """Latent attention; every head has keys and values of its own."""
 
     num_attention_heads: int
-    rope: Rope
+    rope: Rope | None
     q_lora_rank: int | None
     """Width of the compressed query; None: queries are projected directly."""
     kv_lora_rank: int
@@ -48,7 +48,7 @@ class Mla(LayerPart):
     qk_nope_head_dim: int
     """The part of a query or key head without rotary embedding."""
     qk_rope_head_dim: int
-    """The rotated part of a query or key head; all key heads share it."""
+    """The part of a query or key head that is rotated, if any is; all key heads share it."""
     v_head_dim: int
     layernorm_epsilon: float = 1e-6
     """Of the norms of compressed vectors."""
@@ -69,7 +69,8 @@ class Mla(LayerPart):
         names += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         check_widths(**{f"mla.{name}": getattr(self, name) for name in names})
         check_factors(self, "attention_scale")
-        self.rope.check(self.qk_rope_head_dim)
+        if self.rope is not None:
+            self.rope.check(self.qk_rope_head_dim)
 
     @property
     def num_query_groups(self) -> int:
@@ -138,7 +139,8 @@ class Mla(LayerPart):
         projected = training.keep(PROJ)
         inner = self._compressed(share, needed)
         if needed or training.adapted(Q_PROJ, Q_DOWN, Q_UP, KV_DOWN, KV_UP):
-            inner += count_angle_bytes(self.rope, self.qk_rope_head_dim, share)
+            if self.rope is not None:
+                inner += count_angle_bytes(self.rope, self.qk_rope_head_dim, share)
             return PartBytes(inner, self._core(share, projected))
         heads = self.num_attention_heads // share.tp
         context = heads * self.v_head_dim * share.whole * share.width * projected

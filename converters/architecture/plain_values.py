@@ -9,6 +9,7 @@ from typing import Any
 
 from .architecture import Architecture
 from .attention import Attention
+from .channel_delta_net import ChannelDeltaNet
 from .delta_net import DeltaNet
 from .layer import Layer, Norms
 from .mamba2 import Mamba2
@@ -63,6 +64,7 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
         "mixers": () if all(attend) else tuple(_name(layer.mixer) for layer in layers),
         "without_feed": _of_some([layer.feed is None for layer in layers]),
         "delta_net": architecture.find_part(DeltaNet),
+        "channel_delta_net": architecture.find_part(ChannelDeltaNet),
         "mamba2": architecture.find_part(Mamba2),
         "short_convolution": architecture.find_part(ShortConvolution),
     }
@@ -92,7 +94,8 @@ def _of_some(layers: list[bool]) -> tuple[bool, ...]:
 _LAYERS: dict[str, Any] = {
     "pre_norm": True,
     **dict.fromkeys(("post_norm", "parallel"), False),
-    **dict.fromkeys(("window", "moe", "mla", "delta_net", "mamba2", "short_convolution", "beside")),
+    **dict.fromkeys(("window", "moe", "mla", "delta_net", "channel_delta_net", "mamba2")),
+    **dict.fromkeys(("short_convolution", "beside")),
     **dict.fromkeys(
         ("windowed", "without_rope", "moe_layers", "mixers", "without_feed", "norms"), ()
     ),

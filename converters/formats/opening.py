@@ -33,13 +33,15 @@ def open_model(
     mtp_layers: int = 0,
     head: ScalarHead | None = None,
     left_out: Collection[str] = (),
+    named: Collection[str] = (),
 ) -> OpenModel:
     """Open the model at `path`, a directory, its config.json or a name on the hub, with `overrides`
-    of fields of its config; see `bind` for what else it has. Reads no weights.
+    of fields of its config; see `bind` for what else it has. Without `named`, the names of the HF
+    tensors are those of `tensors`, or are looked up at `path`. Reads no weights.
 
     ConfigError for a config that cannot be read, ConversionError for one that cannot be translated.
     """
     fields = read_config(path, overrides)
     family = family_of(fields["model_type"])
-    named = tensors or (list_tensors(path) if family.has_forms else ())
+    named = named or tensors or (list_tensors(path) if family.has_forms else ())
     return OpenModel(fields, bind(fields, family, mtp_layers, head, left_out, tensors, named))

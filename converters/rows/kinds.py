@@ -125,6 +125,12 @@ class Halves(Whole):
 class Columns(OneTensor):
     """ColumnParallelLinear: the output dimension (first) is split over the ranks."""
 
+    hf_dims: tuple[str | int, ...] = field(default=(), kw_only=True)
+    """Of the HF tensor, which has the same elements in the same order; (): as `dims`."""
+
+    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
+        return (self.measure(arch, self.hf_dims or self.dims),)
+
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         rows, *tail = self.measure(arch, self.dims)
         return (even(rows, size, self), *tail)

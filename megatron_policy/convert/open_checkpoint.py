@@ -203,9 +203,13 @@ def _open_mcore(
 ) -> OpenCheckpoint:
     side_files = _side_files(root, config)
     reader = dist_files.DistReader(root, files)
-    table = open_model(_config_of(root, config), mtp_layers=reader.mtp_layers).table
-    adapters, spec = None, None
     saved = saved_state(root) if is_saved(root) else None
+    named: Collection[str] = () if manifest is None else manifest.tensors
+    if saved is not None:
+        named = saved.dtypes
+    layers = reader.mtp_layers
+    table = open_model(_config_of(root, config), mtp_layers=layers, named=named).table
+    adapters, spec = None, None
     if saved is not None and saved.of_adapters:
         adapters, spec, table = read_saved_adapters(root, SIDE, reader, table)
         side_files = {name: inside(root, f"{SIDE}/{name}") for name in (ADAPTER_CONFIG, BASE)}

@@ -17,6 +17,7 @@ from megatron_policy.convert import convert, verify
 from tests import oracle
 from tests.dist.cases import policy_config
 from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, SIZES, VOCAB, layout
+from tests.dist.resuming import CONSTANT
 from tests.dist.test_dist_checkpoints import (
     PP2,
     TP2_PP2,
@@ -27,7 +28,6 @@ from tests.dist.test_dist_checkpoints import (
     world,
 )
 from tests.dist.test_hybrids import HYBRIDS, offered, run_offered
-from tests.dist.resuming import CONSTANT
 from tests.dist.test_resume import BF16, SHARDED, Case, assert_goes_on, on_disk
 from tests.exact import Exact, assert_equal
 

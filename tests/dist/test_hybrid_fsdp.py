@@ -4,8 +4,6 @@ batches, and what would let sequences mix is refused.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megatron_policy.errors import ConfigError

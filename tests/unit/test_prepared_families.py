@@ -111,6 +111,21 @@ FALCON: Fields = COMMON | {
     "mamba_n_groups": 2,
     "mamba_d_state": 6,
 }
+KIMI: Fields = COMMON | {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "intermediate_size": 48,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 NEMOTRON: Fields = COMMON | {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
     "head_dim": 16,
@@ -151,6 +166,7 @@ TINY: dict[str, tuple[str, Fields]] = {
         FALCON
         | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
     ),
+    "kimi_linear": ("kimi_linear", KIMI),
     "nemotron_h": ("nemotron_h", NEMOTRON),
     "granitemoehybrid": ("granitemoehybrid", GRANITE | {"position_embedding_type": "rope"}),
     "granitemoehybrid, dense": (
@@ -217,6 +233,48 @@ QWEN35_27B: Fields = {
     },
     "vision_end_token_id": 248054,
     "vision_start_token_id": 248053,
+}
+KIMI_48B: Fields = {
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [n for n in range(1, 27) if n % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "use_grouped_topk": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
 }
 PUBLISHED: dict[str, tuple[str, Fields]] = {
     "LFM2-8B-A1B": (
@@ -314,6 +372,7 @@ PUBLISHED: dict[str, tuple[str, Fields]] = {
             "vocab_size": 65537,
         },
     ),
+    "Kimi-Linear-48B-A3B": ("kimi_linear", KIMI_48B),
     "Granite-4.0-H-Tiny": (
         "granitemoehybrid",
         {
@@ -388,8 +447,9 @@ PUBLISHED: dict[str, tuple[str, Fields]] = {
         },
     ),
 }
-OTHER_NAMES_IN_MEMORY = ("olmo_hybrid",)
+OTHER_NAMES_IN_MEMORY = ("olmo_hybrid", "kimi_linear")
 FP32 = (
+    "self_attn.o_norm.weight",
     *("A_log", "linear_attn.norm.weight", "linear_attn.o_norm.weight"),
     *("mixer.D", "mamba.D"),
     *("e_score_correction_bias", "expert_bias"),

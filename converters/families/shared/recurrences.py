@@ -7,6 +7,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from megatron_policy.converters.architecture import (
+    ChannelDeltaNet,
     DeltaNet,
     HeadRows,
     LayerPart,
@@ -16,6 +17,7 @@ from megatron_policy.converters.architecture import (
     mamba2,
     short_convolution,
 )
+from megatron_policy.converters.architecture import channel_delta_net as channels
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.rows import (
     Columns,
@@ -32,6 +34,7 @@ from .dense import H, M
 
 _MIXER: dict[type[LayerPart], str] = {
     DeltaNet: M + "self_attention.",
+    ChannelDeltaNet: M + "self_attention.",
     Mamba2: M + "mixer.",
     ShortConvolution: M + "self_attention.",
 }
@@ -147,6 +150,55 @@ def _rows_of_delta_net(
             keeps_dtype=True,
         ),
         _make_output(own, block, out),
+    )
+
+
+def rows_of_channel_delta_net(block: str) -> tuple[RowBase, ...]:
+    """Rows of a delta net whose channels decay by themselves, which HF calls `block`."""
+    own, block = _MIXER[ChannelDeltaNet], f"{H}{block}."
+    inputs, convolved = ("q", "k", "v", "b"), (channels.QUERY, channels.KEY, channels.VALUE)
+    of_head: dict[str, Any] = {"role": Role.NORM, "keeps_dtype": True}
+    return assign_part(
+        ChannelDeltaNet,
+        Sections(
+            own + "in_proj.weight",
+            tuple(f"{block}{name}_proj.weight" for name in inputs),
+            tuple((rows,) for rows in (*convolved, channels.BETA)),
+            ("hidden_size",),
+        ),
+        Sections(
+            own + "conv1d.weight",
+            tuple(f"{block}{name}_conv1d.weight" for name in inputs[:3]),
+            tuple((rows,) for rows in convolved),
+            (1, "taps"),
+            role=Role.CONVOLUTION,
+        ),
+        *(
+            row
+            for name, of in (("gate", "g"), ("decay", "f"))
+            for row in (
+                Whole(
+                    f"{own}{name}_down.weight",
+                    (f"{block}{of}_a_proj.weight",),
+                    ("head_dim", "hidden_size"),
+                ),
+                Columns(
+                    f"{own}{name}_up.weight",
+                    (f"{block}{of}_b_proj.weight",),
+                    ("inner_size", "head_dim"),
+                ),
+            )
+        ),
+        Columns(
+            own + "A_log",
+            (block + "A_log",),
+            ("num_heads",),
+            hf_dims=(1, 1, "num_heads", 1),
+            **_PER_HEAD,
+        ),
+        Columns(own + "dt_bias", (block + "dt_bias",), ("inner_size",), role=Role.BIAS),
+        Whole(own + "out_norm.weight", (block + "o_norm.weight",), ("head_dim",), **of_head),
+        _make_output(own, block, "o_proj"),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
@@ -21,10 +22,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_policy.converters.architecture import (
     Beside,
+    ChannelDeltaNet,
     DeltaNet,
     Mamba2,
     Recurrence,
     ShortConvolution,
+    channel_delta_net,
     delta_net,
     mamba2,
     short_convolution,
@@ -38,6 +41,7 @@ from megatron_policy.engines.megatron.layers.recurrent import (
     State,
     TokenSpan,
 )
+from megatron_policy.engines.megatron.layers.whole_linear import WholeLinear
 from megatron_policy.recurrence.convolution import convolve_step, gated_convolve
 from megatron_policy.recurrence.delta_rule import delta_rule, delta_step
 from megatron_policy.recurrence.gates import (
@@ -131,6 +135,67 @@ class DeltaNetMixer(RecurrentMixer):
         weight_V = copy_to_tensor_model_parallel_region(self.out_norm.weight, self.tp)
         epsilon = self.part.norm_epsilon or self.config.layernorm_epsilon
         normed_NHV = normalise_then_gate(out_NHV, gate_NHV, weight_V, epsilon)
+        return normed_NHV.flatten(1), (recent_QWD, memory_QHKV)
+
+
+class ChannelDeltaNetMixer(RecurrentMixer):
+    """Kimi delta attention; see `converters.architecture.ChannelDeltaNet`."""
+
+    part: ChannelDeltaNet
+    sections = (
+        channel_delta_net.QUERY,
+        channel_delta_net.KEY,
+        channel_delta_net.VALUE,
+        channel_delta_net.BETA,
+        channel_delta_net.GATE,
+        channel_delta_net.ALPHA,
+    )
+    convolved = slice(0, 3)
+
+    def __init__(self, config: TransformerConfig, part: ChannelDeltaNet, **given: Any) -> None:
+        super().__init__(config=config, part=part, **given)
+        ranks = self.tp.size()
+        self.gate_down, self.gate_up = self._make_gate()
+        self.decay_down, self.decay_up = self._make_gate()
+        self.A_log = make_shard(config, part.num_heads // ranks)
+        self.dt_bias = make_shard(config, part.inner_size // ranks)
+        self.out_norm = HeadNorm(config, part.head_dim)
+
+    def _make_gate(self) -> tuple[WholeLinear, ColumnParallelLinear]:
+        """Projections of low rank, of which each rank has the whole first one."""
+        up = ColumnParallelLinear(
+            self.part.head_dim,
+            self.part.inner_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            gather_output=False,
+            is_expert=False,
+            tp_group=self.tp,
+        )
+        return WholeLinear(self.config, self.config.hidden_size, self.part.head_dim), up
+
+    def project(self, hidden_TRD: torch.Tensor) -> torch.Tensor:
+        gates = (self.gate_down, self.gate_up), (self.decay_down, self.decay_up)
+        expanded = [up(down(hidden_TRD)[0])[0] for down, up in gates]
+        return torch.cat([super().project(hidden_TRD), *expanded], -1)
+
+    def mix(
+        self, projected_NF: torch.Tensor, share: HeadShare, span: TokenSpan
+    ) -> tuple[torch.Tensor, State]:
+        convolved_ND, beta_NH1, gate_NHV, alpha_NHK = share.split(projected_NF, self.convolved)
+        (q_NHK, k_NHK, v_NHV), recent_QWD = self.convolve(convolved_ND, share, span)
+        dt_bias_HK = share.of_heads(self.dt_bias.unflatten(0, (-1, self.part.head_dim)))
+        decay_NHK = log_decay(alpha_NHK, share.of_heads(self.A_log).unsqueeze(-1), dt_bias_HK)
+        inputs = (q_NHK, k_NHK, v_NHV, decay_NHK, write_strength(beta_NH1.squeeze(-1)))
+        if span.is_step:
+            out_NHV, memory_QHKV = delta_step(*inputs, span.before_step[1])
+        else:
+            out_NHV, memory_QHKV = delta_rule(*inputs, span.chunks, span.memory)
+        # As of `DeltaNetMixer`.
+        weight_V = copy_to_tensor_model_parallel_region(self.out_norm.weight, self.tp)
+        epsilon = self.config.layernorm_epsilon
+        normed_NHV = normalise_then_gate(out_NHV, gate_NHV, weight_V, epsilon, torch.sigmoid)
         return normed_NHV.flatten(1), (recent_QWD, memory_QHKV)
 
 
@@ -277,6 +342,7 @@ class GroupNorm(torch.nn.Module):
 
 MIXERS: dict[type[Recurrence], type[RecurrentMixer]] = {
     DeltaNet: DeltaNetMixer,
+    ChannelDeltaNet: ChannelDeltaNetMixer,
     Mamba2: Mamba2Mixer,
     ShortConvolution: ShortConvolutionMixer,
 }

@@ -130,10 +130,12 @@ class MlaAttention(MLASelfAttention):
 class MlaRotary(torch.nn.Module):
     """Angles `[T, R, 1, head size]` in fp32 of the rotated part of a head, and their factor."""
 
-    def __init__(self, rope: Rope, head_dim: int) -> None:
+    def __init__(self, rope: Rope | None, head_dim: int) -> None:
+        """Without `rope` all angles are 0."""
         super().__init__()
-        self.frequencies = inverse_frequencies(rope, head_dim).to(current_device())
-        self.factor = attention_factor(rope)
+        found = torch.zeros(head_dim // 2) if rope is None else inverse_frequencies(rope, head_dim)
+        self.frequencies = found.to(current_device())
+        self.factor = 1.0 if rope is None else attention_factor(rope)
         self.positions_TR: torch.Tensor | None = None
         """Positions of the next tokens, if they do not count from 0; R is 1 if rows are alike."""
 

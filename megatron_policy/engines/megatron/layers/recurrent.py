@@ -26,7 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_policy.converters.architecture import HeadRows, Recurrence
+from megatron_policy.converters.architecture import ChannelDeltaNet, HeadRows, Recurrence
 from megatron_policy.device import current_device, is_accelerated, to_device
 from megatron_policy.engines.megatron.layers.norm import make_shard
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
@@ -221,7 +221,7 @@ class RecurrentMixer(MegatronModule, ABC):
         """`[T, R, hidden]` to the same, and a bias to be added, as attention of Megatron-Core;
         under sequence parallelism at this rank's positions.
         """
-        projected_TRF, _bias = self.in_proj(hidden_states)
+        projected_TRF = self.project(hidden_states)
         exchange, share = None, self.whole
         if packed_seq_params is not None and packed_seq_params.order is not None:
             assert self.columns_CF is not None
@@ -239,6 +239,12 @@ class RecurrentMixer(MegatronModule, ABC):
         mixed_TRV = self.finish(mixed_TRV, share)
         output: tuple[torch.Tensor, torch.Tensor | None] = self.out_proj(mixed_TRV)
         return output
+
+    def project(self, hidden_TRD: torch.Tensor) -> torch.Tensor:
+        """What the mixer reads of `[T, R, hidden]`, in its sections."""
+        projected: torch.Tensor
+        projected, _bias = self.in_proj(hidden_TRD)
+        return projected
 
     @abstractmethod
     def mix(
@@ -345,6 +351,8 @@ def _find_lacking(mixer: RecurrentMixer) -> str | None:
         return "no GPU is visible"
     if find_spec(PACKAGE) is None:
         return f"{EXTRAS[PACKAGE].requirement} is not installed"
+    if isinstance(mixer.part, ChannelDeltaNet):
+        return "they have no decays of single channels"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"in {dtype} they would multiply with fewer bits"
     return f"they have at most {LARGEST_KEY} channels of a key" if key > LARGEST_KEY else None
