@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from benchmarks import (
     checkpointing,
     converting,
+    deltas,
     exporting,
     fsdp,
     importing,
@@ -167,6 +168,20 @@ SCORECARD: tuple[Row, ...] = (
         limit=1.0,
         goal=1.1,
         measure=fsdp.export_over_memcpy,
+    ),
+    Row(
+        24,
+        "finding and packing 1 % of changed weights (bf16) / one memcpy of all",
+        limit=1.0,
+        goal=1.5,
+        measure=deltas.over_memcpy,
+    ),
+    Row(
+        25,
+        "bytes sent of changed weights (1 %, 5 %: the more) / bytes of the changed elements",
+        limit=1.0,
+        goal=2.0,
+        measure=deltas.bytes_over_changed,
     ),
 )
 

@@ -103,7 +103,7 @@ class SentCopy:
             then = kept[begin : begin + len(now)]
             positions = find_changes(now, then)
             # While they are in the cache.
-            values = now[positions]
+            values = now.take(positions)
             where.append(positions + begin)
             after.append(values)
             then[positions] = values

@@ -59,14 +59,15 @@ def find_changes(now: Bits, before: Bits) -> Positions:
     then the words of those that differ, then the elements of those words.
     """
     in_word = _WORD.itemsize // now.itemsize
-    body = len(now) // (8 * in_word) * 8 * in_word
+    shift = in_word.bit_length() - 1  # a division takes as long as all else
+    body = len(now) >> (shift + 3) << (shift + 3)
     words, others = now[:body].view(_WORD), before[:body].view(_WORD)
-    differ = words != others
-    lines = np.flatnonzero(differ.view(_WORD) != 0)
-    at = np.flatnonzero(differ.view(_WORD)[lines].view(np.bool_))
-    found = (lines[at >> 3] << 3) + (at & 7)
-    at = np.flatnonzero(words[found].view(now.dtype) != others[found].view(now.dtype))
-    inside = found[at // in_word] * in_word + at % in_word
+    flags = (words != others).view(_WORD)
+    lines = np.flatnonzero(flags != 0)
+    at = np.flatnonzero(flags.take(lines).view(np.bool_))
+    found = (lines.take(at >> 3) << 3) + (at & 7)
+    at = np.flatnonzero(words.take(found).view(now.dtype) != others.take(found).view(now.dtype))
+    inside = (found.take(at >> shift) << shift) + (at & (in_word - 1))
     rest = np.flatnonzero(now[body:] != before[body:])
     return np.concatenate((inside, rest + body)) if len(rest) else inside
 
@@ -116,14 +117,15 @@ def decode(encoded: Encoded, elements: int, itemsize: int) -> Change:
 
 def _pack_gaps(positions: Positions) -> npt.NDArray[np.uint8]:
     gaps = np.diff(positions, prepend=-1) - 1
-    if not (gaps > 0x7F).any():
+    longest = max(1, -(-int(gaps.max(initial=0)).bit_length() // 7))
+    if longest == 1:
         return gaps.astype(np.uint8)
     lengths = np.ones(len(gaps), np.int64)
-    for index in range(1, _LONGEST):
+    for index in range(1, longest):
         lengths += gaps >= 1 << 7 * index
-    starts = np.cumsum(lengths) - lengths
-    packed = np.empty(int(lengths.sum()), np.uint8)
-    for index in range(int(lengths.max())):
+    ends = np.cumsum(lengths)
+    starts, packed = ends - lengths, np.empty(int(ends[-1]), np.uint8)
+    for index in range(longest):
         if index:
             kept = np.flatnonzero(lengths > index)
             gaps, lengths, starts = gaps[kept], lengths[kept], starts[kept]
