@@ -736,7 +736,7 @@ def test_projections_can_have_adapters_and_convolutions_cannot(
         assert any(name in each for each in adapters), name
 
 
-@pytest.mark.parametrize("family", PREPARED)
+@pytest.mark.parametrize("family", sorted({family for family, _ in TINY.values()}))
 def test_they_are_refused_by_name_as_long_as_they_are_not_offered(
     tmp_path: Path, family: str
 ) -> None:

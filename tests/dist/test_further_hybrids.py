@@ -1,0 +1,221 @@
+"""Further models whose layers hand a state on, which are not offered yet: their logits, and two
+steps of training under every kind of layout and batching, are those of transformers. And layers for
+multi-token prediction of Qwen's models, and a text model beside a tower.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from megatron_policy.converters.registry import FAMILIES, PREPARED
+from tests import margins
+from tests.checkpoints import make_checkpoint
+from tests.dist import test_mtp_training as mtp
+from tests.dist.cases import GLOBAL_BATCH, logits_of, policy_config
+from tests.dist.layouts import SIZES
+from tests.dist.test_export import assert_same_tensors, export
+from tests.dist.test_hybrids import LAYOUTS, WITH_EXPERTS
+from tests.dist.test_invariance import (
+    assert_microbatches_are_what_the_cell_says,
+    compared,
+    rows_of,
+    tolerances,
+)
+from tests.exact import Exact, assert_equal
+from tests.families import SAMPLES
+from tests.invariance.cases import Cell, config_of
+from tests.invariance.measure import run_cell
+from tests.mtp_checkpoints import add_mtp_layers
+from tests.mtp_oracle import learned
+from tests.samples import RECURRENT, Samples
+
+FURTHER = {
+    "lfm2_moe": Samples(
+        architecture="Lfm2MoeForCausalLM",
+        epsilon="norm_eps",
+        experts=True,
+        tiny={
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "routed_scaling_factor": 1.5,
+            "layer_types": ["conv", "full_attention"] * 2,
+        },
+        read=(),
+        published={},
+    ),
+    # With as many channels of values as of keys: transformers saves convolutions cut into thirds.
+    "olmo_hybrid": Samples(
+        architecture="OlmoHybridForCausalLM",
+        tiny={
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 6,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+        read=(),
+        published={},
+        ranges=RECURRENT,
+    ),
+    "falcon_h1": Samples(
+        architecture="FalconH1ForCausalLM",
+        tiny={
+            "mamba_n_heads": 8,
+            "mamba_d_head": 4,
+            "mamba_d_ssm": 32,
+            "mamba_n_groups": 4,
+            "mamba_d_state": 6,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.7,
+            "embedding_multiplier": 1.5,
+            "key_multiplier": 0.8,
+            "lm_head_multiplier": 0.6,
+            "mlp_multipliers": [0.9, 1.3],
+            "ssm_in_multiplier": 1.25,
+            "ssm_multipliers": [0.8, 1.1, 0.9, 1.2, 0.7],
+            "ssm_out_multiplier": 0.6,
+        },
+        read=(),
+        published={},
+        ranges=RECURRENT,
+    ),
+    "kimi_linear": Samples(
+        architecture="KimiLinearForCausalLM",
+        experts=True,
+        tiny={
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 10,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "linear_num_heads": 4,
+            "linear_head_dim": 12,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+        read=(),
+        published={},
+        ranges=RECURRENT,
+    ),
+}
+REFUSED = {("olmo_hybrid", "TP4 over 2 key-value groups")}
+"""Each rank would normalise keys of which others have parts too."""
+PREDICTED_DAILY = {("qwen3_next", "TP2+SP")}
+DAILY = {("TP2+SP", "olmo_hybrid"), ("TP2xCP2+SP", "falcon_h1"), ("CP2", "kimi_linear")}
+
+
+@pytest.fixture(autouse=True)
+def offered() -> Iterator[None]:
+    with patch.dict(FAMILIES, PREPARED), patch.dict(SAMPLES, FURTHER):
+        yield
+
+
+def run_offered(run: Callable[..., Any], *args: Any) -> Any:
+    """`run` on a rank that takes these families."""
+    with patch.dict(FAMILIES, PREPARED):
+        return run(*args)
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_logits_are_those_of_transformers(ranks, tmp_path: Path, family: str) -> None:
+    path = make_checkpoint(tmp_path / "hf", family, tokenizer=False, **SIZES)
+    for length in (1, 31):
+        tokens = torch.randint(0, 128, (2, length), generator=torch.Generator().manual_seed(0))
+        ((logits,),) = ranks.run(1, run_offered, logits_of, [(path, SIZES["vocab"])], tokens)
+        assert_equal("logits", logits, Exact.of(path, lambda m, t=tokens: m(t).logits), length)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(
+            Cell(layout, batching, loss, family),
+            id=f"{family}, {layout}, {batching}",
+            marks=[pytest.mark.nightly] * ((layout, family) not in DAILY),
+        )
+        for family in FURTHER
+        for layout, batching, loss in (WITH_EXPERTS if FURTHER[family].experts else LAYOUTS)
+        if (family, layout) not in REFUSED
+    ],
+)
+def test_two_steps_are_those_of_transformers(ranks, checkpoint, cell: Cell) -> None:
+    path = checkpoint(cell.family, **SIZES)
+    given = (run_cell, cell, config_of(cell, path), rows_of(cell, path))
+    results = ranks.run(cell.of.world, run_offered, *given)
+    assert_microbatches_are_what_the_cell_says(cell, results)
+    found, allowed = compared(cell, path, results), tolerances(cell, path)
+    for name, value in found.items():
+        margins.check(name, value, allowed[name], found)
+
+
+PREDICTING = [
+    pytest.param(
+        family, name, marks=[pytest.mark.nightly] * ((family, name) not in PREDICTED_DAILY)
+    )
+    for family in ("qwen3_next", "qwen3_5_text")
+    for name in ("one process", "TP2+SP", "PP2", "CP2", "EP2")
+    if name != "EP2" or family == "qwen3_next"
+]
+
+
+@pytest.mark.parametrize(("family", "name"), PREDICTING)
+def test_prediction_of_further_tokens_trains_as_its_plain_form(
+    ranks, tmp_path: Path, family: str, name: str
+) -> None:
+    path = add_mtp_layers(make_checkpoint(tmp_path, family, **mtp.SMALL))
+    data, case = mtp.DATA, mtp.LAYOUTS[name]
+    expected = learned(path, data, GLOBAL_BATCH, factor=mtp.FACTOR)
+    config = policy_config(path, case.megatron | mtp.MTP)
+    results = ranks.run(case.world, run_offered, mtp.train, config)
+    mtp.assert_learned_alike(results, expected, name)
+
+
+def put_beside_tower(source: Path, path: Path) -> Path:
+    """The text model at `source` as published ones are: within a model that also has a tower."""
+    text = json.loads((source / "config.json").read_text())
+    sizes = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2}
+    tower = sizes | {"patch_size": 4, "out_hidden_size": text["hidden_size"]}
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=tower)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    own = {
+        name.replace("model.", "model.language_model."): tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    both = load_file(path / "model.safetensors") | own
+    save_file(both, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize(
+    "predicting",
+    [False, pytest.param(True, marks=pytest.mark.nightly)],
+    ids=["left out", "predicting"],
+)
+def test_a_text_model_beside_a_tower_computes_alike_and_is_exported_with_it(
+    ranks, tmp_path: Path, predicting: bool
+) -> None:
+    sizes = mtp.SMALL
+    text = add_mtp_layers(make_checkpoint(tmp_path / "text", "qwen3_5_text", **sizes))
+    path, case = put_beside_tower(text, tmp_path / "hf"), mtp.LAYOUTS["PP2"]
+    tokens = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+    ((logits,),) = ranks.run(1, run_offered, logits_of, [(path, sizes["vocab"])], tokens)
+    assert_equal("logits", logits, Exact.of(text, lambda m: m(tokens).logits))
+    config = policy_config(path, case.megatron | (mtp.MTP if predicting else {}))
+    ranks.run(2, run_offered, export, config, tmp_path / "exported")
+    assert_same_tensors(tmp_path / "exported", path)
