@@ -132,9 +132,7 @@ class _Splitting:
 
     def _share_experts(self, name: str, module: Module) -> None:
         """Each rank computes a share of every expert's inner features; outputs are summed."""
-        stacked = self._sources[f"{name}.gate_up_proj"].stacked
-        dims = {"gate_up_proj": 0, "down_proj": 1} if stacked else _TRANSPOSED
-        added = []
+        dims, added = self._find_inner_dims(name, module), []
         for each, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -163,6 +161,23 @@ class _Splitting:
                 module._parameters.update(own)
 
         module.forward = forward
+
+    def _find_inner_dims(self, name: str, module: Module) -> dict[str, int]:
+        """By the name of a parameter of experts: the dimension of the inner features, of one expert
+        if the file has them one by one.
+        """
+        weights = module._parameters
+        first = "gate_up_proj" if "gate_up_proj" in weights else "up_proj"
+        if self._sources[f"{name}.{first}"].stacked:
+            return {first: 0, "down_proj": 1}
+        up, down = weights[first], weights["down_proj"]
+        assert up is not None and down is not None
+        if up.size(1) != down.size(2):  # the model's features, if weights are transposed
+            raise ConfigError(
+                f"{_SIZE}={self._region.size} cannot share {name}.{first}, where each expert has "
+                "its gates above its up projections: set it to 1"
+            )
+        return _TRANSPOSED
 
     def share_ends(self) -> None:
         """Cut the embedding and the head along the vocabulary."""
