@@ -125,6 +125,7 @@ FAMILIES = {
         _built_in(glm4_moe_lite, "Glm4MoeLiteForCausalLM"),
         _built_in(gpt_oss, "GptOssForCausalLM"),
         _built_in(granite, "GraniteForCausalLM"),
+        _built_in(granitemoehybrid, "GraniteMoeHybridForCausalLM"),
         _built_in(hunyuan_v1_dense, "HunYuanDenseV1ForCausalLM"),
         _built_in(
             deepseek_v3, "DeepseekV3ForCausalLM", hf_model_type="deepseek_v3", name="kimi_k2"
@@ -136,6 +137,7 @@ FAMILIES = {
         _built_in(ministral3, "Ministral3ForCausalLM"),
         _built_in(mistral, "MistralForCausalLM"),
         _built_in(mixtral, "MixtralForCausalLM"),
+        _built_in(nemotron_h, "NemotronHForCausalLM"),
         _built_in(olmo2, "Olmo2ForCausalLM"),
         _built_in(olmo3, "Olmo3ForCausalLM"),
         _built_in(olmoe, "OlmoeForCausalLM"),
@@ -157,7 +159,6 @@ PREPARED = {
     family.name: family
     for family in (
         _built_in(falcon_h1, "FalconH1ForCausalLM", awaits="Mamba2 beside attention"),
-        _built_in(granitemoehybrid, "GraniteMoeHybridForCausalLM", awaits="Mamba2"),
         _built_in(
             kimi_linear,
             "KimiLinearForCausalLM",
@@ -165,7 +166,6 @@ PREPARED = {
             other_names=kimi_linear.OTHER_NAMES,
         ),
         _built_in(lfm2_moe, "Lfm2MoeForCausalLM", awaits="gated short convolutions"),
-        _built_in(nemotron_h, "NemotronHForCausalLM", awaits="Mamba2"),
         _built_in(
             qwen3_5,
             "Qwen3_5ForConditionalGeneration",

@@ -131,8 +131,12 @@ class Samples:
     without_heads: tuple[str, ...] = ()
     """Kinds of scalar heads for which transformers has no class."""
 
+    untied: bool = False
+    """Whether its head always has weights of its own."""
     shared: bool = True
-    """Whether transformers has a plan of how tensor-parallel ranks share its layers."""
+    """Whether transformers has a plan that can be followed of how tensor-parallel ranks share its
+    layers.
+    """
 
     experts: bool = False
     expert_biases: bool = False

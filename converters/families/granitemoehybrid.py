@@ -64,7 +64,7 @@ TABLE: tuple[Row | Ignore, ...] = (
         ),
     ),
 )
-_INITIAL = ("init_method", "mamba_chunk_size", "mamba_expand", "normalization_function")
+_INITIAL = ("init_method", "mamba_chunk_size", "normalization_function")
 
 
 def architecture(fields: Fields) -> Architecture:
@@ -95,7 +95,7 @@ def _take_attention(fields: Fields) -> Attention:
     return Attention(
         num_attention_heads=heads,
         num_query_groups=fields.take("num_key_value_heads", heads),
-        kv_channels=hidden // heads,
+        kv_channels=fields.take("head_dim", hidden // heads),
         rope=take_rope(fields) if kind == "rope" else None,
         qkv_bias=bias,
         proj_bias=bias,
@@ -106,9 +106,11 @@ def _take_attention(fields: Fields) -> Attention:
 
 def _take_mamba2(fields: Fields) -> Mamba2:
     fields.expect("hidden_act", ("silu", "swish"), "Mamba2 and its gate have it")
+    heads, head_dim = fields.take("mamba_n_heads"), fields.take("mamba_d_head", "auto")
+    inner = fields.take("mamba_expand", 2) * fields.take("hidden_size")
     return Mamba2(
-        num_heads=fields.take("mamba_n_heads"),
-        head_dim=fields.take("mamba_d_head"),
+        num_heads=heads,
+        head_dim=inner // heads if head_dim == "auto" else head_dim,
         groups=fields.take("mamba_n_groups"),
         state_size=fields.take("mamba_d_state"),
         taps=fields.take("mamba_d_conv"),

@@ -143,6 +143,7 @@ def _expect_plain(fields: Fields) -> None:
     for name in ("mtp_layers_block_type", "mtp_hybrid_override_pattern"):
         fields.ignore(name, "no layer predicts further tokens")
     fields.ignore("expand", "heads and their size are given")
+    fields.ignore("hidden_act", "MLPs and Mamba2 have fields of their own for it")
     fields.ignore("auto_map", "the makers' own code, which transformers' class replaces")
     fields.ignore("output_router_logits", "part of Hugging Face's own loss, which is not used here")
 

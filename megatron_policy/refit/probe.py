@@ -47,6 +47,7 @@ _OF_NAMES = {  # the first that is in a name
     "shared experts": ("shared_expert",),
     "experts": ("expert",),
     "attention": ("attn", "attention"),
+    "other mixers": ("mixer",),
     "mlp": ("mlp", "feed_forward", "linear_fc"),
 }
 

@@ -133,6 +133,8 @@ SMALL = {"hidden": 48, "heads": 4, "layers": 4, "ffn": 40}
 KINDS_AND_EXPERTS = KINDS | {
     "deepseek_v3": ("one process", SMALL | {"rope_scaling": SCALED}),
     "gpt_oss": ("one process", SMALL),
+    "granitemoehybrid": ("TP2+SP", SMALL),  # ranks share the one group of Mamba2
+    "nemotron_h": ("PP2xVPP2", SMALL | {"moe_latent_size": 20}),
     "qwen2_moe": ("one process", SMALL),
 }
 DAILY = ("gemma2", "deepseek_v3")

@@ -39,7 +39,10 @@ KEPT = ("A_log", "mixer.D", "linear_attn.norm.weight")
 DENSE: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3], "initializer_range": 0.05},
-    "nemotron_h": {},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "n_groups": 4,
+    },
 }
 """Without experts, which half precisions would let other tokens choose. Gradients through the norms
 of queries and keys that are as large as 0.1 makes them are a third rounding in bf16.

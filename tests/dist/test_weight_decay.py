@@ -64,12 +64,22 @@ def step_without_gradient(config: dict[str, Any], path: Path) -> None:
         policy.export_hf(path)
 
 
+IN_MEMORY = (
+    {"backbone.": "model.", "block_sparse_moe": "mlp", ".moe_statics": ".gate.moe_statics"},
+    {"moe.input_linear.": "moe.experts.", "moe.output_linear.": "moe.experts.", ".layer.": "."},
+)
+"""Parts of names in files, and what transformers has for them: of all families but Granite 4, and
+of that.
+"""
+
+
 def decays(model: PreTrainedModel, name: str) -> bool:
     """Whether the tensor of a checkpoint has weight decay. Its last part is a parameter of the
     deepest module on its path that the model has: experts are one by one in files only.
     """
     modules = dict(model.named_modules())
-    name = name.replace("block_sparse_moe", "mlp").replace(".moe_statics", ".gate.moe_statics")
+    for written, held in IN_MEMORY[model.config.model_type == "granitemoehybrid"].items():
+        name = name.replace(written, held)
     *path, last = name.split(".")
     while ".".join(path) not in modules:
         path.pop()

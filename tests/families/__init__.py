@@ -49,7 +49,7 @@ def draw_experts(family: str, seed: int) -> dict[str, Any]:
         "ffn": random.choice([24, 40]),
         "vocab": random.choice([131, 150, 200]),
         "tied": random.random() < 0.3,
-        "rms_norm_eps": random.choice([1e-5, 1e-6]),
+        EXPERTS[family].epsilon: random.choice([1e-5, 1e-6]),
         "seed": seed,
     }
     return sizes | EXPERTS[family].draw(random, sizes)

@@ -78,7 +78,7 @@ def rows_in_use() -> dict[tuple[str, bool], list[Row]]:
     """Each row once, by the first family whose table has it and a config to which it applies."""
     first: dict[tuple[bool, Row], str] = {}
     for tied in (False, True):
-        for family in FAMILIES:
+        for family in [f for f, each in SAMPLES.items() if not (tied and each.untied)]:
             table = small(family, tie_word_embeddings=tied)
             for row in FAMILIES[family].table:
                 if not isinstance(row, Ignore) and entries_of(row, table):
@@ -91,7 +91,11 @@ def rows_in_use() -> dict[tuple[str, bool], list[Row]]:
 
 def entries_of(row: Row, table: Table) -> list[Entry]:
     """The row's entries; each expert has one of its own where HF stacks experts."""
-    return [e for e in table.entries if (e.row.megatron, e.row.hf) == (row.megatron, row.hf)]
+
+    def key(of: Row) -> tuple[object, ...]:
+        return of.megatron, of.hf, of.part, of.when
+
+    return [entry for entry in table.entries if key(entry.row) == key(row)]
 
 
 ROWS = rows_in_use()

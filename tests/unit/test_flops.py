@@ -18,6 +18,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.model_table import bind_model
 from megatron_policy.converters.architecture import Architecture, Recurrence
 from megatron_policy.converters.architecture.attention import count_visible_pairs
+from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.flops import forward_flops, layer_flops, model_flops
@@ -50,7 +51,7 @@ def pass_linears(mixer: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Ten
 
 
 def architecture_of(path: Path) -> Architecture:
-    return bind(json.loads((path / "config.json").read_text())).architecture
+    return bind(read_config(path)).architecture
 
 
 def counted(model: Any, rows: int, backward: bool) -> int:
@@ -118,7 +119,7 @@ def with_all_pairs(architecture: Architecture, rows: int) -> int:
     for number, layer in enumerate(found.layers):
         total -= layer.attention
         mixer = architecture.layers[number].mixer
-        if not isinstance(mixer, Recurrence):
+        if mixer is not None and not isinstance(mixer, Recurrence):
             share, left = divmod(layer.attention, count_visible_pairs(LENGTH, mixer.window))
             assert left == 0
             total += share * LENGTH**2

@@ -18,11 +18,11 @@ from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConversionError
 from tests.unit.edited import Tensors, edit
 
-FP32 = ("A_log", "linear_attn.norm.weight")
+FP32 = ("A_log", "linear_attn.norm.weight", "mixer.D", "e_score_correction_bias")
 """What makers keep in fp32."""
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "nemotron_h"])
 def test_what_makers_keep_in_fp32_comes_back_in_it(checkpoint, tmp_path: Path, family: str) -> None:
     def widen(tensors: Tensors) -> None:
         for name in tensors:
@@ -45,13 +45,16 @@ def test_what_makers_keep_in_fp32_comes_back_in_it(checkpoint, tmp_path: Path, f
 ADAPTED = {
     "lfm2": ["conv.in_proj", "conv.out_proj"],
     "qwen3_next": ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj"],
+    "nemotron_h": ["mixer.in_proj", "mixer.out_proj", "mixer.fc1_latent_proj"],
+    "granitemoehybrid": ["mamba.in_proj", "mamba.out_proj"],
     "qwen3_5_text": [f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")],
 }
 
 
 @pytest.mark.parametrize("family", ADAPTED)
 def test_projections_can_have_adapters_and_convolutions_cannot(checkpoint, family: str) -> None:
-    table, rank = bind(read_config(checkpoint(family))), 3
+    latent = {"moe_latent_size": 12} if family == "nemotron_h" else {}
+    table, rank = bind(read_config(checkpoint(family, **latent))), 3
     shapes = table.hf_shapes()
     weights = [entry for entry in table.entries if is_adaptable(entry)]
     assert not any("conv1d" in entry.megatron or "A_log" in entry.megatron for entry in weights)

@@ -49,6 +49,7 @@ DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 128,
 }
 """Heads of the one size for which there is a kernel."""
+DENSE_PARTS = ["linear_attention", "mlp", "full_attention", "linear_attention"]
 EPSILON = {"rms_norm_eps": 1e-5}
 """As published: vLLM's model has that number in its code."""
 OWN: dict[str, dict[str, Any]] = {
@@ -57,24 +58,22 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": EXPERTS,
     "glm4_moe_lite": EXPERTS | LATENT,
     "gpt_oss": EPSILON,
+    "granitemoehybrid": {"mamba_d_state": 32, "shared_intermediate_size": 64},
     "kimi_k2": EXPERTS
     | LATENT
     | PUBLISHED
     | {"rope_scaling": SCALED | {"beta_fast": 1.0, "beta_slow": 1.0}},
     "lfm2": {"block_multiple_of": 32} | dict.fromkeys(("block_dim", "conv_dim"), SIZES["hidden"]),
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "nemotron_h": EXPERTS
+    | {
+        "mamba_head_dim": 32,
+        "ssm_state_size": 32,
+        "moe_shared_expert_intermediate_size": 64,
+    },
     "olmoe": EPSILON,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": EXPERTS,
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 32,
-        "n_groups": 2,
-        "ssm_state_size": 32,
-        "moe_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 64,
-    },
     "qwen3_next": DELTA_NET
     | EXPERTS
     | {"shared_expert_intermediate_size": 64, "mlp_only_layers": []},
@@ -88,7 +87,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-BF16_ALONE = ("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+BF16_ALONE = (
+    "granitemoehybrid",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 """Families whose recurrences vLLM's kernels for CPUs compute in bf16 alone."""
 
 
@@ -151,6 +156,7 @@ def list_cases() -> Iterator[Case]:
             yield Case(family, "with MTP layers", mtp=True)
     yield Case("qwen3", "untied", {"tied": False})
     yield Case("llama", "tied", {"tied": True})
+    yield Case("nemotron_h", "without experts", {"layers_block_type": DENSE_PARTS})
     yield Case("qwen3_moe", "from fp8", quantised="fp8")
     yield Case("deepseek_v3", "from fp8", quantised="fp8")
     yield Case("gpt_oss", "from mxfp4", quantised="mxfp4")
@@ -173,6 +179,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "minimax_m2": (
         "AssertionError",
         "vLLM's router for CPUs has no sigmoid of experts without groups, and an empty message",
+    ),
+    "nemotron_h": (
+        "is_act_and_mul=False is supported only",
+        "vLLM has experts without gates on GPUs alone",
     ),
     "olmoe with biases": (UNREAD, "vLLM's attention of this family has no biases"),
     "qwen3 with biases": (UNREAD, "vLLM's output projection of this family has no bias"),

@@ -52,7 +52,7 @@ from megatron_policy.weights.load import DTYPES, Held, load_parameters
 _log = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 16
 """Of the rows of both factors of torch's grouped products."""
-_WHOLE_SEQUENCES = frozenset({"full_attention", "sliding_attention"})
+_WHOLE_SEQUENCES = frozenset({"full_attention", "sliding_attention", "mlp", "moe"})
 """Kinds of layers, by transformers' names, whose tokens mix in attention alone."""
 
 
