@@ -46,6 +46,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "TP2+SP": (2, LAYOUTS["TP2+SP"].megatron, {}, "qwen2"),
     "PP2, dynamic": (2, LAYOUTS["PP2"].megatron, DYNAMIC, "qwen2"),
     "CP2, packed": (2, layout(2, context_parallel_size=2).megatron, PACKED, "qwen3"),
+    "CP2, delta nets": (2, layout(2, context_parallel_size=2).megatron, PACKED, "qwen3_next"),
     "DP2": (2, LAYOUTS["DP2 distributed optimizer, both overlaps"].megatron, {}, "qwen2"),
     "EP2, routers": (2, {"expert_model_parallel_size": 2} | ROUTED, PACKED, "deepseek_v3"),
     "DP2, routers": (2, OVERLAPPED | ROUTED, {}, "deepseek_v3"),

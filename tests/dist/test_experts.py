@@ -208,7 +208,9 @@ def test_recomputing_activations_changes_no_gradient(ranks, checkpoint, family: 
         ("minimax_m2", "TP2+SP"),
         ("mixtral", "TP2+SP"),
         ("qwen2_moe", "TP2xPP2xDP2+SP"),
+        ("qwen3_5_moe_text", "EP2xPP2"),
         ("qwen3_moe", "EP2xETP2+TP2"),
+        ("qwen3_next", "EP2xTP2+SP"),
         ("qwen3_moe", "EP2xTP2xPP2xCP2+SP, distributed optimizer, overlaps"),
     ],
 )

@@ -102,6 +102,8 @@ RECOMPUTED_IN: list[tuple[str, str, tuple[str, ...]]] = [
     ("olmo2 with biases", "TP2+SP", ("selective norms and mlp",)),
     ("smollm3 with biases and a window", "TP2+SP", ("full by blocks",)),
     ("cohere with biases", "TP2+SP", ("selective norms and mlp",)),
+    ("lfm2 with biases", "PP2", ("full by blocks", "selective core attention")),
+    ("qwen3_5_text with biases", "TP2+SP", ("full", "selective norms and mlp")),
 ]
 
 
