@@ -15,9 +15,11 @@ _SUPER = {
     "moe_intermediate_size": 2688,
     "moe_latent_size": 1024,
     "moe_shared_expert_intermediate_size": 5376,
+    "mtp_hybrid_override_pattern": "*E",
     "n_routed_experts": 512,
     "num_experts_per_tok": 22,
     "num_hidden_layers": 88,
+    "num_nextn_predict_layers": 1,
     "routed_scaling_factor": 5.0,
 }
 _NANO_V2 = {
@@ -46,4 +48,4 @@ HYBRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         ("Qwen3.5-9B, text", 8_953_803_264, "Qwen3.5-27B, text", _QWEN_9B),
     )
 }
-"""As `PUBLISHED`. Nemotron 3 Super is without its layer for multi-token prediction."""
+"""As `PUBLISHED`. What Nemotron 3 Super has for multi-token prediction is not counted."""

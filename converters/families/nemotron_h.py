@@ -61,6 +61,16 @@ def _rows_of_experts() -> tuple[Row, ...]:
     )
 
 
+_OF_PREDICTION = (
+    *(f"0.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "norm")),
+    *(f"0.mixer.{name}_proj.weight" for name in "qkvo"),
+    *("1.norm.weight", "1.final_layernorm.weight"),
+    *(
+        name.replace(H + "mlp.", "1.mixer.")
+        for name in dict.fromkeys(name for row in _rows_of_experts() for name in row.hf)
+    ),
+)
+"""Tensors of the layer of Nemotron 3 that predicts further tokens: attention, and experts."""
 TABLE: tuple[Row | Ignore, ...] = dense.rename(
     (
         *dense.ENDS,
@@ -78,6 +88,14 @@ TABLE: tuple[Row | Ignore, ...] = dense.rename(
         *dense.ungated_mlp("up_proj", "down_proj"),
         *_rows_of_experts(),
         *recurrences.rows_of_mamba2("mixer"),
+        *(
+            Ignore(
+                f"mtp.layers.{name}",
+                "of a layer that predicts further tokens, which the model's logits do not need",
+                carried=True,
+            )
+            for name in _OF_PREDICTION
+        ),
     ),
     _NAMES,
 )
@@ -127,9 +145,6 @@ def _expect_plain(fields: Fields) -> None:
     fields.expect("mamba_hidden_act", ("silu", "swish"), "Mamba2 has it")
     fields.expect("n_shared_experts", (1,), "experts have a shared MLP beside them")
     fields.expect("hidden_dropout", (0, 0.0), "no dropout is applied")
-    fields.expect(
-        "num_nextn_predict_layers", (0,), "layers that predict further tokens have no rows"
-    )
     if (window := fields.take("sliding_window", None)) is not None:
         fields.refuse("sliding_window", window, "no layer has a window")
     for name in _OF_HUGGING_FACE:
@@ -141,7 +156,8 @@ def _expect_plain(fields: Fields) -> None:
     for name in ("hybrid_override_pattern", "num_hidden_layers"):
         fields.ignore(name, "layers_block_type states every layer")
     for name in ("mtp_layers_block_type", "mtp_hybrid_override_pattern"):
-        fields.ignore(name, "no layer predicts further tokens")
+        fields.ignore(name, "layers that predict further tokens are left out")
+    fields.ignore("num_nextn_predict_layers", "the same")
     fields.ignore("expand", "heads and their size are given")
     fields.ignore("hidden_act", "MLPs and Mamba2 have fields of their own for it")
     fields.ignore("auto_map", "the makers' own code, which transformers' class replaces")

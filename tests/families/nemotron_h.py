@@ -95,7 +95,6 @@ SAMPLES = Samples(
         ({"use_bias": True}, "use_bias = True: linear layers have no biases"),
         ({"sliding_window": 8}, "sliding_window = 8: no layer has a window"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings = True: the head has weights"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1: layers that"),
         ({"n_shared_experts": 2}, "n_shared_experts = 2: experts have a shared MLP"),
     ),
     published={

@@ -1,9 +1,10 @@
 """Tables of models whose layers hand a state on: what keeps its dtype, what can be adapted, and the
-layer for multi-token prediction of Qwen3-Next.
+layers for multi-token prediction of Qwen3-Next and Nemotron 3.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConversionError
+from tests.hybrid_sizes import HYBRIDS
 from tests.unit.edited import Tensors, edit
 
 FP32 = ("A_log", "linear_attn.norm.weight", "mixer.D", "e_score_correction_bias")
@@ -94,6 +96,21 @@ MTP = {
     },
 }
 """The tensors of the layer for multi-token prediction of Qwen3-Next."""
+
+
+def test_the_layer_that_nemotron_3_super_has_for_prediction_is_carried(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRIDS["Nemotron-3-Super-120B-A12B"][1]))
+    table = bind(read_config(tmp_path))
+    shapes, alike = table.hf_shapes(), {"backbone.layers.7.": "0.", "backbone.layers.1.": "1."}
+    names = {"0.enorm.weight", "0.hnorm.weight", "0.eh_proj.weight", "1.final_layernorm.weight"}
+    for prefix, own in alike.items():
+        names |= {own + name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
+    extra = {f"mtp.layers.{name}": (1,) for name in names}
+    assert len(extra) == 3 + 5 + 1 + 7 + 2 * 512
+    table.check_hf(shapes | extra, {})
+    assert all(table.ignored[name].carried for name in extra)
+    with pytest.raises(ConversionError, match=r"unexpected: mtp.layers.2.norm.weight"):
+        table.check_hf(shapes | {"mtp.layers.2.norm.weight": (1,)}, {})
 
 
 def test_the_layer_that_qwen3_next_has_for_prediction_is_carried_or_held(checkpoint) -> None:
