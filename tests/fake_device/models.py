@@ -12,6 +12,7 @@ from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import Table, bind
 from tests.fake_device.layouts import Layout
 from tests.families import COMMON, PUBLISHED, SAMPLES
+from tests.hybrid_sizes import HYBRIDS
 
 WINDOW = 128
 
@@ -21,7 +22,7 @@ def published() -> dict[str, dict[str, Any]]:
     that is larger: sizes alone are enough, all else is the default of its class.
     """
     found: dict[str, dict[str, Any]] = {}
-    for _, fields in sorted(PUBLISHED.values(), key=lambda each: each[0]):
+    for _, fields in sorted((PUBLISHED | HYBRIDS).values(), key=lambda each: each[0]):
         found[fields["model_type"]] = fields
     for family, samples in SAMPLES.items():
         named = {"model_type": family, "architectures": [samples.architecture]}
@@ -31,15 +32,16 @@ def published() -> dict[str, dict[str, Any]]:
 
 def with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     """The config with only so many layers: the last ones of what is listed for each layer, the
-    first of which is dense if some are. Where kinds of layers take turns, so they do here. Windows
-    are narrower than the sweep's sequences.
+    first of which is dense if some are. Where kinds of layers take turns, so they do here, with a
+    layer of each at least. Windows are narrower than the sweep's sequences.
     """
-    before = fields["num_hidden_layers"]
+    before, samples = fields["num_hidden_layers"], SAMPLES[fields["model_type"]]
+    layers = max([layers, *map(len, samples.turns.values())])
     found = dict(fields, num_hidden_layers=layers)
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == before:
             found[name] = value[-layers:]
-    found |= SAMPLES[fields["model_type"]].take_turns(layers)
+    found |= samples.take_turns(layers)
     if fields.get("first_k_dense_replace"):
         found["first_k_dense_replace"] = 1
     if fields.get("sliding_window"):
