@@ -107,14 +107,14 @@ class Mamba2(Recurrence):
         return kept._replace(inner=kept.inner + gated)
 
     def count_slab(self, slabs: Slabs) -> int:
-        """Inputs, and with their steps; what takes them and what reads, of each head too, and
-        decayed; three products of all pairs of a chunk.
+        """Inputs, with their steps, and decayed; what takes them and what reads, of each head too,
+        and what is read; three products of all pairs of a chunk; twice the state before it.
         """
         heads, groups = self.num_heads, self.groups
         repeated = 2 * heads * self.state_size * (heads != groups)
-        of_states = 2 * (groups + heads) * self.state_size + repeated
-        token = 2 * self.inner_size + of_states + heads * (3 * slabs.chunk + 7)
-        return token * slabs.tokens + self.memory_size * slabs.chunks
+        of_states = 2 * groups * self.state_size + repeated
+        token = 4 * self.inner_size + of_states + heads * (3 * slabs.chunk + 7)
+        return token * slabs.tokens + 2 * self.memory_size * slabs.chunks
 
     def count_memory_flops(self) -> int:
         """What the state takes, and what is read of it."""

@@ -19,10 +19,12 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.contents import Contents
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split, topology_of
+from megatron_policy.converters.architecture import DeltaNet, Mamba2
 from megatron_policy.converters.architecture.part import Kernels
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.engines.megatron.optimizer_shards import optimizer_shards
+from megatron_policy.estimate.activations import MicrobatchShape, count_slabs
 from megatron_policy.estimate.memory import BatchShape, activation_bytes
 from megatron_policy.estimate.states import (
     FP32,
@@ -33,6 +35,9 @@ from megatron_policy.estimate.states import (
     written_bytes,
 )
 from megatron_policy.parallel.topology import Coords
+from megatron_policy.recurrence.chunks import Chunks, sequences_of
+from megatron_policy.recurrence.delta_rule import delta_rule
+from megatron_policy.recurrence.state_space import state_space
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, OVERLAPPED, Layout, layout
@@ -329,6 +334,35 @@ def test_plan_says_what_ranks_hold(ranks, checkpoint, tmp_path, case: str) -> No
     raw = of.config(path)
     found = ranks.run(of.layout.world, measure, raw, of.rows, of.length)
     assert_plan(PolicyConfig.parse(raw), of, found)
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_what_is_computed_at_once_holds_what_its_part_says(groups: int) -> None:
+    """In a scan's backward pass, over three sequences of three chunks."""
+    length, heads, keys, values = 160, 4, 16, 24
+    tokens, chunks = 3 * length, Chunks.of(sequences_of([length] * 3))
+    narrow = torch.randn(2, tokens, groups, keys, dtype=torch.bfloat16)
+    x = torch.randn(tokens, heads, values, dtype=torch.bfloat16)
+    steps, head = torch.rand(2, tokens, heads), torch.rand(2, heads)
+    delta = DeltaNet(
+        num_key_heads=groups,
+        num_value_heads=heads,
+        key_head_dim=keys,
+        value_head_dim=values,
+        taps=4,
+    )
+    mamba = Mamba2(num_heads=heads, head_dim=values, groups=groups, state_size=keys, taps=4)
+    slabs = count_slabs(MicrobatchShape(tokens, length, tokens), cp=1)
+    for part, scan, inputs in (
+        (delta, delta_rule, (*narrow, x, -steps[0], steps[1])),
+        (mamba, state_space, (x, steps[0], head[0], *narrow, head[1])),
+    ):
+        leaves = [each.clone().requires_grad_() for each in inputs]
+        with live_saved(set()) as most:
+            given, _ = scan(*leaves, chunks)
+            kept = most[0]
+            given.float().sum().backward()
+        assert FP32 * part.count_slab(slabs) == pytest.approx(most[0] - kept, rel=0.01)
 
 
 def assert_plan(config: PolicyConfig, of: Case, found: list[Measured]) -> None:
