@@ -97,6 +97,11 @@ CASES = {
     "compressed": Case("deepseek_v3", adapted(layout(1), "linear_kv_up_proj", "linear_fc1")),
     "parallel, attention's": Case("cohere", adapted(layout(1), "linear_qkv"), 128, 4),
     "parallel, MLPs'": Case("cohere", adapted(layout(1), "linear_fc2"), 128, 4),
+    "delta nets": Case("qwen3_next", adapted(layout(1)), 128, 4),
+    "delta nets, TP2+SP": Case("qwen3_next", adapted(LAYOUTS["TP2+SP"]), 128, 4),
+    "delta nets, outputs": Case("qwen3_next", adapted(layout(1), "out_proj"), 128, 4),
+    "Mamba2": Case("nemotron_h", adapted(layout(1)), 128, 4),
+    "Mamba2, inputs": Case("nemotron_h", adapted(layout(1), "in_proj"), 128, 4),
     "long, packed": Case(
         "qwen3", adapted(layout(1)), 640, 2, together=2, packed=True, sizes={"max_position": 2048}
     ),
