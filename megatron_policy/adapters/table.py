@@ -46,6 +46,8 @@ _ROUTER = ".mlp.router."
 PREFIX = "base_model.model."
 """What PEFT puts before the name of the module that it adapts."""
 A, B = ".lora_A.weight", ".lora_B.weight"
+_RENAMED = ("backbone.", "model.")
+"""What the names of Nemotron-H's tensors begin with, and the paths of transformers' modules."""
 _IN, _OUT, _INNER = ".adapter.a", ".adapter.b", ".base_layer"
 _SHOWN = 5
 
@@ -144,7 +146,7 @@ def build_adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) ->
         name: Ignore(name, why, equals=first, carried=True)
         for entry in adapted
         if chosen[entry.megatron] is None
-        for first, *others in [[PREFIX + strip_weight(each) + A for each in entry.hf]]
+        for first, *others in [[PREFIX + name_module(each) + A for each in entry.hf]]
         for name in others
     }
     for entry in table.entries:
@@ -180,7 +182,7 @@ def bind_adapters(
             if entry.hf[0] in parameters:
                 chosen[entry.megatron] = None
             continue
-        names = [strip_weight(name) for name in entry.hf]
+        names = [name_module(name) for name in entry.hf]
         parts = tuple(number for number, name in enumerate(names) if name in left)
         whole = len(parts) == len(names) and (len(names) == 1 or is_joined(entry))
         if parts:
@@ -236,6 +238,12 @@ def strip_weight(name: str) -> str:
     return name.removesuffix(WEIGHT)
 
 
+def name_module(weight: str) -> str:
+    """The path, in transformers, of the module with the HF tensor of this name: PEFT goes by it."""
+    path, (saved, own) = strip_weight(weight), _RENAMED
+    return own + path.removeprefix(saved) if path.startswith(saved) else path
+
+
 def is_stacked(entry: Entry) -> bool:
     """Whether it is, or adapts, an expert's part of a tensor that HF has for all experts."""
     return isinstance(entry.row, Stacked)
@@ -271,7 +279,7 @@ def _make_pair(entry: Entry, parts: Parts, rank: int, stacks: Iterable[str]) -> 
     all such `stacks`, which are in the module's order, the first is innermost.
     """
     numbers = range(len(entry.hf)) if parts is None else parts
-    modules = [PREFIX + strip_weight(entry.hf[number]) for number in numbers]
+    modules = [PREFIX + name_module(entry.hf[number]) for number in numbers]
     if is_stacked(entry):
         path = strip_leaf(entry.hf[0])
         siblings = [name for name in stacks if strip_leaf(name) == path]
@@ -321,7 +329,7 @@ def _make_rows(row: Row, parts: Parts, rank: int) -> tuple[Row, Row]:
     assert isinstance(of, _Plain), f"{row.megatron} is not adaptable"
     into, out = (strip_weight(row.megatron) + side for side in (_IN, _OUT))
     numbers = tuple(range(len(row.hf))) if parts is None else parts
-    modules = [PREFIX + strip_weight(row.hf[number]) for number in numbers]
+    modules = [PREFIX + name_module(row.hf[number]) for number in numbers]
     hf_a, hf_b = (tuple(module + side for module in modules) for side in (A, B))
     kind = of.part
     if isinstance(of, Rows):

@@ -18,6 +18,7 @@ from megatron_policy.adapters.table import (
     join_adapters,
     name_a,
     name_b,
+    name_module,
     strip_weight,
 )
 from megatron_policy.config.model_table import bind_model, check_implementation, check_reference
@@ -119,7 +120,7 @@ def name_targets(adapters: Table, table: Table) -> tuple[str, ...]:
             paths.append(bases[weight].hf[0])
             continue
         modules = [find_module(name) for name in sides[name_a(weight)].hf]
-        names = [strip_weight(name) for name in bases[weight].hf]
+        names = [name_module(name) for name in bases[weight].hf]
         parts = tuple(map(names.index, modules))
         fused = len(modules) < len(sides[name_b(weight)].hf)
         chosen[weight] = None if fused or len(names) == 1 else parts
@@ -154,7 +155,7 @@ def _choose_parts(entry: Entry, targets: tuple[str, ...], excluded: tuple[str, .
 def _name_modules(entry: Entry) -> tuple[str, list[list[str]]]:
     """The path of the weight's module, and those of the module of each of its parts."""
     whole = strip_weight(entry.megatron)
-    parts = [[strip_weight(name)] for name in entry.hf]
+    parts = [[name_module(name)] for name in entry.hf]
     if not isinstance(entry.row, Joined):
         for part, leaf in zip(parts, _SPLIT.get(type(entry.row), ()), strict=False):
             part.append(f"{whole.rpartition('.')[0]}.{leaf}")

@@ -16,7 +16,7 @@ from megatron_policy.adapters.table import (
     AdapterSpec,
     bind_adapters,
     list_stacked_parameters,
-    strip_weight,
+    name_module,
 )
 from megatron_policy.adapters.targets import name_targets
 from megatron_policy.convert.blockwise import LEAST_BYTES, BlockBuffer, cut
@@ -92,7 +92,7 @@ def _bind_to_base(checkpoint: OpenCheckpoint, found: PeftAdapters, base: Base) -
     spec = AdapterSpec(rank, alpha, found.settings.dropout, *of_base)
 
     def is_joined(entry: Entry) -> bool:
-        first, *others = (f"{PREFIX}{strip_weight(name)}{A}" for name in entry.hf)
+        first, *others = (f"{PREFIX}{name_module(name)}{A}" for name in entry.hf)
         return all(_are_equal(checkpoint.tensors, infos, first, other) for other in others)
 
     modules = list(found.find_modules(shapes, parameters))

@@ -25,7 +25,7 @@ from megatron_policy.adapters.table import (
     drop_head,
     is_adaptable,
     list_stacked_parameters,
-    strip_weight,
+    name_module,
 )
 from megatron_policy.convert.open_checkpoint import SIDE, config_place
 from megatron_policy.convert.training_checkpoint import is_saved, saved_state
@@ -183,7 +183,7 @@ def _adapter_table(
 ) -> Table:
     """The table of the adapters of all modules that have any of these tensors."""
     entries = filter(is_adaptable, model.entries)
-    known = {strip_weight(name) for entry in entries for name in entry.hf}
+    known = {name_module(name) for entry in entries for name in entry.hf}
     modules = {m for name in shapes if (m := name.removeprefix(PREFIX).rpartition(".lora_")[0])}
     rank = fields.get("r")
     rank = rank if type(rank) is int and rank > 0 else 1

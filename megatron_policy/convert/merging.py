@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_policy.adapters.opening import Base, bind_base
-from megatron_policy.adapters.table import PREFIX, WEIGHT, A, B
+from megatron_policy.adapters.table import PREFIX, WEIGHT, A, B, name_module
 from megatron_policy.convert.open_checkpoint import (
     OpenCheckpoint,
     damaged_tensor,
@@ -54,8 +54,9 @@ def merge_adapters(
             "export_hf, or merge them with PEFT (merge_and_unload)"
         )
     shapes = {name: info.shape for name, info in adapters.infos.items()}
+    weights = {name_module(name): name for name in of_base.infos if name.endswith(WEIGHT)}
     of_weight = {
-        module + WEIGHT: _Adapter(
+        weights.get(module, module + WEIGHT): _Adapter(
             module,
             alpha / rank,
             adapters.infos[f"{PREFIX}{module}{A}"],

@@ -16,6 +16,7 @@ from megatron_policy.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_MODEL, B
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint import manifest, tracker
 from megatron_policy.convert import convert, verify
+from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.errors import CheckpointError, ConfigError
 from tests import oracle, peft_models
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps
@@ -24,11 +25,11 @@ from tests.dist.test_adapter_handover import ANEW, fresh_adapters
 from tests.dist.test_adapters import ALL, LATENT, adapted
 from tests.dist.test_export import tensors_of
 from tests.exact import Exact, assert_equal
+from tests.families import SAMPLES
 from tests.unit.test_merging import assert_alike
 
 DATA = oracle.make_batch(GLOBAL_BATCH, LENGTH, VOCAB)
 TOKENS = BatchedDataDict({"input_ids": DATA["input_ids"]})
-OVERRIDES = {"rms_norm_eps": 0.01}
 
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "fused, TP2+SP": ("qwen2", "TP2+SP", {}, {}),
@@ -82,9 +83,26 @@ def test_what_a_policy_saves_becomes_what_it_exports_and_back(
     ranks, checkpoint, tmp_path: Path, name: str
 ) -> None:
     family, layout, peft, head = CASES[name]
-    case = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     path = checkpoint(family, tied=False, **SIZES)
-    top: dict[str, Any] = {"hf_config_overrides": OVERRIDES}
+    assert_goes_there_and_back(ranks, path, tmp_path, layout, peft, head)
+    if name.startswith("fused"):  # whose one A is handed over for each module
+        exported = load_file(tmp_path / "exported" / ADAPTER_MODEL)
+        layer = "base_model.model.model.layers.1.self_attn"
+        first, *others = (exported[f"{layer}.{each}_proj.lora_A.weight"] for each in "qkv")
+        assert all(torch.equal(first, each) for each in others)
+
+
+def assert_goes_there_and_back(
+    ranks: Any,
+    path: Path,
+    tmp_path: Path,
+    layout: str,
+    peft: dict[str, Any],
+    head: dict[str, Any],
+) -> None:
+    """What a policy saves becomes what it exports, resumes, and merges as its export does."""
+    case, family = (LAYOUTS | EXPERT_LAYOUTS)[layout], read_config(path)["model_type"]
+    top: dict[str, Any] = {"hf_config_overrides": {SAMPLES[family].epsilon: 0.01}}
     if head:
         top["reward_model_cfg"] = {"enabled": True, **head}
     config = adapted(path, case.megatron, None, **ANEW, **peft) | top
@@ -96,10 +114,6 @@ def test_what_a_policy_saves_becomes_what_it_exports_and_back(
     assert one.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one.items())
     for file in (ADAPTER_CONFIG, BASE):
         assert (exported / file).read_bytes() == (converted / file).read_bytes()
-    if name.startswith("fused"):  # whose one A is handed over for each module
-        layer = "base_model.model.model.layers.1.self_attn"
-        first, *others = (one[f"{layer}.{each}_proj.lora_A.weight"] for each in "qkv")
-        assert all(torch.equal(first, each) for each in others)
     assert verify(saved, exported).equal and verify(exported, converted).equal
 
     convert(exported, tmp_path / "again", "mcore")

@@ -92,6 +92,13 @@ CASES = [
 def test_values_and_scores_are_those_of_transformers(
     ranks, heads, name: str, batching: str, kind: str, family: str
 ) -> None:
+    assert_values_and_scores(ranks, heads, name, batching, kind, family)
+
+
+def assert_values_and_scores(
+    ranks: Any, heads: Any, name: str, batching: str, kind: str, family: str
+) -> None:
+    """Of a family under a layout, with a kind of head."""
     path, data = heads(family, kind), rows()
     case = (LAYOUTS | EXPERT_LAYOUTS)[name]
     config = config_of(path, kind, case.megatron, **BATCHINGS[batching])

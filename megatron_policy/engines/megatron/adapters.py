@@ -31,8 +31,8 @@ from megatron_policy.adapters.table import (
     AdapterSpec,
     B,
     drop_head,
+    name_module,
     number_outputs,
-    strip_weight,
 )
 from megatron_policy.config.trained import PeftConfig
 from megatron_policy.converters.architecture import Architecture
@@ -252,7 +252,7 @@ def _parts(base: Entry, out: Entry, arch: Architecture, place: Placement) -> Out
     of_part_QN = part_Q.unsqueeze(1) == torch.arange(len(out.hf))
     if len(out.hf) == len(base.hf):
         return OutputParts(of_part_QN.to(current_device()), None, len(all_O2))
-    modules = [PREFIX + strip_weight(name) + B for name in base.hf]
+    modules = [PREFIX + name_module(name) + B for name in base.hf]
     own_Q2[:, 0] = torch.tensor([modules.index(name) for name in out.hf])[part_Q]
     at = {tuple(each): place for place, each in enumerate(all_O2.tolist())}
     places_Q = torch.tensor([at[tuple(each)] for each in own_Q2.tolist()])
