@@ -5,9 +5,10 @@ model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,9 +71,15 @@ def write_checkpoint(path: Path, size: Size, alike: bool = False) -> Path:
     """Write config.json and model.safetensors into the new folder `path`; return `path`. With
     `alike` tensors of one shape have the same values, which is quicker to write.
     """
-    write_config(path, size)
+    return write_model(path, _config(size), alike)
+
+
+def write_model(path: Path, config: Mapping[str, Any], alike: bool = False) -> Path:
+    """The same for any config.json, whose `torch_dtype` tensors have."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     shapes = bind(read_config(path)).hf_shapes()
-    dtype = getattr(torch, size.dtype)
+    dtype = getattr(torch, config["torch_dtype"])
     inventory = {name: (dtype, shape) for name, shape in shapes.items()}
     write_shard(path, SINGLE, inventory, _random_tensors(shapes, dtype, alike))
     return path

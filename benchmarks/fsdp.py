@@ -14,6 +14,7 @@ TRAINED = Size(
     hidden=512, ffn=1408, layers=4, heads=8, groups=4, vocab=8192, dtype="float32", tied=False
 )
 RANKS = 2
+PROGRAM = "benchmarks.transformers_steps"
 
 
 def over_plain_loop(folder: Path, repetitions: int) -> Measurement:
@@ -21,7 +22,7 @@ def over_plain_loop(folder: Path, repetitions: int) -> Measurement:
     turns.
     """
     path = write_checkpoint(folder / "fsdp trained", TRAINED)
-    results = run_ranks(RANKS, "benchmarks.fsdp_steps", path, str(2 * repetitions))
+    results = run_ranks(RANKS, PROGRAM, "fsdp", path, str(2 * repetitions))
     seconds = {
         name: tuple(map(sum, zip(*(result[name] for result in results), strict=True)))
         for name in ("plain loop", "ours")

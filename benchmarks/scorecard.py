@@ -14,6 +14,7 @@ from benchmarks import (
     lockstep,
     logprob_rows,
     packing,
+    recurrent,
     training,
 )
 from benchmarks.results import HIGHER, Row
@@ -182,6 +183,27 @@ SCORECARD: tuple[Row, ...] = (
         limit=1.0,
         goal=2.0,
         measure=deltas.bytes_over_changed,
+    ),
+    Row(
+        26,
+        "training step with gated delta nets / the same step as a plain loop of torch",
+        limit=1.0,
+        goal=1.1,
+        measure=recurrent.delta_nets_over_plain_loop,
+    ),
+    Row(
+        27,
+        "training step with Mamba2 and attention / the same step as a plain loop of torch",
+        limit=1.0,
+        goal=1.1,
+        measure=recurrent.mamba2_over_plain_loop,
+    ),
+    Row(
+        28,
+        "what a scan holds beyond what it is given and gives, of 32768 tokens / of 4096 tokens",
+        limit=1.0,
+        goal=1.1,
+        measure=recurrent.growth_of_memory,
     ),
 )
 

@@ -24,16 +24,13 @@ TOGETHER = 32
 """Chunks that are computed at once, and whose intermediate results are held at once."""
 
 
-def sequences_of(
-    lengths: Iterable[int], rows: int = 1, rows_first: bool = False
-) -> tuple[range, ...]:
-    """Where each token of each sequence is among those of `[T, R]` flattened, or of `[R, T]` with
-    `rows_first`: every row is cut into sequences of `lengths`. Ordered by row.
+def sequences_of(lengths: Iterable[int], rows: int = 1) -> tuple[range, ...]:
+    """Where each token of each sequence is among those of `[T, R]` flattened: every row is cut into
+    sequences of `lengths`. Ordered by row.
     """
     ends = list(accumulate(lengths, initial=0))
-    step, jump = (1, ends[-1]) if rows_first else (rows, 1)
     return tuple(
-        range(row * jump + start * step, row * jump + end * step, step)
+        range(row + start * rows, row + end * rows, rows)
         for row in range(rows)
         for start, end in pairwise(ends)
     )

@@ -210,9 +210,8 @@ def test_twenty_sequences_in_a_row_are_apart_however_many_chunks_are_computed_at
     check(CASES[name], Chunks.of(sequences_of(TWENTY), SIZE, together))
 
 
-@pytest.mark.parametrize("rows_first", [False, True])
-def test_padded_rows_are_sequences_of_every_rth_token(rows_first: bool) -> None:
-    chunks = Chunks.of(sequences_of((5, SIZE + 1), rows=3, rows_first=rows_first), SIZE, 2)
+def test_padded_rows_are_sequences_of_every_rth_token() -> None:
+    chunks = Chunks.of(sequences_of((5, SIZE + 1), rows=3), SIZE, 2)
     assert sorted(n for one in chunks.sequences for n in one) == list(range(3 * (SIZE + 6)))
     check(CASES["delta"], chunks)
 
