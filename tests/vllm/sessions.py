@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_policy import BatchedDataDict, MegatronPolicy
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.refit.transports.collective.transport import Collective
+from megatron_policy.refit.transports.deltas import DeltaDirectory
 from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from megatron_policy.refit.transports.ipc.transport import IpcStream
@@ -210,6 +211,13 @@ def by_directory(session: Session) -> Any:
     return session.call("receive_directory", str(path))
 
 
+def by_deltas(session: Session) -> Any:
+    """What has changed, of which all workers read what each rank has written."""
+    path = session.folder / "chain"
+    session.policy.refit(DeltaDirectory(path))
+    return session.call("receive_deltas", str(path))
+
+
 def by_adapters(session: Session) -> Any:
     """Adapters alone, through vLLM's own loader of them."""
     path = session.folder / "adapters"
@@ -222,6 +230,7 @@ TRANSPORTS: dict[str, Callable[[Session], Any]] = {
     "handles": by_handles,
     "collective": by_group,
     "directory": by_directory,
+    "deltas": by_deltas,
     "adapters": by_adapters,
 }
 

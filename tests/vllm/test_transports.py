@@ -29,6 +29,8 @@ CELLS: list[tuple[str, int, list[str]]] = [
     ("fsdp2", 2, ["stream", "directory"]),
     ("packed", 1, ["stream", "handles"]),
     ("packed", 2, ["collective", "directory"]),
+    ("tp2", 1, ["deltas", "deltas", "stream", "deltas"]),
+    ("ep2", 2, ["deltas", "deltas"]),
     ("tp2", 1, ["adapters", "adapters"]),
     ("pp2", 2, ["adapters"]),
     ("packed", 1, ["adapters"]),
@@ -47,6 +49,7 @@ def test_the_cells_cover_every_pair() -> None:
         (layout, each)
         for layout, each in itertools.product(LAYOUTS, TRANSPORTS)
         if each != "adapters" or layout not in WITHOUT_ADAPTERS
+        if each != "deltas" or layout in ("tp2", "ep2")  # others: tests/dist/test_delta_refit.py
     }
     assert {cell[:2] for cell in cells} == {*itertools.product(LAYOUTS, (1, 2))}
     assert {cell[1:] for cell in cells} == {*itertools.product((1, 2), TRANSPORTS)}
@@ -101,7 +104,7 @@ def test_an_engine_computes_what_the_policy_does(
     world, family, _, _ = LAYOUTS[layout]
     path = checkpoint(family, **SIZES)
     address = engine(path, **options_of(family, workers))
-    staged = workers == 2 and layout in ("tp2", "fsdp2")
+    staged = "deltas" in transports or (workers == 2 and layout in ("tp2", "fsdp2"))
     seen, *_ = ranks.run(
         world, follow, address, layout, path, transports, workers, tmp_path, staged
     )

@@ -90,6 +90,12 @@ class AsyncVllmEngine:
         """One refit from a directory that the trainer has published."""
         return await self._receive(in_flight, "refit_from_directory", path)
 
+    async def receive_deltas(self, path: str, in_flight: InFlight = "keep") -> int:
+        """What a trainer has published in a `DeltaDirectory` since the last call; the engine was
+        prepared with `staged`.
+        """
+        return await self._receive(in_flight, "refit_from_deltas", path)
+
     async def state(self) -> tuple[int | None, bool]:
         """The step of the weights of all workers, and whether they are mixed; see `read_state`."""
         return read_state(await self.llm.collective_rpc("refit_state"))

@@ -74,6 +74,12 @@ class VllmEngine:
         """One refit from a directory that the trainer has published."""
         return self._receive("refit_from_directory", path)
 
+    def receive_deltas(self, path: str) -> int:
+        """What a trainer has published in a `DeltaDirectory` since the last call; the engine was
+        prepared with `staged`.
+        """
+        return self._receive("refit_from_deltas", path)
+
     def receive_handles(self, handles: Mapping[str, Any]) -> None:
         """Some weights of a refit: what the trainer's `get_weights_ipc_handles` has returned. See
         `RefitExtension.refit_from_handles`; `finish_handles` or `drop_handles` is to follow.

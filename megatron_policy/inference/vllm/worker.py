@@ -210,6 +210,13 @@ class RefitExtension:
         return self._refit_by(lambda receiver: receiver.receive_directory(path))
 
     @_return_errors
+    def refit_from_deltas(self, path: str) -> int:
+        """What a trainer has published in a `DeltaDirectory` since the last call. The engine is
+        prepared with `staged`: what is staged is changed.
+        """
+        return self._refit_by(lambda receiver: receiver.receive_deltas(path))
+
+    @_return_errors
     def refit_from_adapters(self, path: str) -> int:
         """One refit of adapters alone, from the directory of a `PeftDirectory`, in place of those
         before: vLLM's own, number `ADAPTERS`, of an engine with `enable_lora`.
@@ -251,10 +258,10 @@ class RefitExtension:
             raise ConfigError("prepare the engine for what will be sent: call refit_prepare first")
         return self.refit_receiver
 
-    def _refit_by(self, receive: Callable[[Receiver], RefitManifest]) -> int:
+    def _refit_by(self, receive: Callable[[Receiver], object]) -> int:
         receiver = self._refit_prepared()
         try:
-            manifest = receive(receiver)
+            receive(receiver)
         except RefitError as error:
             if not receiver.mixed or MIXED in str(error):
                 raise
@@ -262,7 +269,8 @@ class RefitExtension:
         finally:
             self._refit_end()
         self.refit_adapters = None
-        return manifest.step
+        assert receiver.step is not None, "it has accepted a refit"
+        return receiver.step
 
     def _refit_end(self) -> None:
         assert self.refit_model is not None, "it was prepared"

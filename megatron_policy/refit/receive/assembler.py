@@ -109,6 +109,15 @@ class WeightAssembler:
 
     def finish(self, manifest: RefitManifest) -> RefitManifest:
         """Check that the whole set arrived as it was sent, and let the engine load it."""
+        self.stage(manifest)
+        self._check_step(manifest.step)
+        if self._engine.staged:
+            self._load(list(self._engine.kept.items()))
+        self._accept(manifest.step, manifest.model)
+        return manifest
+
+    def stage(self, manifest: RefitManifest) -> RefitManifest:
+        """Check that the whole set arrived as it was sent. `reload` follows."""
         engine = self._engine
         if engine.expected is not None:
             sent = manifest.tensors.items()
@@ -116,7 +125,6 @@ class WeightAssembler:
         self._agree(manifest.model)
         if not manifest.tensors:
             raise self.refusal("the trainer has sent nothing")
-        self._check_step(manifest.step)
         digests = self._digests
         if self.arrived and digests is not None and manifest.algorithm != digests.algorithm:
             raise self.refusal(
@@ -131,17 +139,14 @@ class WeightAssembler:
             raise self.refusal(str(error)) from error
         if engine.staged:
             engine.kept = {name: engine.kept[name] for name in manifest.tensors}
-            self._load(list(engine.kept.items()))
-        self._accept(manifest.step, manifest.model)
         return manifest
 
     def reload(self, step: int) -> None:
         """Let the engine load the staged set, which was changed to that of a later step."""
-        engine = self._engine
         self._check_step(step)
-        self._model = engine.model
-        self._load(list(engine.kept.items()))
-        self._accept(step, engine.model)
+        self._model = self._model or self._engine.model
+        self._load(list(self._engine.kept.items()))
+        self._accept(step, self._model)
 
     def _keep(self, name: str, tensor: Tensor) -> Tensor:
         form = (tuple(tensor.shape), tensor.dtype)

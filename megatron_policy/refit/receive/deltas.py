@@ -52,13 +52,13 @@ def _follow(
         at = chain.place_whole(root, number)
         if not at.is_dir():
             raise FileNotFoundError(at)
-        receive_directory(assembler_of, at)
-        engine.version = (chain.name, number)
+        receive_directory(assembler_of, at, WeightAssembler.stage)
         pending = chain.after(number)
         assert pending is not None, "a chain leads from its whole versions to the newest"
-    if pending or engine.mixed:
-        _apply(engine, assembler_of(), root, chain, pending)
-        engine.version = (chain.name, chain.newest.number)
+    elif not pending and not engine.mixed:
+        return chain.newest.step
+    _apply(engine, assembler_of(), root, chain, pending)
+    engine.version = (chain.name, chain.newest.number)
     return chain.newest.step
 
 

@@ -25,9 +25,12 @@ _PORTION = 256 * 2**20  # bytes given to the engine at a time
 
 
 def receive_directory(
-    assembler_of: Callable[[str], WeightAssembler], path: str | os.PathLike[str]
+    assembler_of: Callable[[str], WeightAssembler],
+    path: str | os.PathLike[str],
+    end: Callable[[WeightAssembler, RefitManifest], RefitManifest] = WeightAssembler.finish,
 ) -> RefitManifest:
-    """Receive one refit: the weights now in `path`; does not wait for new ones.
+    """Receive one refit: the weights now in `path`; does not wait for new ones. `end` is called
+    when all have been taken.
 
     `assembler_of` takes the name of the digest algorithm. RefitError if there is no complete
     directory of a policy, or it is older than the engine's weights, damaged, or of another model.
@@ -41,7 +44,7 @@ def receive_directory(
             assembler.announce(RefitInfo(forms, manifest.model))
             for names in _portions(reader):
                 assembler.take([(name, reader.tensor(name)) for name in names])
-            return assembler.finish(manifest)
+            return end(assembler, manifest)
     except (ConfigError, ConversionError, OSError) as error:
         raise RefitError(f"the weights in {root} are refused: {error}") from error
 
