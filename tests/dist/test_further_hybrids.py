@@ -146,7 +146,7 @@ def test_logits_are_those_of_transformers(ranks, tmp_path: Path, family: str) ->
         pytest.param(
             Cell(layout, batching, loss, family),
             id=f"{family}, {layout}, {batching}",
-            marks=[pytest.mark.nightly] * ((layout, family) not in DAILY),
+            marks=[pytest.mark.daily] * ((layout, family) in DAILY),
         )
         for family in FURTHER
         for layout, batching, loss in (WITH_EXPERTS if FURTHER[family].experts else LAYOUTS)
@@ -164,9 +164,7 @@ def test_two_steps_are_those_of_transformers(ranks, checkpoint, cell: Cell) -> N
 
 
 PREDICTING = [
-    pytest.param(
-        family, name, marks=[pytest.mark.nightly] * ((family, name) not in PREDICTED_DAILY)
-    )
+    pytest.param(family, name, marks=[pytest.mark.daily] * ((family, name) in PREDICTED_DAILY))
     for family in ("qwen3_next", "qwen3_5_text")
     for name in ("one process", "TP2+SP", "PP2", "CP2", "EP2")
     if name != "EP2" or family == "qwen3_next"

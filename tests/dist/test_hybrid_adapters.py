@@ -18,12 +18,10 @@ from tests.dist.cases import GLOBAL_BATCH, open_policy
 from tests.dist.layouts import LAYOUTS, LENGTH, SIZES, VOCAB, layout
 from tests.dist.test_adapter_conversion import assert_goes_there_and_back
 from tests.dist.test_adapters import STEPS, adapted, of_peft, train
-from tests.dist.test_hybrid_checkpoints import taking
-from tests.dist.test_hybrids import offered
 from tests.dist.test_scalar_heads import assert_values_and_scores, heads
 from tests.exact import Exact, assert_equal
 
-__all__ = ["heads", "offered", "taking"]
+__all__ = ["heads"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 DELTA = ["in_proj_qkvz", "in_proj_ba", "out_proj"]
 KINDS = {
@@ -65,7 +63,7 @@ def export_adapters(config: dict[str, Any], path: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
-    taking, checkpoint, tmp_path: Path, name: str
+    ranks, checkpoint, tmp_path: Path, name: str
 ) -> None:
     kind, case = CASES[name]
     of = KINDS[kind]
@@ -78,7 +76,7 @@ def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
     names = {n: of.saved(n) for n in hf.exact.weights if of.own(n) is not None}
     read = partial(oracle.hf_logprobs, tokens=data["input_ids"])
     config = adapted(path, case.megatron, start, target_modules=of.modules)
-    for seen in taking.run(case.world, train, config, data):
+    for seen in ranks.run(case.world, train, config, data):
         hf.assert_same_steps(seen["steps"])
         assert torch.equal(seen["base"], seen["reference"])
         assert names
@@ -98,17 +96,17 @@ def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
     ],
 )
 def test_what_a_policy_saves_becomes_what_it_exports_and_back(
-    taking, checkpoint, tmp_path: Path, family: str, name: str, peft: dict[str, Any]
+    ranks, checkpoint, tmp_path: Path, family: str, name: str, peft: dict[str, Any]
 ) -> None:
-    assert_goes_there_and_back(taking, checkpoint(family, **SIZES), tmp_path, name, peft, {})
+    assert_goes_there_and_back(ranks, checkpoint(family, **SIZES), tmp_path, name, peft, {})
 
 
-def test_peft_reads_what_is_exported_of_mamba2(taking, checkpoint, tmp_path: Path) -> None:
+def test_peft_reads_what_is_exported_of_mamba2(ranks, checkpoint, tmp_path: Path) -> None:
     """Under the names of its modules, which are not those of files. It refuses `out_proj`."""
     path = checkpoint("nemotron_h", **SIZES)
     config = adapted(path, {}, None, target_modules=["in_proj", "q_proj", "down_proj"])
     config["megatron_cfg"]["peft"]["lora_B_init_method"] = "normal"
-    (logprobs,) = taking.run(1, export_adapters, config, tmp_path / "peft")
+    (logprobs,) = ranks.run(1, export_adapters, config, tmp_path / "peft")
     exact = peft_models.logprobs(path, tmp_path / "peft", TOKENS)
     assert_equal("logprobs of peft", logprobs[:, 1:], exact)
 
@@ -118,6 +116,6 @@ def test_peft_reads_what_is_exported_of_mamba2(taking, checkpoint, tmp_path: Pat
     [("TP2xCP2+SP", "packed", "regression"), ("PP2xVPP2", "padded", "bradley_terry")],
 )
 def test_values_and_scores_are_those_of_transformers(
-    taking, heads, layout: str, batching: str, kind: str
+    ranks, heads, layout: str, batching: str, kind: str
 ) -> None:
-    assert_values_and_scores(taking, heads, layout, batching, kind, "qwen3_next")
+    assert_values_and_scores(ranks, heads, layout, batching, kind, "qwen3_next")

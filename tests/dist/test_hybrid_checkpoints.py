@@ -27,34 +27,16 @@ from tests.dist.test_dist_checkpoints import (
     save,
     world,
 )
-from tests.dist.test_hybrids import HYBRIDS, offered, run_offered
+from tests.dist.test_hybrids import HYBRIDS
 from tests.dist.test_resume import BF16, SHARDED, Case, assert_goes_on, on_disk
 from tests.exact import Exact, assert_equal
-
-__all__ = ["offered"]
-
-
-class Offered:
-    """Ranks that take these families."""
-
-    def __init__(self, ranks: Any) -> None:
-        self.ranks = ranks
-
-    def run(self, number: int, run: Any, *args: Any) -> Any:
-        return self.ranks.run(number, run_offered, run, *args)
-
-
-@pytest.fixture
-def taking(ranks: Any) -> Offered:
-    return Offered(ranks)
-
 
 CONVERTED = {"qwen3_next": PP2, "nemotron_h": TP2_PP2, "lfm2": TP2_PP2}
 
 
 @pytest.mark.parametrize("family", CONVERTED)
 def test_megatron_loads_a_converted_checkpoint_and_gives_the_logits_of_hf(
-    taking, checkpoint, tmp_path: Path, family: str
+    ranks, checkpoint, tmp_path: Path, family: str
 ) -> None:
     path = checkpoint(family, **SIZES)
     convert(path, tmp_path / "mcore", "mcore")
@@ -62,22 +44,22 @@ def test_megatron_loads_a_converted_checkpoint_and_gives_the_logits_of_hf(
     logits = Exact.of(path, lambda m: m(tokens).logits)
     sizes = CONVERTED[family]
     given = (policy_config(path, sizes), str(tmp_path / "mcore"), tokens)
-    for seen in taking.run(world(sizes), load, *given):
+    for seen in ranks.run(world(sizes), load, *given):
         assert seen["differ"] == []
         assert_equal("logits", seen["logits"], logits)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_a_converted_checkpoint_has_every_key_that_the_model_asks_for(
-    taking, checkpoint, tmp_path: Path, family: str
+    ranks, checkpoint, tmp_path: Path, family: str
 ) -> None:
     path = checkpoint(family, vocab=256)
-    assert_has_what_is_asked_for(taking, path, tmp_path / "mcore", mtp=False)
+    assert_has_what_is_asked_for(ranks, path, tmp_path / "mcore", mtp=False)
 
 
 @pytest.mark.parametrize("family", CONVERTED)
 def test_what_megatron_saves_converts_to_hf_bit_by_bit(
-    taking, checkpoint, tmp_path: Path, family: str
+    ranks, checkpoint, tmp_path: Path, family: str
 ) -> None:
     path, sizes = checkpoint(family, **SIZES), CONVERTED[family]
     run = tmp_path / "run"
@@ -85,7 +67,7 @@ def test_what_megatron_saves_converts_to_hf_bit_by_bit(
     (run / "latest_checkpointed_iteration.txt").write_text("7")
     target = str(run / "iter_0000007")
     content = {"non_homogeneous_layers": True}
-    taking.run(world(sizes), save, policy_config(path, sizes), target, content)
+    ranks.run(world(sizes), save, policy_config(path, sizes), target, content)
     convert(run, tmp_path / "hf", "hf", max_memory=2**20, config=path)
     comparison = verify(path, tmp_path / "hf")
     assert comparison.equal and comparison.tensors > 20
@@ -168,7 +150,7 @@ def load_into_their_layer(config: dict[str, Any], path: str, family: str) -> dic
 
 @pytest.mark.parametrize("family", THEIRS)
 def test_layers_of_megatron_core_load_what_is_converted(
-    taking, checkpoint, tmp_path: Path, family: str
+    ranks, checkpoint, tmp_path: Path, family: str
 ) -> None:
     """In the installed release, without the kernels that they would compute with."""
     if family == "nemotron_h":
@@ -176,7 +158,7 @@ def test_layers_of_megatron_core_load_what_is_converted(
     path = checkpoint(family, **SIZES)
     convert(path, tmp_path / "mcore", "mcore")
     config = policy_config(path, {"tensor_model_parallel_size": 2, "sequence_parallel": True})
-    for seen in taking.run(2, load_into_their_layer, config, str(tmp_path / "mcore"), family):
+    for seen in ranks.run(2, load_into_their_layer, config, str(tmp_path / "mcore"), family):
         assert all(seen.values()), seen
 
 
@@ -199,12 +181,12 @@ MOVES = {
 
 @pytest.mark.parametrize("name", MOVES)
 def test_training_goes_on_under_another_layout(
-    taking, checkpoint, tmp_path: Path, name: str
+    ranks, checkpoint, tmp_path: Path, name: str
 ) -> None:
     """In bf16 what is held in fp32 has no main parameters of its own."""
     family, *layouts, top = MOVES[name]
     saver, loader = (Case(each, CONSTANT, top, family) for each in layouts)
-    assert_goes_on(taking, checkpoint(family, **SIZES), saver, loader, tmp_path)
+    assert_goes_on(ranks, checkpoint(family, **SIZES), saver, loader, tmp_path)
     wide = ("A_log", ".D", "out_norm.weight")
     main = [key for key in on_disk(tmp_path / "saved", 2) if "fp32_param" in key]
     assert bool(main) == bool(top) and not any(key.endswith(wide) for key in main)

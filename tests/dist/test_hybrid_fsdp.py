@@ -13,8 +13,7 @@ from tests.dist.fsdp_cases import BATCHINGS
 from tests.dist.layouts import SIZES
 from tests.dist.shortcuts import refusal
 from tests.dist.test_generate import assert_continued_like_hf, continue_prompts, generation
-from tests.dist.test_hybrid_checkpoints import taking
-from tests.dist.test_hybrids import HYBRIDS, offered
+from tests.dist.test_hybrids import HYBRIDS
 from tests.dist.test_invariance import (
     assert_microbatches_are_what_the_cell_says,
     compared,
@@ -24,7 +23,6 @@ from tests.dist.test_invariance import (
 from tests.invariance.cases import Cell, config_of
 from tests.invariance.measure import run_cell
 
-__all__ = ["offered", "taking"]
 CELLS = (
     ("FSDP2 x 2", "padded", "token", "qwen3_next"),
     ("FSDP2 2x2 copies", "dynamic", "policy gradient", "qwen3_next"),
@@ -39,11 +37,11 @@ CELLS = (
 
 
 @pytest.mark.parametrize("given", CELLS, ids=", ".join)
-def test_two_steps_are_those_of_transformers(taking, checkpoint, given: tuple[str, ...]) -> None:
+def test_two_steps_are_those_of_transformers(ranks, checkpoint, given: tuple[str, ...]) -> None:
     cell = Cell(*given)
     path = checkpoint(cell.family, **SIZES)
     config, rows = config_of(cell, path), rows_of(cell, path)
-    results = taking.run(cell.of.world, run_cell, cell, config, rows)
+    results = ranks.run(cell.of.world, run_cell, cell, config, rows)
     assert_microbatches_are_what_the_cell_says(cell, results)
     found, allowed = compared(cell, path, results), tolerances(cell, path)
     for name, value in found.items():
@@ -51,19 +49,19 @@ def test_two_steps_are_those_of_transformers(taking, checkpoint, given: tuple[st
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_what_lets_sequences_mix_is_refused(taking, checkpoint, family: str) -> None:
+def test_what_lets_sequences_mix_is_refused(ranks, checkpoint, family: str) -> None:
     path = checkpoint(family, **SIZES)
     packed = fsdp_config(path, {}, **BATCHINGS["packed"])
     split = fsdp_config(path, {"context_parallel_size": 2}, **BATCHINGS["padded"])
     for ranks, config, key in ((1, packed, "sequence_packing"), (2, split, "context_parallel")):
-        for said in taking.run(ranks, refusal, config, ConfigError):
+        for said in ranks.run(ranks, refusal, config, ConfigError):
             assert key in said and "needs layers that mix tokens in transformers' attention" in said
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_prompts_are_continued_as_transformers_does(taking, checkpoint, family: str) -> None:
+def test_prompts_are_continued_as_transformers_does(ranks, checkpoint, family: str) -> None:
     """With the states of its own layers in a cache."""
     path = checkpoint(family, **SIZES)
     config = fsdp_config(path, {}, **generation())
-    for seen in taking.run(2, continue_prompts, config, None, True):
+    for seen in ranks.run(2, continue_prompts, config, None, True):
         assert_continued_like_hf(path, seen)

@@ -19,7 +19,6 @@ from tests.dist.cases import policy_config, train_two_steps
 from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, SIZES, VOCAB
 from tests.dist.test_estimate import Case, assert_states, measure
 from tests.dist.test_export import assert_same_tensors, export, tensors_of
-from tests.dist.test_hybrids import offered, run_offered
 from tests.dist.test_layouts import (
     BF16_LR,
     SCALE,
@@ -32,7 +31,6 @@ from tests.dist.test_layouts import (
 )
 from tests.margins import check
 
-__all__ = ["offered"]
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 KEPT = ("A_log", "mixer.D", "linear_attn.norm.weight")
 """What makers keep in fp32."""
@@ -98,7 +96,7 @@ def test_half_precisions_are_as_near_to_exact_arithmetic_as_transformers(
         config["megatron_cfg"]["optimizer"]["initial_loss_scale"] = SCALE
     hf = learn(path, precision)
     given = (train_two_steps, config, "token", data(), VOCAB, False)
-    for seen in ranks.run(case.world, run_offered, *given):
+    for seen in ranks.run(case.world, *given):
         assert_steps_like_hf(seen, hf)
         assert_weights_like_hf(path, case.tp, seen, hf)
         assert_wide_weights_moved(path, case.tp, seen, hf)
@@ -133,7 +131,7 @@ def test_mixed_dtypes_come_back_bit_equal(
 ) -> None:
     path, case = mixed(family, "bfloat16"), (LAYOUTS | FSDP2_LAYOUTS)[layout]
     config = policy_config(path, case.megatron, precision="bfloat16")
-    ranks.run(case.world, run_offered, export, config, tmp_path / "exported")
+    ranks.run(case.world, export, config, tmp_path / "exported")
     assert_same_tensors(tmp_path / "exported", path)
 
 
@@ -144,5 +142,5 @@ def test_plan_says_what_ranks_hold_from_step_to_step(
 ) -> None:
     of = Case(family, LAYOUTS[layout])
     raw = of.config(mixed(family, "bfloat16", hidden=128))
-    found = ranks.run(of.layout.world, run_offered, measure, raw, of.rows, of.length)
+    found = ranks.run(of.layout.world, measure, raw, of.rows, of.length)
     assert_states(PolicyConfig.parse(raw), of, found)

@@ -1,20 +1,17 @@
-"""Models whose layers hand a state on, some of which are not offered yet: their logits, and two
-steps of training under every kind of layout and batching, are those of transformers.
+"""Models whose layers hand a state on, their logits, and two steps of training under
+every kind of layout and batching, are those of transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.architecture.recurrence import CHUNK
-from megatron_policy.converters.registry import FAMILIES, PREPARED
 from tests import margins, oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import LOSSES, logits_of, open_policy, policy_config
@@ -27,15 +24,12 @@ from tests.dist.test_invariance import (
     tolerances,
 )
 from tests.exact import Exact, assert_equal
-from tests.families import SAMPLES
 from tests.invariance.cases import CLOSEST, Cell, config_of
 from tests.invariance.cases import LAYOUTS as CASES
 from tests.invariance.measure import run_cell
 from tests.invariance.oracle import truth
-from tests.samples import Fields, Samples
+from tests.samples import Fields
 
-NOT_OFFERED: dict[str, Samples] = {}
-"""Samples of families that are prepared."""
 DENSE = ["linear_attention", "mlp", "full_attention", "linear_attention"]
 UNEVEN = ["moe", "linear_attention", "full_attention", "moe", "mlp", "linear_attention"]
 LATENT = ["moe", "linear_attention", "full_attention", "moe"]
@@ -75,26 +69,14 @@ WITH_EXPERTS = (
 )
 """Tensor-parallel ranks share experts with sequence parallelism alone."""
 DAILY = {
-    ("TP2+SP", "lfm2"),
-    ("TP2+SP", "qwen3_next"),
-    ("CP2", "nemotron_h"),
-    ("EP2xTP2+SP", "nemotron_h, latent experts"),
-    ("TP2xCP2+SP", "granitemoehybrid"),
+    ("lfm2", "TP2+SP"),
+    ("qwen3_next", "TP2+SP"),
+    ("nemotron_h", "CP2"),
+    ("nemotron_h, latent experts", "EP2xTP2+SP"),
+    ("granitemoehybrid", "TP2xCP2+SP"),
 }
-GENERATED_DAILY = {("qwen3_next", "PP2xVPP2")}
-LONG_DAILY = {("qwen3_next", "CP4")}
-
-
-@pytest.fixture(autouse=True)
-def offered() -> Iterator[None]:
-    with patch.dict(FAMILIES, PREPARED), patch.dict(SAMPLES, NOT_OFFERED):
-        yield
-
-
-def run_offered(run: Callable[..., Any], *args: Any) -> Any:
-    """`run` on a rank that takes these families."""
-    with patch.dict(FAMILIES, PREPARED):
-        return run(*args)
+GENERATED_DAILY = ("qwen3_next", "PP2xVPP2")
+PACKED_DAILY = ("qwen3_next", "CP4")
 
 
 def family_of(model: str) -> str:
@@ -111,7 +93,7 @@ def test_logits_are_those_of_transformers(ranks, tmp_path: Path, model: str) -> 
     path = make_checkpoint(tmp_path / "hf", family_of(model), tokenizer=False, **given)
     for length in (1, 31):
         tokens = torch.randint(0, 128, (2, length), generator=torch.Generator().manual_seed(0))
-        ((logits,),) = ranks.run(1, run_offered, logits_of, [(path, SIZES["vocab"])], tokens)
+        ((logits,),) = ranks.run(1, logits_of, [(path, SIZES["vocab"])], tokens)
         assert_equal("logits", logits, Exact.of(path, lambda m, t=tokens: m(t).logits), length)
 
 
@@ -122,7 +104,7 @@ def test_logits_are_those_of_transformers(ranks, tmp_path: Path, model: str) -> 
             model,
             Cell(layout, batching, loss, family_of(model)),
             id=f"{model}, {layout}, {batching}",
-            marks=[pytest.mark.nightly] * ((layout, model) not in DAILY),
+            marks=[pytest.mark.daily] * ((model, layout) in DAILY),
         )
         for model in HYBRIDS
         for layout, batching, loss in (WITH_EXPERTS if has_experts(model) else LAYOUTS)
@@ -131,7 +113,7 @@ def test_logits_are_those_of_transformers(ranks, tmp_path: Path, model: str) -> 
 def test_two_steps_are_those_of_transformers(ranks, checkpoint, model: str, cell: Cell) -> None:
     path = checkpoint(cell.family, **HYBRIDS[model])
     given = (run_cell, cell, config_of(cell, path), rows_of(cell, path))
-    results = ranks.run(cell.of.world, run_offered, *given)
+    results = ranks.run(cell.of.world, *given)
     assert_microbatches_are_what_the_cell_says(cell, results)
     assert not has_experts(model) or truth(cell, path).closest > CLOSEST
     found, allowed = compared(cell, path, results), tolerances(cell, path)
@@ -139,24 +121,22 @@ def test_two_steps_are_those_of_transformers(ranks, checkpoint, model: str, cell
         margins.check(name, value, allowed[name], found)
 
 
+def every(layouts: tuple[str, ...], daily: tuple[str, str]) -> list[Any]:
+    """Every hybrid under each of these layouts."""
+    found = [(model, layout) for model in HYBRIDS for layout in layouts]
+    return [pytest.param(*each, marks=[pytest.mark.daily] * (each == daily)) for each in found]
+
+
 GENERATING = ("one process", "TP2+SP", "PP2xVPP2", "CP2")
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        pytest.param(model, layout, marks=[pytest.mark.nightly] * (case not in GENERATED_DAILY))
-        for model in HYBRIDS
-        for layout in GENERATING
-        if (case := (model, layout))
-    ],
-)
+@pytest.mark.parametrize(("model", "layout"), every(GENERATING, GENERATED_DAILY))
 def test_greedy_continuations_are_those_of_transformers(
     ranks, checkpoint, model: str, layout: str
 ) -> None:
     path, case = checkpoint(family_of(model), **HYBRIDS[model]), CASES[layout]
     given = (continue_prompts, policy_config(path, case.megatron, **generation()), None, True)
-    for seen in ranks.run(case.world, run_offered, *given):
+    for seen in ranks.run(case.world, *given):
         assert_continued_like_hf(path, seen)
 
 
@@ -197,15 +177,10 @@ def learn_twenty(config: dict[str, Any]) -> dict[str, Any]:
         return seen | {"weights": {name: each.clone() for name, each in named}}
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        pytest.param(model, layout, marks=[pytest.mark.nightly] * (case not in LONG_DAILY))
-        for model in HYBRIDS
-        for layout in ("one process", "TP2+SP", "CP4", "TP2xCP2+SP")
-        if (case := (model, layout))
-    ],
-)
+PACKING = ("one process", "TP2+SP", "CP4", "TP2xCP2+SP")
+
+
+@pytest.mark.parametrize(("model", "layout"), every(PACKING, PACKED_DAILY))
 def test_twenty_sequences_of_a_row_are_apart_however_short_they_are(
     ranks, checkpoint, model: str, layout: str
 ) -> None:
@@ -216,7 +191,7 @@ def test_twenty_sequences_of_a_row_are_apart_however_short_they_are(
     logprobs = Exact.of(path, lambda m: oracle.hf_logprobs(m, data["input_ids"]))
     hf = oracle.Learned.of(path, data, len(LENGTHS), oracle.token_level)
     inside = torch.arange(max(LENGTHS)) < data["input_lengths"].unsqueeze(1)
-    for seen in ranks.run(case.world, run_offered, learn_twenty, config):
+    for seen in ranks.run(case.world, learn_twenty, config):
         assert_equal("logprobs", seen["logprobs"][:, 1:][inside[:, 1:]], logprobs[inside[:, 1:]])
         assert len(seen["step"]["microbatch_metrics"]["valid"]) == 1
         hf.assert_same_steps([seen["step"]])

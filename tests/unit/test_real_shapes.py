@@ -62,8 +62,6 @@ CELLS = {
     "gpt-oss-20b in bf16": Cell(1, 16, 1, 4, 8, quantised=MXFP4),
     "gpt-oss-120b in bf16": Cell(1, 128, 1, 1, 64, quantised=MXFP4),
     "GLM-4.5": Cell(4, 8, 1, 8, 32, biases=89 * 160),
-    "Qwen3-Next-80B-A3B-Instruct": Cell(4, 8, 1, 2, 16),
-    "Qwen3.5-397B-A17B, text": Cell(4, 16, 1, 4, 64),
     "Kimi-K2-Instruct in bf16": Cell(8, 8, 1, 8, 64, 7, 6, biases=60 * 384, quantised=FP8),
     "Nemotron-3-Nano-30B-A3B": Cell(1, 32, 1, 2, 16, biases=23 * 128),
     "Nemotron-3-Super-120B-A12B": Cell(1, 64, 1, 4, 64, biases=40 * 512),
