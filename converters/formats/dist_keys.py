@@ -156,11 +156,8 @@ def _place(entry: Entry, name: str, arch: Architecture, stacked: bool) -> KeyedS
 
 
 def _find_sections(entry: Entry, arch: Architecture) -> tuple[tuple[str, int], ...]:
-    """Those of a projection and of a convolution; the biases of projections are whole."""
-    row = entry.row
-    if not isinstance(row, Sections) or entry.megatron.endswith("in_proj.bias"):
-        return ()
-    return row.name_rows(arch)
+    """Those of a projection and of a convolution."""
+    return entry.row.name_rows(arch) if isinstance(entry.row, Sections) else ()
 
 
 def _state(module: str, place: KeyedSlice) -> str:

@@ -16,7 +16,7 @@ import torch
 from megatron_policy.convert import convert, verify
 from tests import oracle
 from tests.dist.cases import policy_config
-from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, SIZES, VOCAB, layout
+from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, VOCAB, layout
 from tests.dist.resuming import CONSTANT
 from tests.dist.test_dist_checkpoints import (
     PP2,
@@ -30,6 +30,7 @@ from tests.dist.test_dist_checkpoints import (
 from tests.dist.test_hybrids import HYBRIDS
 from tests.dist.test_resume import BF16, SHARDED, Case, assert_goes_on, on_disk
 from tests.exact import Exact, assert_equal
+from tests.families import SAMPLES
 
 CONVERTED = {"qwen3_next": PP2, "nemotron_h": TP2_PP2, "lfm2": TP2_PP2}
 
@@ -38,7 +39,7 @@ CONVERTED = {"qwen3_next": PP2, "nemotron_h": TP2_PP2, "lfm2": TP2_PP2}
 def test_megatron_loads_a_converted_checkpoint_and_gives_the_logits_of_hf(
     ranks, checkpoint, tmp_path: Path, family: str
 ) -> None:
-    path = checkpoint(family, **SIZES)
+    path = checkpoint(family, **HYBRIDS[family])
     convert(path, tmp_path / "mcore", "mcore")
     tokens = oracle.make_batch(4, 11, VOCAB)["input_ids"]
     logits = Exact.of(path, lambda m: m(tokens).logits)
@@ -49,7 +50,7 @@ def test_megatron_loads_a_converted_checkpoint_and_gives_the_logits_of_hf(
         assert_equal("logits", seen["logits"], logits)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [name for name in HYBRIDS if name in SAMPLES])
 def test_a_converted_checkpoint_has_every_key_that_the_model_asks_for(
     ranks, checkpoint, tmp_path: Path, family: str
 ) -> None:
@@ -61,7 +62,7 @@ def test_a_converted_checkpoint_has_every_key_that_the_model_asks_for(
 def test_what_megatron_saves_converts_to_hf_bit_by_bit(
     ranks, checkpoint, tmp_path: Path, family: str
 ) -> None:
-    path, sizes = checkpoint(family, **SIZES), CONVERTED[family]
+    path, sizes = checkpoint(family, **HYBRIDS[family]), CONVERTED[family]
     run = tmp_path / "run"
     run.mkdir()
     (run / "latest_checkpointed_iteration.txt").write_text("7")
@@ -155,7 +156,7 @@ def test_layers_of_megatron_core_load_what_is_converted(
     """In the installed release, without the kernels that they would compute with."""
     if family == "nemotron_h":
         pytest.importorskip("triton")
-    path = checkpoint(family, **SIZES)
+    path = checkpoint(family, **HYBRIDS[family])
     convert(path, tmp_path / "mcore", "mcore")
     config = policy_config(path, {"tensor_model_parallel_size": 2, "sequence_parallel": True})
     for seen in ranks.run(2, load_into_their_layer, config, str(tmp_path / "mcore"), family):
@@ -186,7 +187,7 @@ def test_training_goes_on_under_another_layout(
     """In bf16 what is held in fp32 has no main parameters of its own."""
     family, *layouts, top = MOVES[name]
     saver, loader = (Case(each, CONSTANT, top, family) for each in layouts)
-    assert_goes_on(ranks, checkpoint(family, **SIZES), saver, loader, tmp_path)
+    assert_goes_on(ranks, checkpoint(family, **HYBRIDS[family]), saver, loader, tmp_path)
     wide = ("A_log", ".D", "out_norm.weight")
     main = [key for key in on_disk(tmp_path / "saved", 2) if "fp32_param" in key]
     assert bool(main) == bool(top) and not any(key.endswith(wide) for key in main)

@@ -303,13 +303,10 @@ class RecurrentMixer(MegatronModule, ABC):
             (section.name, heads * width)
             for section, (heads, width) in zip(self.sections, self.whole.sizes, strict=True)
         ]
-        names = (
-            ("in_proj.weight", parts),
-            *((f"conv1d.{kind}", parts[self.convolved]) for kind in ("weight", "bias")),
-        )
-        for name, own in names:
-            if prefix + name in sharded:
-                sharded[prefix + name] = _divide_rows(sharded[prefix + name], own)
+        for module, own in (("in_proj", parts), ("conv1d", parts[self.convolved])):
+            for name in (f"{prefix}{module}.weight", f"{prefix}{module}.bias"):
+                if name in sharded:
+                    sharded[name] = _divide_rows(sharded[name], own)
         return sharded
 
 
