@@ -4,6 +4,7 @@ every kind of layout and batching, are those of transformers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.dist.test_invariance import (
     tolerances,
 )
 from tests.exact import Exact, assert_equal
+from tests.families import SAMPLES
 from tests.invariance.cases import CLOSEST, Cell, config_of
 from tests.invariance.cases import LAYOUTS as CASES
 from tests.invariance.measure import run_cell
@@ -121,16 +123,16 @@ def test_two_steps_are_those_of_transformers(ranks, checkpoint, model: str, cell
         margins.check(name, value, allowed[name], found)
 
 
-def every(layouts: tuple[str, ...], daily: tuple[str, str]) -> list[Any]:
-    """Every hybrid under each of these layouts."""
-    found = [(model, layout) for model in HYBRIDS for layout in layouts]
+def every(models: Iterable[str], layouts: tuple[str, ...], daily: tuple[str, str]) -> list[Any]:
+    """Each of these hybrids under each of these layouts."""
+    found = [(model, layout) for model in models for layout in layouts]
     return [pytest.param(*each, marks=[pytest.mark.daily] * (each == daily)) for each in found]
 
 
 GENERATING = ("one process", "TP2+SP", "PP2xVPP2", "CP2")
 
 
-@pytest.mark.parametrize(("model", "layout"), every(GENERATING, GENERATED_DAILY))
+@pytest.mark.parametrize(("model", "layout"), every(HYBRIDS, GENERATING, GENERATED_DAILY))
 def test_greedy_continuations_are_those_of_transformers(
     ranks, checkpoint, model: str, layout: str
 ) -> None:
@@ -180,7 +182,9 @@ def learn_twenty(config: dict[str, Any]) -> dict[str, Any]:
 PACKING = ("one process", "TP2+SP", "CP4", "TP2xCP2+SP")
 
 
-@pytest.mark.parametrize(("model", "layout"), every(PACKING, PACKED_DAILY))
+@pytest.mark.parametrize(
+    ("model", "layout"), every(filter(SAMPLES.get, HYBRIDS), PACKING, PACKED_DAILY)
+)
 def test_twenty_sequences_of_a_row_are_apart_however_short_they_are(
     ranks, checkpoint, model: str, layout: str
 ) -> None:
