@@ -367,7 +367,7 @@ def test_a_convolution_starts_anew_with_every_sequence(
 def test_a_convolution_in_steps_equals_the_whole() -> None:
     random = torch.Generator().manual_seed(4)
     x, weight = torch.randn(3, 7, 5, generator=random), torch.randn(5, 4, generator=random)
-    bias, windows = torch.randn(5, generator=random), Windows.of(sequences_of((7,), 3, True), 4)
+    bias, windows = torch.randn(5, generator=random), Windows.of(sequences_of((7, 7, 7)), 4)
     out, last = convolve(x.flatten(0, 1), weight, bias, windows)
     past, found = torch.zeros(3, 3, 5), []
     for t in range(7):
