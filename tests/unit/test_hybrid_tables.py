@@ -11,7 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_policy.adapters.table import PREFIX, A, B, build_adapter_table, is_adaptable
+from megatron_policy.adapters.table import (
+    PREFIX,
+    A,
+    B,
+    build_adapter_table,
+    is_adaptable,
+    name_module,
+)
 from megatron_policy.convert import convert, verify
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
@@ -67,7 +74,7 @@ def test_projections_can_have_adapters_and_convolutions_cannot(checkpoint, famil
             if entry.expert is None:
                 for name in entry.hf:
                     rows, columns = shapes[name]
-                    module = PREFIX + name.removesuffix(".weight")
+                    module = PREFIX + name_module(name)
                     assert adapters[module + B] == (rows, rank), name
                     assert adapters.get(module + A, (rank, columns)) == (rank, columns), name
     for name in ADAPTED[family]:
