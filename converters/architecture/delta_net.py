@@ -101,13 +101,13 @@ class DeltaNet(Recurrence):
         return replace(self, num_key_heads=keys, num_value_heads=values)
 
     def count_slab(self, slabs: Slabs) -> int:
-        """Queries and keys as they are, scaled, of each value head, and decayed; values, what would
-        be written without the state, and twice what is; six products of all pairs of a chunk; twice
-        the state before it.
+        """Queries and keys as they are, scaled, of each value head, and both decayed; values, what
+        would be written without the state, and twice what is; six products of all pairs of a chunk;
+        twice the state before it.
         """
         heads, keys = self.num_value_heads, self.num_key_heads
         repeated = 2 * heads * self.key_head_dim * (heads != keys)
-        of_keys = 4 * self.key_size + 3 * heads * self.key_head_dim + repeated
+        of_keys = 4 * self.key_size + 4 * heads * self.key_head_dim + repeated
         token = of_keys + 4 * self.value_size + heads * (6 * slabs.chunk + 9) + 2 * keys
         return token * slabs.tokens + 2 * self.memory_size * slabs.chunks
 

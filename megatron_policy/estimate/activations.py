@@ -143,7 +143,8 @@ class SavedBytes:
     def beside(self, second: PartBytes) -> SavedBytes:
         """With a second part, which reads the same."""
         core = CoreBytes(*map(sum, zip(self.core, second.core, strict=True)))
-        return replace(self, inner=self.inner + second.inner, core=core)
+        again = max(self.again_inside, second.again)
+        return replace(self, inner=self.inner + second.inner, core=core, again_inside=again)
 
 
 _NOTHING = SavedBytes(0, 0, 0, 0, CoreBytes(), 0, 0, False, False, False, 0)

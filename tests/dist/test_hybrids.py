@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture.recurrence import CHUNK
+from megatron_policy.recurrence.chunks import SIZE as CHUNK
 from tests import margins, oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import LOSSES, logits_of, open_policy, policy_config
