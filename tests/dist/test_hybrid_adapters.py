@@ -86,6 +86,7 @@ def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
         assert_equal("logprobs of the base", seen["base"][:, 1:], Exact.of(path, read))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "name", "peft"),
     [
@@ -101,6 +102,7 @@ def test_what_a_policy_saves_becomes_what_it_exports_and_back(
     assert_goes_there_and_back(ranks, checkpoint(family, **SIZES), tmp_path, name, peft, {})
 
 
+@pytest.mark.nightly
 def test_peft_reads_what_is_exported_of_mamba2(ranks, checkpoint, tmp_path: Path) -> None:
     """Under the names of its modules, which are not those of files. It refuses `out_proj`."""
     path = checkpoint("nemotron_h", **SIZES)
@@ -111,6 +113,7 @@ def test_peft_reads_what_is_exported_of_mamba2(ranks, checkpoint, tmp_path: Path
     assert_equal("logprobs of peft", logprobs[:, 1:], exact)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "batching", "kind"),
     [("TP2xCP2+SP", "packed", "regression"), ("PP2xVPP2", "padded", "bradley_terry")],

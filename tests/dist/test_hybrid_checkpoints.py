@@ -35,6 +35,7 @@ from tests.families import SAMPLES
 CONVERTED = {"qwen3_next": PP2, "nemotron_h": TP2_PP2, "lfm2": TP2_PP2}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", CONVERTED)
 def test_megatron_loads_a_converted_checkpoint_and_gives_the_logits_of_hf(
     ranks, checkpoint, tmp_path: Path, family: str
@@ -50,6 +51,7 @@ def test_megatron_loads_a_converted_checkpoint_and_gives_the_logits_of_hf(
         assert_equal("logits", seen["logits"], logits)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", [name for name in HYBRIDS if name in SAMPLES])
 def test_a_converted_checkpoint_has_every_key_that_the_model_asks_for(
     ranks, checkpoint, tmp_path: Path, family: str
@@ -58,6 +60,7 @@ def test_a_converted_checkpoint_has_every_key_that_the_model_asks_for(
     assert_has_what_is_asked_for(ranks, path, tmp_path / "mcore", mtp=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", CONVERTED)
 def test_what_megatron_saves_converts_to_hf_bit_by_bit(
     ranks, checkpoint, tmp_path: Path, family: str

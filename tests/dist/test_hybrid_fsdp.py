@@ -58,6 +58,7 @@ def test_what_lets_sequences_mix_is_refused(ranks, checkpoint, family: str) -> N
             assert key in said and "needs layers that mix tokens in transformers' attention" in said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_prompts_are_continued_as_transformers_does(ranks, checkpoint, family: str) -> None:
     """With the states of its own layers in a cache."""

@@ -135,6 +135,7 @@ def test_mixed_dtypes_come_back_bit_equal(
     assert_same_tensors(tmp_path / "exported", path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["DP2 distributed optimizer, both overlaps", "TP2+SP"])
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
 def test_plan_says_what_ranks_hold_from_step_to_step(
