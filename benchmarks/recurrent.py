@@ -1,5 +1,5 @@
 """Layers that hand on a state: training steps relative to a plain loop over transformers' own
-(rows 24 and 25), and how what a scan holds grows with its tokens (row 26).
+(rows 26 and 27), and how what a scan holds grows with its tokens (row 28).
 """
 
 from __future__ import annotations

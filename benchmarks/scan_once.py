@@ -8,6 +8,7 @@ Shapes: N tokens, H heads, G key heads or groups, K key channels or state, V val
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import time
@@ -23,6 +24,8 @@ from megatron_policy.recurrence.state_space import state_space
 
 PIECE = 1024
 """Tokens that are drawn at once: more tokens begin with the same."""
+MMAP_THRESHOLD = -3
+"""glibc's name for the size from which memory comes from the system, and goes back to it."""
 Inputs = list[torch.Tensor]
 
 
@@ -59,6 +62,8 @@ SCANS: dict[str, tuple[Callable[[int], Inputs], Callable[..., Any]]] = {
 def main(name: str, tokens: int) -> dict[str, Any]:
     """Run a scan and measure it."""
     make, scan = SCANS[name]
+    # Otherwise malloc keeps what was freed, and more of it the larger it was.
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**16)
     _run(scan, make(PIECE))  # loads the code and touches its pages
     inputs = make(tokens)
     before, started = start_of_peak(), time.process_time()

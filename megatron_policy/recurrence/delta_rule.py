@@ -127,9 +127,8 @@ class _Invert(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        (inverse,) = ctx.saved_tensors
-        gradient: torch.Tensor = -(inverse.mT @ grads[0] @ inverse.mT).tril(-1)
-        return gradient
+        transposed: torch.Tensor = ctx.saved_tensors[0].mT
+        return -(transposed @ grads[0] @ transposed).tril(-1)
 
 
 def _invert(x: torch.Tensor) -> torch.Tensor:
@@ -139,8 +138,9 @@ def _invert(x: torch.Tensor) -> torch.Tensor:
     places = x.size(-1)
     if places <= LEAST:
         one = torch.eye(places, dtype=x.dtype, device=x.device).expand_as(x)
-        solved: torch.Tensor
-        solved = torch.linalg.solve_triangular(x, one, upper=False, unitriangular=True)
+        solved: torch.Tensor = torch.linalg.solve_triangular(
+            x, one, upper=False, unitriangular=True
+        )
         return solved
     early, late = slice(places // 2), slice(places // 2, None)
     first, last = _invert(torch.stack([x[..., early, early], x[..., late, late]]))

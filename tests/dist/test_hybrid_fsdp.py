@@ -53,8 +53,8 @@ def test_what_lets_sequences_mix_is_refused(ranks, checkpoint, family: str) -> N
     path = checkpoint(family, **SIZES)
     packed = fsdp_config(path, {}, **BATCHINGS["packed"])
     split = fsdp_config(path, {"context_parallel_size": 2}, **BATCHINGS["padded"])
-    for ranks, config, key in ((1, packed, "sequence_packing"), (2, split, "context_parallel")):
-        for said in ranks.run(ranks, refusal, config, ConfigError):
+    for number, config, key in ((1, packed, "sequence_packing"), (2, split, "context_parallel")):
+        for said in ranks.run(number, refusal, config, ConfigError):
             assert key in said and "needs layers that mix tokens in transformers' attention" in said
 
 

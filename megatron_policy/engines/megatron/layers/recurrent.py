@@ -26,7 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_policy.converters.architecture import ChannelDeltaNet, HeadRows, Recurrence
+from megatron_policy.converters.architecture import HeadRows, Recurrence
 from megatron_policy.device import current_device, is_accelerated, to_device
 from megatron_policy.engines.megatron.layers.norm import make_shard
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
@@ -348,8 +348,6 @@ def _find_lacking(mixer: RecurrentMixer) -> str | None:
         return "no GPU is visible"
     if find_spec(PACKAGE) is None:
         return f"{EXTRAS[PACKAGE].requirement} is not installed"
-    if isinstance(mixer.part, ChannelDeltaNet):
-        return "they have no decays of single channels"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"in {dtype} they would multiply with fewer bits"
     return f"they have at most {LARGEST_KEY} channels of a key" if key > LARGEST_KEY else None
