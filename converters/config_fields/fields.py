@@ -6,7 +6,7 @@ listed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,15 +111,19 @@ class Fields:
         self._note(name, TRANSLATED, "" if default is None else f"taken as {shown(default)}")
         return default
 
-    def section(self, name: str) -> Fields | None:
-        """A nested mapping as Fields, finished together with these; None if absent or null."""
+    def section(self, name: str, inherited: Collection[str] = ()) -> Fields | None:
+        """A nested mapping as Fields, finished together with these; None if absent or null. It has
+        the `inherited` fields of this one, which precede its own. That of a model has fields which
+        are ignored as these are.
+        """
         value = self.take(name, None)
         if value is None:
             return None
         if not isinstance(value, Mapping):
             raise ConversionError(f"{self._prefix}{name} must be a mapping, not {value!r}")
         if name not in self._sections:
-            self._sections[name] = Fields(value, f"{self._prefix}{name}.")
+            above = {each: self.take(each) for each in inherited}
+            self._sections[name] = Fields({**value, **above}, f"{self._prefix}{name}.")
         return self._sections[name]
 
     def expect(self, name: str, allowed: tuple[Any, ...], why: str) -> None:
