@@ -58,6 +58,9 @@ class LongScaling:
     attention_factor: float
 
 
+BY_LENGTH = (DynamicScaling, LongScaling)
+"""With these the frequencies depend on the length of the text."""
+
 Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongScaling
 
 
@@ -70,6 +73,10 @@ class Rope:
     fraction: float = 1.0
     interleaved: bool = False
     """Pairs are neighbouring channels; otherwise one channel of each half."""
+    axes: tuple[int, ...] = field(default=(), hash=False)
+    """Which of a token's three positions, in time, height and width, turns each pair (multimodal
+    RoPE, Wang et al. 2024, "Qwen2-VL"); empty if it has one position.
+    """
 
     def size(self, head_dim: int) -> int:
         """Number of rotated channels per head."""
@@ -103,6 +110,11 @@ class Rope:
             raise ConversionError(
                 "rope_theta must be > 1, and 2 or more channels of an even head size must be "
                 f"rotated (got base {self.base:g}, {size} of {head_dim} channels)"
+            )
+        if self.axes and (len(self.axes) != pairs or isinstance(self.scaling, BY_LENGTH)):
+            raise ConversionError(
+                f"mrope_section must name the position of each of {pairs} rotated pairs (it names "
+                f"{len(self.axes)}), whose frequencies do not depend on the length of the text"
             )
         if isinstance(self.scaling, DynamicScaling) and size < 4:
             raise ConversionError(f"dynamic scaling needs 4 rotated channels or more, not {size}")

@@ -6,6 +6,7 @@ What the config leaves open is filled in as transformers does (modeling_rope_uti
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from megatron_policy.converters.architecture.rotary import (
@@ -25,16 +26,41 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def take_rope(
-    fields: Fields, *, partial: bool = False, interleaved: bool = False, fraction: float = 1.0
+    fields: Fields,
+    *,
+    partial: bool = False,
+    interleaved: bool = False,
+    fraction: float = 1.0,
+    threefold: bool = False,
 ) -> Rope:
     """The rotary embedding in either spelling: `rope_parameters`, or `rope_theta` and
     `rope_scaling`.
 
     `partial` says that the family can leave part of a head unrotated; without
-    `partial_rotary_factor` in the config, `fraction` of it is rotated.
+    `partial_rotary_factor` in the config, `fraction` of it is rotated. `threefold` says that tokens
+    have three positions, which share the pairs of a head.
     """
     section = fields.section("rope_parameters") or fields.section("rope_scaling")
-    return _rope(fields, section, "rope_theta", partial, interleaved, fraction)
+    rope = _rope(fields, section, "rope_theta", partial, interleaved, fraction)
+    return replace(rope, axes=_take_axes(section or Fields({}))) if threefold else rope
+
+
+def _take_axes(section: Fields) -> tuple[int, ...]:
+    """`mrope_section` says how many pairs each position turns: one position after another or, if
+    `mrope_interleaved`, height and width at every third pair as long as they have some left.
+    """
+    counts = section.take("mrope_section")
+    if not isinstance(counts, list | tuple) or [type(each) for each in counts] != [int] * 3:
+        section.refuse("mrope_section", counts, "must be a list of three numbers of pairs")
+        return ()
+    if not section.take("mrope_interleaved", False):
+        return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
+    axes = [0] * sum(counts)
+    for axis in (1, 2):
+        at = range(axis, min(3 * counts[axis], len(axes)), 3)
+        for pair in at:
+            axes[pair] = axis
+    return tuple(axes)
 
 
 def take_ropes_by_window(

@@ -218,8 +218,9 @@ class Embedder(Protocol):
         """
 
     def positions(self, microbatch: Microbatch) -> torch.Tensor | None:
-        """int64 `[B, S]`: the position of each token of the caller's rows, the same on every rank;
-        None if each row's tokens are numbered from 0.
+        """int64 `[B, S]`: the position of each token of the caller's rows, the same on every rank,
+        or `[B, S, 3]` if three positions of a token turn its heads; None if each row's tokens are
+        numbered from 0.
         """
 
 

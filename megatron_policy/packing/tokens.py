@@ -106,8 +106,8 @@ class TokenLayout:
         return torch.cat([values_BS.flatten(0, 1), last])[self.sources_CTR[rank]]
 
     def take_positions(self, rank: int, positions_BS: torch.Tensor | None) -> torch.Tensor:
-        """`positions_BS` in rank `rank`'s layout, `[T, R]`; those of tokens that are numbered from
-        0 in each sequence if it is None.
+        """`positions_BS`, or three of each token, in rank `rank`'s layout, `[T, R]` or `[T, R, 3]`;
+        those of tokens that are numbered from 0 in each sequence if it is None.
         """
         if positions_BS is not None:
             return self.take(positions_BS, rank)

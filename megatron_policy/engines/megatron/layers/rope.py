@@ -17,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_policy.converters.architecture import Attention
 from megatron_policy.converters.architecture.rotary import (
+    BY_LENGTH,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -27,8 +28,6 @@ from megatron_policy.converters.architecture.rotary import (
 from megatron_policy.device import current_device, to_device
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequences_of
 from megatron_policy.packing.microbatch import Microbatch
-
-_BY_LENGTH = (DynamicScaling, LongScaling)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, length: int = 0) -> torch.Tensor:
@@ -108,6 +107,17 @@ def attention_factor(rope: Rope) -> float:
     return scaling.attention_factor if isinstance(scaling, YarnScaling | LongScaling) else 1.0
 
 
+def _of_pairs(positions_TR: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """The position that turns each pair, `[T, R, P]`, of three of each token, `[T, R, 3]`; or of
+    one, `[T, R]`, as `[T, R, 1]`.
+    """
+    if positions_TR.ndim == 2:
+        return positions_TR.unsqueeze(-1)
+    assert rope.axes, "a token has one position"
+    axes_P = to_device(torch.tensor(rope.axes))
+    return positions_TR.index_select(-1, axes_P)
+
+
 class Rotary(torch.nn.Module):
     """Angles of every kind of layer, concatenated: `[T, 1, 1, 2 P of each]`, in fp32.
 
@@ -138,7 +148,7 @@ class Rotary(torch.nn.Module):
     def depends_on_length(self) -> bool:
         """Whether the angles of a text's first positions depend on its length."""
         return self.longest is None and any(
-            isinstance(rope.scaling, _BY_LENGTH) for rope in self.ropes
+            isinstance(rope.scaling, BY_LENGTH) for rope in self.ropes
         )
 
     def differs(self, before: int, after: int) -> bool:
@@ -148,7 +158,7 @@ class Rotary(torch.nn.Module):
         pairs = (
             (inverse_frequencies(rope, self.head_dim, n) for n in (before, after))
             for rope in self.ropes
-            if isinstance(rope.scaling, _BY_LENGTH)
+            if isinstance(rope.scaling, BY_LENGTH)
         )
         return not all(torch.equal(*pair) for pair in pairs)
 
@@ -169,8 +179,8 @@ class Rotary(torch.nn.Module):
         return self._compute(wanted.positions_TR, lengths)
 
     def _compute(self, positions_TR: torch.Tensor, text_length: int | torch.Tensor) -> torch.Tensor:
-        """The angles at these positions of texts of one length, or of each token's `[T, R]`: those
-        are made on the host, which knows the lengths.
+        """The angles at these positions, or three of each token, of texts of one length, or of each
+        token's `[T, R]`: those are made on the host, which knows the lengths.
         """
         if isinstance(text_length, torch.Tensor):
             lengths, which_TR = text_length.unique(return_inverse=True)
@@ -186,7 +196,7 @@ class Rotary(torch.nn.Module):
             return positions_TR.new_empty((len(positions_TR), 1, 1, 0), dtype=torch.float32)
         angles = []
         for rope, of_rope in zip(self.ropes, frequencies, strict=True):
-            once = positions_TR.unsqueeze(-1).float() * of_rope
+            once = _of_pairs(positions_TR, rope).float() * of_rope
             angles.append(
                 once.repeat_interleave(2, -1) if rope.interleaved else once.repeat(1, 1, 2)
             )

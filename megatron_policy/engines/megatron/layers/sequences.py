@@ -30,7 +30,7 @@ class SequenceParams(PackedSeqParams, Sequences):
     qkv_format: str = "sbhd"
     positions_TR: torch.Tensor
     """Of this context-parallel rank's tokens, int64, on the device; R is 1 if they are alike in all
-    rows.
+    rows. `[T, R, 3]` where a token has three.
     """
     packed: PackedSeqParams | None
     """The same for Transformer Engine, "thd"; None if rows are padded."""
