@@ -48,6 +48,7 @@ from megatron_policy.converters.families import (
     olmoe,
     phi3,
     qwen2,
+    qwen2_5_vl,
     qwen2_moe,
     qwen3,
     qwen3_5,
@@ -56,6 +57,8 @@ from megatron_policy.converters.families import (
     qwen3_5_text,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
+    qwen3_vl_moe,
     seed_oss,
     smollm3,
     starcoder2,
@@ -86,6 +89,8 @@ class Family:
     """What the names of transformers' classes with a scalar head begin with, if not as those of
     `hf_architectures`.
     """
+    surrounded: bool = False
+    """Whether its models have a shell: the decoder is a part of transformers' composite model."""
     awaits: str = ""
     """What its models have that is not offered yet."""
 
@@ -155,6 +160,8 @@ FAMILIES = {
     )
 }
 
+_PICTURES: dict[str, Any] = {"surrounded": True, "awaits": "pictures"}
+
 PREPARED = {
     family.name: family
     for family in (
@@ -184,6 +191,9 @@ PREPARED = {
             awaits="gated delta nets",
             other_names=olmo_hybrid.OTHER_NAMES,
         ),
+        _built_in(qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration", **_PICTURES),
+        _built_in(qwen3_vl, "Qwen3VLForConditionalGeneration", **_PICTURES),
+        _built_in(qwen3_vl_moe, "Qwen3VLMoeForConditionalGeneration", **_PICTURES),
     )
 }
 """Families whose fields and tensors are known, but not offered: not all that a policy does with a
@@ -202,11 +212,13 @@ def family_of(model_type: str) -> Family:
     family = added_family(model_type) or FAMILIES.get(model_type)
     if family is not None:
         return family
-    if model_type in PREPARED:
+    if (prepared := PREPARED.get(model_type)) is not None:
+        other = "policy.dtensor_cfg can train it with transformers' own modules (FSDP2)."
+        if prepared.surrounded:
+            other = "Train a model that reads text alone."
         raise ConversionError(
             f"{model_type} cannot be converted or trained by Megatron-Core yet: models with "
-            f"{PREPARED[model_type].awaits} are not supported. policy.dtensor_cfg can train it "
-            "with transformers' own modules (FSDP2)."
+            f"{prepared.awaits} are not supported. {other}"
         )
     if model_type in REFUSED:
         raise ConversionError(f"{model_type} cannot be converted: {REFUSED[model_type]}")

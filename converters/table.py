@@ -16,6 +16,7 @@ from megatron_policy.converters.architecture import Architecture, Moe, ScalarHea
 from megatron_policy.converters.config_fields import IGNORED, Fields, shown
 from megatron_policy.converters.config_fields.quantisation import found_in
 from megatron_policy.converters.families.shared.dense import rename
+from megatron_policy.converters.families.shared.pictures import make_rows
 from megatron_policy.converters.rows import Ignore, Role, Row, Shape
 from megatron_policy.converters.rows.blocks import EXPERT, of_expert
 from megatron_policy.converters.rows.expert_rows import STACKED, Stacked
@@ -250,6 +251,8 @@ def draft(
         raise ConversionError(
             f"config.json has a value that a {family.name} model cannot have: {error}"
         ) from error
+    if architecture.shell is not None:
+        rows = (*rows, *make_rows(architecture.shell))
     entries = _make_entries([row for row in rows if not isinstance(row, Ignore)], architecture)
     _refuse_duplicates(family.name, entries)
     _refuse_vectors_as_matrices(family.name, entries, architecture)

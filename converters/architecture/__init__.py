@@ -18,6 +18,7 @@ from .moe import Moe
 from .part import LayerPart
 from .recurrence import HeadRows, Recurrence
 from .rotary import Rope
+from .shell import Medium, Shell
 from .short_convolution import ShortConvolution
 from .traits import Activation, Norm, QkNorm, ScalarHead, Scoring
 
@@ -34,6 +35,7 @@ __all__ = [
     "Layer",
     "LayerPart",
     "Mamba2",
+    "Medium",
     "Mixer",
     "Mla",
     "Mlp",
@@ -45,6 +47,7 @@ __all__ = [
     "Rope",
     "ScalarHead",
     "Scoring",
+    "Shell",
     "ShortConvolution",
     "VocabShard",
     "padded_vocab",

@@ -20,6 +20,7 @@ from .mlp import Mlp
 from .moe import Moe
 from .part import LayerPart
 from .rotary import Rope
+from .shell import Shell
 from .short_convolution import ShortConvolution
 from .traits import Norm, ScalarHead
 
@@ -88,6 +89,8 @@ class Architecture:
     """Keys of a batch that its first stage reads beside the tokens: a tensor, or None, for each
     row.
     """
+    shell: Shell | None = None
+    """What surrounds a decoder that also sees pictures."""
 
     def __post_init__(self) -> None:
         for blocks in (self.num_layers, self.tower_blocks or 1):

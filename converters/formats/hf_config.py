@@ -12,12 +12,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeGuard
 
+import torch
+
 from megatron_policy.converters.architecture import MOST_LAYERS
 from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme, scheme_of
+from megatron_policy.converters.families.shared.pictures import TENSORS
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import expanded, inside, read
 from megatron_policy.converters.files.nearby import how_to_convert, names_in
-from megatron_policy.converters.registry import FAMILIES, family_of
+from megatron_policy.converters.registry import FAMILIES, Family, family_of
 from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError, ConversionError
 
@@ -33,6 +36,8 @@ _ROPE = (frozenset({_NEW}), frozenset({"rope_scaling", "rope_theta"}))
 """What releases of transformers call the settings of rotary embeddings: 5, and before."""
 _ALWAYS_KNOWN = _ROPE[0] | _ROPE[1] | {"pad_token_id"}
 MAX_BYTES = 16 * 2**20
+DECODERS = ("language_model.", "text_model.")
+"""What transformers' composite models call their decoder, with the names of its tensors behind."""
 
 # Fields of a config.json that do not describe the model but that transformers acts on: code to
 # run, kernels and files to fetch, the number of labels to make up. Reading a checkpoint must not
@@ -69,7 +74,7 @@ def read_config(model: str | Path, overrides: Mapping[str, Any] | None = None) -
             f"config.json of {kind} relies on: install a newer transformers"
         )
     if known_as in CONFIG_MAPPING:
-        config = _completed(model, config)
+        config = _completed(model, config, _family_of(kind).surrounded)
         if known_as != kind:  # transformers itself changes the type for some values
             config["model_type"] = kind
     common = PretrainedConfig().to_dict()
@@ -250,15 +255,24 @@ def has_family(kind: str) -> bool:
 
 def _known_as(kind: str) -> str:
     """Under which model_type transformers has it; ConversionError where there is no family."""
-    return (FAMILIES.get(kind) or family_of(kind)).hf_model_type or kind
+    return _family_of(kind).hf_model_type or kind
 
 
-def _completed(model: str | Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, completed with their class's defaults."""
+def _family_of(kind: str) -> Family:
+    return FAMILIES.get(kind) or family_of(kind)
+
+
+def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -> dict[str, Any]:
+    """The fields, completed with their class's defaults and, of a decoder that is `surrounded`, the
+    tensors of its shell.
+    """
     with for_transformers(config) as folder:
         try:
             _check_kinds(config)
-            found = _auto_config().from_pretrained(folder, trust_remote_code=False).to_dict()
+            read = _auto_config().from_pretrained(folder, trust_remote_code=False)
+            found = read.to_dict()
+            if surrounded:
+                found[TENSORS] = _list_shell(read)
         except MemoryError:
             raise
         except Exception as error:  # fields of unexpected types can raise anything in there
@@ -266,6 +280,16 @@ def _completed(model: str | Path, config: Mapping[str, Any]) -> dict[str, Any]:
     if "auto_map" in config:  # families state why they do not need the code it names
         found["auto_map"] = config["auto_map"]
     return {**found, "_name_or_path": str(model)}
+
+
+def _list_shell(config: Any) -> dict[str, list[int]]:
+    """Name and shape of each tensor that transformers' composite model has beside its decoder."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        composite = AutoModel.from_config(config)
+    tensors = composite.state_dict().items()
+    return {name: list(t.shape) for name, t in tensors if not name.startswith(DECODERS)}
 
 
 def _auto_config() -> Any:

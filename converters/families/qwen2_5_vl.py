@@ -1,0 +1,18 @@
+"""Qwen2.5-VL: Qwen2.5 that also sees pictures and videos, with three positions of a token."""
+
+from __future__ import annotations
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.config_fields.rope_fields import take_rope
+from megatron_policy.converters.families.shared import dense, pictures
+
+from .qwen2 import TABLE as TABLE
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a Qwen2_5_VLConfig describes."""
+    text = pictures.take_text(fields)
+    attention = dense.take_attention(text, rope=take_rope(text, threefold=True), qkv_bias=True)
+    shell = pictures.take_shell(fields, "", "second_per_grid_ts")
+    return dense.architecture(text, dense.take_windows(text, attention), **shell)

@@ -1,0 +1,67 @@
+"""What families share whose models also see pictures: the decoder's section of the config, and what
+surrounds it, which transformers' own class computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_policy.converters.architecture import Medium, Shell
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.rows import Role, Row, Whole
+from megatron_policy.errors import ConversionError
+
+PARAMETERS = "embedding.shell."
+"""What the names of the shell's parameters begin with, beside the embedding of the first stage."""
+
+TENSORS = "shell"
+"""The field that a config has beside those of its file: the tensors of what surrounds the decoder,
+name and shape.
+"""
+_BY_CLASS = "read by transformers' own class of what surrounds the decoder"
+_MARKS = ("vision_start_token_id", "vision_end_token_id")
+
+
+def take_text(fields: Fields) -> Fields:
+    """The decoder's section."""
+    text = fields.section("text_config", inherited=("tie_word_embeddings",))
+    if text is None:
+        raise ConversionError("config.json has no text_config, which this model family needs")
+    return text
+
+
+def take_shell(fields: Fields, prefix: str, *further: str) -> dict[str, Any]:
+    """What `Architecture` says of the Qwen families' pictures and videos; tensors of the shell have
+    names with this `prefix` in a checkpoint. It reads the keys `further` of a batch.
+    """
+    for name in _MARKS:
+        fields.ignore(name, _BY_CLASS)
+    vision = fields.take("vision_config")
+    tensors = fields.take(TENSORS)
+    media = (
+        Medium(fields.take("image_token_id"), "pixel_values", "image_grid_thw"),
+        Medium(fields.take("video_token_id"), "pixel_values_videos", "video_grid_thw"),
+    )
+    shell = Shell(
+        tensors=tuple((name, tuple(shape)) for name, shape in tensors.items()),
+        prefix=prefix,
+        media=media,
+        merged=vision["spatial_merge_size"] ** 2,
+        further=further,
+        deep=len(vision.get("deepstack_visual_indexes") or ()),
+    )
+    return {"shell": shell, "attachments": shell.attachments}
+
+
+def make_rows(shell: Shell) -> tuple[Row, ...]:
+    """The rows of the shell's tensors, which every rank of the first stage holds whole."""
+    return tuple(
+        Whole(PARAMETERS + name, (shell.prefix + name,), shape, role=_role_of(name, shape))
+        for name, shape in shell.tensors
+    )
+
+
+def _role_of(name: str, shape: tuple[int, ...]) -> Role:
+    if len(shape) > 1:
+        return Role.MATRIX
+    return Role.BIAS if name.endswith("bias") else Role.NORM

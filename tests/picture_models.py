@@ -1,0 +1,167 @@
+"""Tiny random models that also see pictures, and rows for them: of text alone, of one picture, of
+two, and of videos, in rows of different lengths.
+
+Shapes: B rows, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from megatron_policy.batch import BatchedDataDict
+
+Fields = dict[str, Any]
+IMAGE, VIDEO, START, END = 120, 121, 122, 123
+VOCAB, MERGE = 128, 2
+TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+TEXT: Fields = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "initializer_range": 0.1,
+}
+VISION: Fields = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "in_channels": 3,
+    "patch_size": 2,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": MERGE,
+    "out_hidden_size": TEXT["hidden_size"],
+    "initializer_range": 0.1,
+}
+WINDOWED = {"window_size": 8, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+DEEP = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ROPE: Fields = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+INTERLEAVED = {"head_dim": 8, "rope_parameters": ROPE | {"mrope_interleaved": True}}
+TINY: dict[str, Fields] = {
+    "qwen2_5_vl": {
+        "text_config": TEXT | {"rope_parameters": ROPE},
+        "vision_config": VISION | WINDOWED,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_vl": {
+        "text_config": TEXT | INTERLEAVED,
+        "vision_config": VISION | DEEP,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_vl_moe": {
+        "text_config": TEXT | INTERLEAVED | EXPERTS | {"mlp_only_layers": [1]},
+        "vision_config": VISION | DEEP,
+        "tie_word_embeddings": False,
+    },
+}
+PATCH = VISION["in_channels"] * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2
+MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+IMAGES: tuple[Sequence[tuple[int, int, int]], ...] = (
+    *((), [(1, 4, 6)], [(1, 4, 4), (1, 6, 4)], ()),
+    *([(1, 2, 4)], [(1, 4, 4)], (), [(1, 4, 8)]),
+)
+VIDEOS: dict[int, tuple[int, int, int]] = {3: (2, 4, 4), 5: (3, 2, 4)}
+
+
+def make_model(path: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint with nothing in it trivial."""
+    config = AutoConfig.for_model(family, **TINY[family], **TOKENS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(0.0, 0.1)
+                elif parameter.ndim == 1:
+                    parameter.uniform_(0.5, 1.5)
+    model.to(dtype).save_pretrained(path)
+    return path
+
+
+def load_model(path: Path | str, dtype: torch.dtype = torch.float32) -> Any:
+    """The checkpoint's model, whose attention and experts are plain torch in every dtype."""
+    model = AutoModelForImageTextToText.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
+    return model.eval()
+
+
+def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
+    """Rows with what `MEDIA` are of each, tokens whose counts differ, and masks. Videos are frame
+    by frame between other tokens for the families that have them so, else all frames together.
+    """
+    random = torch.Generator().manual_seed(7)
+
+    def words(count: int) -> list[int]:
+        return torch.randint(3, 100, (count,), generator=random).tolist()
+
+    tokens: list[list[int]] = []
+    found: dict[str, list[Any]] = {key: [] for key in MEDIA}
+    for row in range(len(IMAGES) * repeats):
+        images, videos = IMAGES[row % 8], [VIDEOS[row % 8]] if row % 8 in VIDEOS else []
+        ids = words(2 + row % 3)
+        for grid in images:
+            ids += [START, *[IMAGE] * (_patches(grid) // MERGE**2), END, *words(2)]
+        for grid in videos:
+            apart = grid[0] if family.startswith("qwen3") else 1
+            for _ in range(apart):
+                ids += [START, *[VIDEO] * (_patches(grid) // MERGE**2 // apart), END, *words(1)]
+        tokens.append(ids + words(4 + row % 5))
+        for key, grids in (("pixel_values", images), ("pixel_values_videos", videos)):
+            pixels = [torch.randn(_patches(grid), PATCH, generator=random) for grid in grids]
+            found[key].append(torch.cat(pixels) if grids else None)
+        found["image_grid_thw"].append(torch.tensor(images) if images else None)
+        found["video_grid_thw"].append(torch.tensor(videos) if videos else None)
+    lengths = torch.tensor([*map(len, tokens)])
+    ids_BS = torch.zeros(len(tokens), int(lengths.max()), dtype=torch.long)
+    for row, own in enumerate(tokens):
+        ids_BS[row, : len(own)] = torch.tensor(own)
+    inside = torch.arange(ids_BS.size(1)) < lengths.unsqueeze(1)
+    return BatchedDataDict(
+        {
+            **found,
+            "input_ids": ids_BS,
+            "input_lengths": lengths,
+            "token_mask": (inside & (ids_BS < IMAGE)).long(),
+            "sample_mask": torch.ones(len(tokens)),
+        }
+    )
+
+
+def _patches(grid: Sequence[int]) -> int:
+    return grid[0] * grid[1] * grid[2]
+
+
+def hf_logprobs(model: Any, rows: BatchedDataDict) -> torch.Tensor:
+    """Next-token log-probabilities `[B, S - 1]`, 0 beyond the rows' ends; row by row, since
+    transformers counts positions of padding too.
+    """
+    ids_BS = rows["input_ids"]
+    found = []
+    for row, length in enumerate(rows["input_lengths"].tolist()):
+        own = ids_BS[row : row + 1, :length]
+        media = {key: rows[key][row] for key in MEDIA if rows[key][row] is not None}
+        types = (own == IMAGE).int() + 2 * (own == VIDEO).int()
+        more = {"mm_token_type_ids": types} if media else {}
+        logits = model(input_ids=own, use_cache=False, **media, **more).logits[:, :-1].float()
+        scores = logits.log_softmax(-1).gather(-1, own[:, 1:, None])[0, :, 0]
+        found.append(torch.nn.functional.pad(scores, (0, ids_BS.size(1) - length)))
+    return torch.stack(found)

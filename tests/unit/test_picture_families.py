@@ -1,0 +1,206 @@
+"""Families that also see pictures: names, shapes and bits against transformers' models, and how
+their configs are read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from megatron_policy.convert import convert, verify
+from megatron_policy.converters.architecture import Moe, Scoring
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.config_fields.rope_fields import take_rope
+from megatron_policy.converters.formats.hf_config import has_family, read_config
+from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.opening import open_model
+from megatron_policy.converters.inspection import inspect
+from megatron_policy.converters.registry import FAMILIES, PREPARED
+from megatron_policy.converters.rows import Role
+from megatron_policy.converters.table import Table, bind
+from megatron_policy.errors import ConversionError
+from tests.picture_models import MEDIA, TINY, TOKENS, make_model
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2.5-VL-7B": (
+        "qwen2_5_vl",
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_position_embeddings": 128000,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+            "vocab_size": 152064,
+            "vision_config": {
+                "depth": 32,
+                "hidden_act": "silu",
+                "hidden_size": 1280,
+                "intermediate_size": 3420,
+                "num_heads": 16,
+                "in_chans": 3,
+                "out_hidden_size": 3584,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "spatial_patch_size": 14,
+                "window_size": 112,
+                "fullatt_block_indexes": [7, 15, 23, 31],
+                "tokens_per_second": 2,
+                "temporal_patch_size": 2,
+            },
+        },
+    ),
+}
+"""As its makers published it, with the decoder's fields at the top."""
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These families as if they were offered."""
+    for name, family in PREPARED.items():
+        monkeypatch.setitem(FAMILIES, name, family)
+
+
+@pytest.fixture(scope="module", params=TINY)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
+    path = tmp_path_factory.mktemp("pictures") / "hf"
+    return make_model(path, request.param, torch.bfloat16)
+
+
+def bound(path: Path) -> Table:
+    return bind(read_config(path))
+
+
+def test_names_and_shapes_are_those_of_transformers(offered: None, checkpoint: Path) -> None:
+    table = bound(checkpoint)
+    with HfReader(checkpoint) as reader:
+        assert table.hf_shapes() == reader.shapes
+        table.check_hf(reader.shapes, reader.dtypes)
+        seen = inspect(
+            read_config(checkpoint),
+            json.loads((checkpoint / "config.json").read_text()),
+            reader.shapes,
+            reader.dtypes,
+        )
+    assert seen.problems == () and seen.unmatched == ()
+    shell = table.architecture.shell
+    assert shell is not None and table.architecture.attachments[: len(MEDIA)] == MEDIA
+    assert shell.merged == 4
+    assert shell.deep == (0 if table.family == "qwen2_5_vl" else 2)
+    of_shell = [e for e in table.entries if e.megatron.startswith("embedding.shell.")]
+    assert len(of_shell) == len(shell.tensors)
+    for entry in of_shell:
+        (shape,) = entry.row.hf_shapes(table.architecture)
+        assert (entry.row.role is Role.MATRIX) == (len(shape) > 1), entry.megatron
+
+
+def test_a_conversion_there_and_back_is_equal_bit_for_bit(
+    offered: None, checkpoint: Path, tmp_path: Path
+) -> None:
+    convert(checkpoint, tmp_path / "mcore", "mcore")
+    convert(tmp_path / "mcore", tmp_path / "hf", "hf")
+    verify(checkpoint, tmp_path / "hf")
+    one, other = (
+        {n: t for file in path.glob("*.safetensors") for n, t in load_file(file).items()}
+        for path in (checkpoint, tmp_path / "hf")
+    )
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_have_the_tensors_that_transformers_builds(
+    offered: None, tmp_path: Path, name: str
+) -> None:
+    family, fields = PUBLISHED[name]
+    file = {"model_type": family, "architectures": list(FAMILIES[family].hf_architectures)}
+    (tmp_path / "config.json").write_text(json.dumps(file | TOKENS | fields))
+    table = bound(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path))
+    held = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+    saved = {
+        n.replace("model.language_model.", "model.").replace("model.visual.", "visual."): shape
+        for n, shape in held.items()
+    }
+    assert table.hf_shapes() == saved
+    assert table.architecture.positions == 128000
+    assert [*map(table.architecture.ropes[0].axes.count, range(3))] == [16, 24, 24]
+
+
+def test_what_a_class_always_does_is_read_as_that(offered: None, tmp_path: Path) -> None:
+    found = bound(make_model(tmp_path, "qwen3_vl_moe")).architecture
+    assert not found.tied, "what the decoder's own section says of it does not count"
+    assert found.find_part(Moe).scoring is Scoring.SOFTMAX_OF_CHOSEN
+    assert found.expert_layers == (0, 2, 3)
+    assert found.ropes[0].axes == (0, 1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("sections", "interleaved", "axes"),
+    [([2, 1, 1], False, (0, 0, 1, 2)), ([4, 2, 2], True, (0, 1, 2, 0, 1, 2, 0, 0))],
+)
+def test_pairs_are_turned_by_the_positions_that_the_sections_say(
+    sections: list[int], interleaved: bool, axes: tuple[int, ...]
+) -> None:
+    rope = {"rope_theta": 1e4, "mrope_section": sections, "mrope_interleaved": interleaved}
+    fields = Fields({"rope_parameters": rope, "max_position_embeddings": 64})
+    assert take_rope(fields, threefold=True).axes == axes
+
+
+@pytest.mark.parametrize(
+    ("family", "section", "changes", "said"),
+    [
+        ("qwen2_5_vl", "", {"text_only": True}, "text_only = True: unknown field"),
+        ("qwen2_5_vl", "text_config", {"gate": 1}, "text_config.gate = 1: unknown field"),
+        (
+            "qwen3_vl",
+            "text_config",
+            {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 2]}},
+            "mrope_section = [2, 2]: must be a list of three",
+        ),
+        (
+            "qwen3_vl",
+            "text_config",
+            {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 2, 2]}},
+            "mrope_section must name the position of each of 4 rotated pairs (it names 6)",
+        ),
+    ],
+)
+def test_values_that_cannot_be_honoured_are_refused_by_name(
+    offered: None, tmp_path: Path, family: str, section: str, changes: dict[str, Any], said: str
+) -> None:
+    fields = {"model_type": family, **TINY[family], **TOKENS}
+    if section:
+        fields[section] = fields[section] | changes
+    else:
+        fields |= changes
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConversionError) as caught:
+        bound(tmp_path)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_they_are_refused_by_name_as_long_as_they_are_not_offered(
+    tmp_path: Path, family: str
+) -> None:
+    fields = {"model_type": family, **TINY[family], **TOKENS}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert family not in FAMILIES and not has_family(family)
+    with pytest.raises(ConversionError, match=f"{family} cannot be .* pictures are not supported"):
+        open_model(tmp_path)
