@@ -5,8 +5,7 @@ HF tensors make each of its parameters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.parallel_sizes import parallel_sizes, transformers_settings
 from megatron_policy.converters.formats.hf_config import transformers_config
 from megatron_policy.engines.hugging_face.attention import register_attention
+from megatron_policy.engines.shell import parameters_on_meta
 from megatron_policy.errors import ConfigError, ConversionError
 
 _SHOWN = 8
@@ -37,7 +37,7 @@ def build_module(config: PolicyConfig) -> Any:
     name = register_attention(asked) if open_to_others else None
     section = parallel_sizes(config).section
     try:
-        with _parameters_on_meta():
+        with parameters_on_meta():
             module = AutoModelForCausalLM.from_config(
                 settings, attn_implementation=name, dtype=torch.float32
             )
@@ -48,25 +48,6 @@ def build_module(config: PolicyConfig) -> Any:
         ) from error
     module.tie_weights()
     return module
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """In this context parameters are on the meta device from their registration on, so that nothing
-    is drawn for them; buffers are not.
-    """
-    original = torch.nn.Module.register_parameter
-
-    def register(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        original(module, name, param)
-
-    torch.nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

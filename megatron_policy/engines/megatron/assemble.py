@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from megatron_policy.engines.megatron.build import build_chunks, held_layers, ma
 from megatron_policy.engines.megatron.engine import MegatronEngine
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.layer_spec import resolve_implementation
+from megatron_policy.engines.megatron.layers.norm import make_replica
 from megatron_policy.engines.megatron.layers.recurrent import choose_kernels
 from megatron_policy.engines.megatron.layers.replay import RouterChannel
 from megatron_policy.engines.megatron.layers.rope import choose_text_length
@@ -44,8 +46,10 @@ from megatron_policy.engines.megatron.process_groups import drop_groups, make_gr
 from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.megatron.trainable import freeze, make_trainable
 from megatron_policy.engines.shared import check_embedder, describe_head, leave_unfilled
-from megatron_policy.interfaces.engine import TokenEmbedder
+from megatron_policy.engines.shell import PictureEmbedder, build_composite, fill_composite
+from megatron_policy.interfaces.engine import Embedder, TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
+from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.parallel.topology import Placement, Topology
 from megatron_policy.weights.load import DTYPES, Held, held_entries, load_parameters, widen
@@ -106,7 +110,7 @@ def _build(
     given = (arch, settings, topology, precision, implementation)
     varying = config.dynamic_batching.enabled or config.sequence_packing.enabled
     model_config = transformer_config(*given, variable_lengths=varying, split=place.split)
-    built = _chunks(config, arch, model_config, place, implementation)
+    built, composite = _chunks(config, arch, model_config, place, implementation)
     of_adapters = choose_adapters(config, table)
     installed = install_adapters(built, table, of_adapters, place, model_config, settings.peft)
     everything = widen(held_entries(built, join_adapters(table, of_adapters), place))
@@ -131,7 +135,7 @@ def _build(
         chunks = trainable.chunks
     last = place.topology.vpp - 1
     head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
-    embedder = TokenEmbedder(make_embedding(built, arch))
+    embedder = _embedder(built, arch, groups, composite)
     pipeline = Pipeline(
         tuple(chunks),
         tuple(place.layers(chunk) for chunk in range(topology.vpp)),
@@ -156,14 +160,39 @@ def _chunks(
     implementation: str,
 ) -> Any:
     """Megatron-Core's chunks, whose rotary embeddings know which length of text counts, and whose
-    recurrences whether kernels compute them.
+    recurrences whether kernels compute them; and the composite model around them, if there is one.
     """
     if config.rope_length == "row" or architecture.attachments:
         model_config.apply_rope_fusion = False  # the fused kernel turns all rows alike
     built = build_chunks(architecture, model_config, place, implementation, config.seed)
     choose_kernels(built, config.megatron_cfg.recurrence_impl)
     choose_text_length(built, config.rope_length, config.max_total_sequence_length)
-    return built
+    return built, None if architecture.shell is None else _surround(built, config)
+
+
+def _surround(built: list[Any], config: PolicyConfig) -> torch.nn.Module:
+    """The model's shell, which has parameters on the stage with the embedding and belongs to it."""
+    composite = build_composite(config)
+    for chunk in built:
+        if chunk.pre_process:
+            fill_composite(composite, partial(make_replica, chunk.config))
+            chunk.embedding.shell = composite
+    return composite
+
+
+def _embedder(
+    built: list[Any], architecture: Architecture, groups: Groups, composite: torch.nn.Module | None
+) -> Embedder:
+    text = TokenEmbedder(make_embedding(built, architecture))
+    if architecture.shell is None or composite is None:
+        return text
+    split = built[0].config.sequence_parallel
+
+    def place(microbatch: Microbatch, values_BS: torch.Tensor) -> torch.Tensor:
+        own_TR = microbatch.layout.take(values_BS, groups.cp.rank())
+        return own_TR.chunk(groups.tp.size())[groups.tp.rank()] if split else own_TR
+
+    return PictureEmbedder(text, architecture.shell, composite, place)
 
 
 def _channel(

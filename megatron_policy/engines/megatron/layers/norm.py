@@ -40,6 +40,15 @@ def replicated(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     return parameter
 
 
+def make_replica(config: TransformerConfig, shape: tuple[int, ...]) -> torch.nn.Parameter:
+    """As `replicated`, of a module that all ranks call with the same values. Where its gradient is
+    whole on each, it is averaged: kernels need not compute it alike on all of them.
+    """
+    parameter = replicated(config, *shape)
+    cast(Any, parameter).average_gradients_across_tp_domain = not config.sequence_parallel
+    return parameter
+
+
 def make_shard(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """A parameter that is this tensor-parallel rank's part of one, cut along its first dimension:
     its gradient is complete and counts in the gradient norm.

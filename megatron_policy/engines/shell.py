@@ -1,0 +1,239 @@
+"""What surrounds a decoder that also sees pictures: transformers' own composite model, in which the
+decoder and its embedding are replaced by modules that record what the decoder is given. So no line
+of a family's towers, projectors and positions is written here.
+
+Shapes: B rows and S positions of the caller, T positions that a context-parallel rank computes, R
+rows of them, D model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_policy.config import PolicyConfig
+from megatron_policy.converters.architecture import Shell
+from megatron_policy.converters.formats.hf_config import DECODERS, transformers_config
+from megatron_policy.device import to_device
+from megatron_policy.errors import ConfigError
+from megatron_policy.interfaces.engine import Embedder
+from megatron_policy.packing.microbatch import Microbatch
+
+_TYPES = "mm_token_type_ids"
+"""The argument of composite models that says of each token which medium's it is, or 0."""
+_READ = {"inputs_embeds", "position_ids"}
+_WITHOUT_EFFECT = {"use_cache", "return_dict"}
+
+
+class _Zeros(torch.nn.Module):
+    """Stands for the embedding: whoever has it adds the text's part."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.dtype = torch.float32
+
+    def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        return ids_BS.new_zeros((*ids_BS.shape, self.width), dtype=self.dtype)
+
+
+class _Decoder(torch.nn.Module):
+    """Stands for the decoder: keeps what it is given, until that is taken."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = _Zeros(config.hidden_size)
+        self._given: dict[str, Any] = {}
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.embed_tokens
+
+    def forward(self, **given: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        given = {name: value for name, value in given.items() if value is not None}
+        if unknown := given.keys() - _READ - _WITHOUT_EFFECT:
+            raise ConfigError(
+                f"this release of transformers gives the model's decoder {', '.join(unknown)}, "
+                "which are not read here: install another release of transformers"
+            )
+        self._given = given
+        return BaseModelOutputWithPast(last_hidden_state=given["inputs_embeds"])
+
+    def take(self) -> dict[str, Any]:
+        given, self._given = self._given, {}
+        return given
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """In this context parameters are on the meta device from their registration on, so that nothing
+    is drawn for them; buffers are not.
+    """
+    original = torch.nn.Module.register_parameter
+
+    def register(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
+
+    torch.nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def build_composite(config: PolicyConfig) -> torch.nn.Module:
+    """The composite model of `config.model_name` without its decoder: parameters are on the meta
+    device, buffers as its own code makes them, on the CPU.
+
+    ConfigError if its class is not called with the type of each token.
+    """
+    from transformers import AutoModel, __version__
+
+    settings = transformers_config(config.model_name, config.hf_config_overrides)
+    composite: Any
+    with parameters_on_meta():
+        composite = AutoModel.from_config(settings, dtype=torch.float32)
+    if _TYPES not in inspect.signature(composite.forward).parameters:
+        raise ConfigError(
+            f"the {type(composite).__name__} of transformers {__version__} does not take {_TYPES}: "
+            "install transformers 5.3 or newer"
+        )
+    (slot,) = (name[:-1] for name in DECODERS if hasattr(composite, name[:-1]))
+    decoder = _Decoder(getattr(composite, slot).config)
+    setattr(composite, slot, decoder)
+    composite.get_input_embeddings = decoder.get_input_embeddings
+    built: torch.nn.Module = composite
+    return built
+
+
+def fill_composite(
+    composite: torch.nn.Module, make: Callable[[torch.Size], torch.nn.Parameter]
+) -> None:
+    """Give the composite model parameters that `make` makes of their shapes, on one device and of
+    one dtype, and move its buffers there.
+    """
+    made = None
+    for module in composite.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            made = make(parameter.shape)
+            setattr(module, name, made)
+    assert made is not None, "a shell has parameters"
+    for module in composite.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(made.device))
+        if isinstance(module, _Zeros):
+            module.dtype = made.dtype
+
+
+class _WithoutPictures(torch.autograd.Function):
+    """Hidden states as they are. Parameters get gradients of zero, since who waits for a gradient
+    of each of them would wait in vain.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.parameters = parameters
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, *map(torch.zeros_like, ctx.parameters)
+
+
+@dataclass(frozen=True)
+class PictureEmbedder:
+    """The embedding of text, in which features take the place of placeholders. See `Embedder`."""
+
+    text: Embedder
+    shell: Shell
+    composite: torch.nn.Module
+    """With parameters only where the embedding is; elsewhere it computes positions alone."""
+    place: Callable[[Microbatch, torch.Tensor], torch.Tensor]
+    """From values `[B, S, ...]` of a microbatch's rows to this rank's, in the form in which the
+    first layer takes hidden states.
+    """
+
+    @property
+    def attachments(self) -> tuple[str, ...]:
+        return self.shell.attachments
+
+    def embed(self, tokens_RT: torch.Tensor, microbatch: Microbatch | None = None) -> torch.Tensor:
+        hidden = self.text.embed(tokens_RT)
+        if microbatch is None:
+            return hidden
+        types_BS = self._find_types(microbatch)
+        if not types_BS.any():
+            trained = [p for p in self.composite.parameters() if p.requires_grad]
+            if not (trained and torch.is_grad_enabled()):
+                return hidden
+            found: torch.Tensor = _WithoutPictures.apply(hidden, *trained)  # type: ignore[no-untyped-call]
+            return found
+        keys = {key: microbatch.attached(key) for key in self.attachments}
+        # Positions are made for themselves, see there.
+        known = {"position_ids": torch.zeros((), dtype=torch.long)}
+        ids_BS = microbatch.host.data["input_ids"]
+        given = self._call(to_device(ids_BS), to_device(types_BS), _join(keys) | known)
+        where = self.place(microbatch, to_device(types_BS) != 0).unsqueeze(-1)
+        return torch.where(where, self.place(microbatch, given["inputs_embeds"]), hidden)
+
+    def positions(self, microbatch: Microbatch) -> torch.Tensor | None:
+        types_BS = self._find_types(microbatch)
+        if not types_BS.any():
+            return None
+        data = microbatch.host.data
+        values = {medium.values for medium in self.shell.media}
+        keys = {key: data.get(key, []) for key in self.attachments if key not in values}
+        with torch.no_grad():
+            given = self._call(data["input_ids"], types_BS, _join(keys))
+        positions: torch.Tensor | None = given.get("position_ids")
+        # Where there are four, the first one is that of text.
+        return None if positions is None else to_device(positions[-3:].permute(1, 2, 0))
+
+    def _call(
+        self, ids_BS: torch.Tensor, types_BS: torch.Tensor, more: dict[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """What the decoder is given."""
+        placeholders = [medium.placeholder for medium in self.shell.media]
+        other = min({*range(len(placeholders) + 1)} - {*placeholders})
+        for placeholder in placeholders:
+            # What the policy has drawn is text.
+            ids_BS = ids_BS.masked_fill((ids_BS == placeholder) & (types_BS == 0), other)
+        self.composite(input_ids=ids_BS, use_cache=False, **{_TYPES: types_BS.int()}, **more)
+        decoder = next(each for each in self.composite.children() if isinstance(each, _Decoder))
+        return decoder.take()
+
+    def _find_types(self, microbatch: Microbatch) -> torch.Tensor:
+        """Int64 `[B, S]`, on the host: the number of the medium, from 1 on, whose feature takes the
+        place of a token, and 0 for text. Of a row's placeholders the first ones count, as many as
+        its grids say.
+        """
+        data = microbatch.host.data
+        tokens_BS = data["input_ids"]
+        types_BS = torch.zeros_like(tokens_BS)
+        for number, medium in enumerate(self.shell.media, start=1):
+            grids = data.get(medium.grids, [None] * len(tokens_BS))
+            counts_B = torch.tensor([count_tokens(each, self.shell) for each in grids])
+            at_BS = tokens_BS == medium.placeholder
+            at_BS &= at_BS.cumsum(1) <= counts_B.unsqueeze(1)
+            types_BS[at_BS] = number
+        return types_BS
+
+
+def count_tokens(grids: torch.Tensor | None, shell: Shell) -> int:
+    """The tokens that pictures with these grids `[N, 3]` take."""
+    return 0 if grids is None else int(grids.prod(-1).sum()) // shell.merged
+
+
+def _join(keys: dict[str, list[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
+    """What the rows have under each key, one after another."""
+    found = {key: [each for each in rows if each is not None] for key, rows in keys.items()}
+    return {key: torch.cat(rows) for key, rows in found.items() if rows}

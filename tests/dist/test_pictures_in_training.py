@@ -1,0 +1,174 @@
+"""Models that also see pictures, which are not offered yet: log-probabilities, and what two steps
+of training make of every parameter, the tower's included, are those of transformers under every
+way to split and to batch.
+
+Shapes: B rows, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.registry import FAMILIES, PREPARED
+from megatron_policy.engines.megatron import assemble
+from megatron_policy.engines.megatron.layers.norm import make_replica
+from megatron_policy.engines.shell import PictureEmbedder
+from tests import oracle
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, own_steps, policy_config
+from tests.dist.fsdp_cases import BATCHINGS
+from tests.dist.layouts import OVERLAPPED, SP, Layout, layout
+from tests.exact import ROOM, Exact, InDouble, assert_equal, furthest
+from tests.losses import loss_mask, token_nll
+from tests.picture_models import MEDIA, hf_logprobs, load_model, make_model, make_rows
+
+RECOMPUTED = {"activation_checkpointing": True}
+CP2 = {"context_parallel_size": 2}
+LAYOUTS: dict[str, tuple[Layout, str]] = {
+    "one process": (layout(1), "padded"),
+    "one process, packed": (layout(1), "packed"),
+    "TP2": (layout(2, tp=2), "dynamic"),
+    "TP2+SP": (layout(2, tp=2, **SP), "packed"),
+    "PP2": (layout(2, pp=2, **RECOMPUTED), "packed"),
+    "CP2": (layout(2, **CP2), "packed"),
+    "DP2, overlaps": (layout(2, **OVERLAPPED), "padded"),
+    "TP2xCP2+SP": (layout(4, tp=2, **SP, **CP2), "packed"),
+}
+FAMILIES_OF = ("qwen2_5_vl",)
+DAILY = {("qwen2_5_vl", "TP2+SP")}
+
+
+@cache
+def rows_of(family: str) -> BatchedDataDict:
+    """Two global batches."""
+    return make_rows(family, 2 * GLOBAL_BATCH // 8)
+
+
+def loss_of(model: Any, rows: BatchedDataDict) -> torch.Tensor:
+    return token_nll(hf_logprobs(model, rows), rows, loss_mask(rows).sum())
+
+
+@contextmanager
+def planted(fault: str) -> Iterator[None]:
+    """In this context, what is computed has a fault."""
+    with ExitStack() as stack:
+        if fault == "plain positions":
+            stack.enter_context(
+                patch.object(PictureEmbedder, "positions", lambda self, microbatch: None)
+            )
+        if fault == "partial gradients":
+
+            def unmarked(config: Any, shape: tuple[int, ...]) -> torch.nn.Parameter:
+                parameter: Any = make_replica(config, shape)
+                parameter.sequence_parallel = False
+                return parameter
+
+            stack.enter_context(patch.object(assemble, "make_replica", unmarked))
+        yield
+
+
+def train_on_pictures(
+    config: dict[str, Any], rows: BatchedDataDict, fault: str = ""
+) -> dict[str, Any]:
+    """Two steps, what they leave, and the log-probabilities of the rows before."""
+    with patch.dict(FAMILIES, PREPARED), planted(fault), open_policy(config) as policy:
+        share = own_share(policy, rows)
+        keys = ("input_ids", "input_lengths", *MEDIA)
+        texts = BatchedDataDict({key: share[key] for key in keys})
+        seen: dict[str, Any] = {"dp": policy.coords.dp, "logprobs": policy.logprobs(texts)}
+        seen["steps"] = [
+            policy.train(step, LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=2)
+            for step in own_steps(policy, rows)
+        ]
+        seen["weights"] = {name: tensor.clone() for name, tensor in policy.export()}
+        return seen
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The path of a family's checkpoint, and what training it gives."""
+
+    @cache
+    def made(family: str) -> tuple[Path, oracle.Learned]:
+        path = make_model(tmp_path_factory.mktemp(family) / "hf", family)
+        learned = oracle.Learned.of(path, rows_of(family), GLOBAL_BATCH, loss_of, load=load_model)
+        return path, learned
+
+    return made
+
+
+def in_memory(name: str, known: Any) -> str:
+    """What transformers' class calls a tensor of a checkpoint."""
+    if name in known or name.startswith("lm_head."):
+        return name
+    return (
+        f"model.{name}"
+        if name.startswith("visual.")
+        else name.replace("model.", "model.language_model.", 1)
+    )
+
+
+def configured(path: Path, name: str, rows: BatchedDataDict) -> dict[str, Any]:
+    case, batching = LAYOUTS[name]
+    config = policy_config(path, case.megatron, **BATCHINGS[batching])
+    return config | {"max_total_sequence_length": rows["input_ids"].size(1)}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=[pytest.mark.nightly] * ((family, name) not in DAILY))
+        for family in FAMILIES_OF
+        for name in LAYOUTS
+    ],
+)
+def test_pictures_count_as_in_transformers(ranks, model_of, family: str, name: str) -> None:
+    (path, hf), rows = model_of(family), rows_of(family)
+    with torch.no_grad():
+        rounded = hf_logprobs(load_model(path), rows)
+        exact_model = load_model(path, torch.float64)
+        with InDouble():
+            exact = Exact.between(rounded, hf_logprobs(exact_model, rows))
+    world = LAYOUTS[name][0].world
+    seen = ranks.run(world, train_on_pictures, configured(path, name, rows), rows)
+    order = BatchedDataDict({"row": torch.arange(rows.size)})
+    shares = order.shard_by_batch_size(1 + max(rank["dp"] for rank in seen), GLOBAL_BATCH)
+    for rank in seen:
+        own = shares[rank["dp"]]["row"]
+        inside = torch.arange(1, rows["input_ids"].size(1)) < rows["input_lengths"][own, None]
+        assert_equal("logprobs", rank["logprobs"][:, 1:][inside], exact[own][inside], name)
+        hf.assert_same_steps(rank["steps"], name)
+        weights = {in_memory(n, hf.exact.weights): t for n, t in rank["weights"].items()}
+        assert hf.exact.weights.keys() - weights.keys() <= {"lm_head.weight"}
+        hf.assert_same_weights(weights)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", ["plain positions", "partial gradients"])
+def test_a_planted_fault_is_ten_times_further_away_than_all_rounding(
+    ranks, model_of, fault: str
+) -> None:
+    (path, hf), rows = model_of("qwen2_5_vl"), rows_of("qwen2_5_vl")
+    config = configured(path, "TP2+SP", rows)
+    for rank in ranks.run(2, train_on_pictures, config, rows, fault):
+        weights = {in_memory(n, hf.exact.weights): t for n, t in rank["weights"].items()}
+        apart = {
+            of: max(
+                furthest(tensor, hf.exact.weights[name])
+                for name, tensor in weights.items()
+                if name.startswith("model.visual.") == (of == "tower")
+            )
+            for of in ("tower", "text")
+        }
+        least = 10 * ROOM * hf.rounding.weights
+        assert apart["tower"] > least
+        if fault == "plain positions":
+            assert apart["text"] > least
