@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from megatron_policy.errors import ConversionError
 
 
@@ -50,3 +52,7 @@ class Shell:
         """The keys of a batch that it reads."""
         keys = (key for medium in self.media for key in (medium.values, medium.grids))
         return (*keys, *self.further)
+
+    def count_tokens(self, grids: torch.Tensor | None) -> int:
+        """The tokens of a row that pictures with these `grids` take."""
+        return 0 if grids is None else int(grids.prod(-1).sum()) // self.merged

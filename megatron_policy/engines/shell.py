@@ -221,16 +221,11 @@ class PictureEmbedder:
         types_BS = torch.zeros_like(tokens_BS)
         for number, medium in enumerate(self.shell.media, start=1):
             grids = data.get(medium.grids, [None] * len(tokens_BS))
-            counts_B = torch.tensor([count_tokens(each, self.shell) for each in grids])
+            counts_B = torch.tensor([*map(self.shell.count_tokens, grids)])
             at_BS = tokens_BS == medium.placeholder
             at_BS &= at_BS.cumsum(1) <= counts_B.unsqueeze(1)
             types_BS[at_BS] = number
         return types_BS
-
-
-def count_tokens(grids: torch.Tensor | None, shell: Shell) -> int:
-    """The tokens that pictures with these grids `[N, 3]` take."""
-    return 0 if grids is None else int(grids.prod(-1).sum()) // shell.merged
 
 
 def _join(keys: dict[str, list[torch.Tensor | None]]) -> dict[str, torch.Tensor]:

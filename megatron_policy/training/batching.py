@@ -11,6 +11,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.batching import batching_of, multiples_of
 from megatron_policy.config.layout import equal_share, microbatch_round
 from megatron_policy.config.layout import microbatches as count_microbatches
+from megatron_policy.converters.architecture import Shell
 from megatron_policy.converters.table import Table
 from megatron_policy.errors import BatchError
 from megatron_policy.estimate.adapters import ModelAdapters
@@ -73,22 +74,13 @@ class Batcher:
     replay: RouterReplay
     estimator: Estimator
     attachments: tuple[str, ...] = ()
+    shell: Shell | None = None
 
     @classmethod
     def of(cls, config: PolicyConfig, topology: Topology, table: Table) -> Batcher:
         """The batcher that the configuration asks for, for this model."""
-        architecture = table.architecture
+        architecture, cost = table.architecture, sequence_cost(table.architecture)
         multiples, training = multiples_of(config), batching_of(config, training=True)
-        cost = sequence_cost(architecture)
-        estimator = Estimator(
-            architecture,
-            topology,
-            cost,
-            dummy=multiples.row,
-            alike=training.kind == "padded",
-            mtp_depth=config.megatron_cfg.mtp_num_layers,
-            adapters=ModelAdapters.of_model(config, table),
-        )
         return cls(
             training=training,
             scoring=batching_of(config, training=False),
@@ -97,8 +89,17 @@ class Batcher:
             cost=cost,
             longest=Longest.of(config, architecture),
             replay=RouterReplay.of(config, architecture),
-            estimator=estimator,
+            estimator=Estimator(
+                architecture,
+                topology,
+                cost,
+                dummy=multiples.row,
+                alike=training.kind == "padded",
+                mtp_depth=config.megatron_cfg.mtp_num_layers,
+                adapters=ModelAdapters.of_model(config, table),
+            ),
             attachments=architecture.attachments,
+            shell=architecture.shell,
         )
 
     def for_loss(self, loss_fn: LossFunction) -> Batcher:
@@ -119,7 +120,7 @@ class Batcher:
         loss or by `loss_fn`, or not be cut by `batching`, by default the policy's for training.
         """
         cut_by = batching or self.training
-        checked = check_training_data(data, vocab_size, cut_by, self.attachments)
+        checked = check_training_data(data, vocab_size, cut_by, self.attachments, self.shell)
         self.longest.check(checked)
         checked = self.replay.prepare(checked, replay)
         if loss_fn is not None:

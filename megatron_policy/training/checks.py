@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, Shell
 from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
@@ -26,6 +26,7 @@ from megatron_policy.training.transformers_keys import (
 from megatron_policy.training.value_checks import (
     check_kind,
     check_mask,
+    check_pictures,
     check_temperature,
     holds_integers,
     shape_of,
@@ -35,10 +36,13 @@ from megatron_policy.training.value_checks import (
 PADDED = Batching("padded")
 
 
-def check_batch(data: Any, vocab_size: int, attachments: Collection[str] = ()) -> BatchedDataDict:
+def check_batch(
+    data: Any, vocab_size: int, attachments: Collection[str] = (), shell: Shell | None = None
+) -> BatchedDataDict:
     """`data` copied into a new batch, with the plan it came with, its tokens and lengths int64, and
-    the model's `attachments` as lists; BatchError naming the key that does not fit. Lengths are
-    also taken from `attention_mask`.
+    the model's `attachments` as lists; BatchError naming the key that does not fit, or the row
+    whose pictures do not, if the model has a `shell` that reads them. Lengths are also taken from
+    `attention_mask`.
     """
     if not isinstance(data, Mapping):
         raise BatchError(f"data is a {type(data).__name__}; pass a BatchedDataDict")
@@ -64,6 +68,8 @@ def check_batch(data: Any, vocab_size: int, attachments: Collection[str] = ()) -
     take_model_inputs(batch)
     batch["input_ids"] = check_tokens(batch, vocab_size)
     check_temperature(batch)
+    if shell is not None:
+        check_pictures(batch, shell)
     return batch
 
 
@@ -198,12 +204,16 @@ def check_size(name: str, size: Any) -> None:
 
 
 def check_training_data(
-    data: Any, vocab_size: int, batching: Batching = PADDED, attachments: Collection[str] = ()
+    data: Any,
+    vocab_size: int,
+    batching: Batching = PADDED,
+    attachments: Collection[str] = (),
+    shell: Shell | None = None,
 ) -> BatchedDataDict:
     """Return `data` as `check_batch` does. BatchError naming key and row unless they hold what
     every loss needs, in matching shapes, and lengths and masks usable for making microbatches.
     """
-    checked = check_batch(data, vocab_size, attachments)
+    checked = check_batch(data, vocab_size, attachments, shell)
     rows, length = checked["input_ids"].shape
     if "sample_mask" not in checked:
         raise BatchError(

@@ -97,7 +97,7 @@ class Scorer:
     def scores(self, data: BatchedDataDict, rows: int | None) -> torch.Tensor:
         """fp32 `[B]`: `values` at the last token of each row."""
         values_BS = self.values(data, rows)
-        checked = check_batch(data, self.engine.vocab_size, self.batcher.attachments)
+        checked = self._check(data)
         lengths = check_lengths(checked, self.batcher.scoring)
         return values_BS.gather(1, torch.tensor(lengths).unsqueeze(1) - 1).squeeze(1)
 
@@ -165,6 +165,10 @@ class Scorer:
             found.append(shared.cpu())
         return found
 
+    def _check(self, data: BatchedDataDict) -> BatchedDataDict:
+        batcher = self.batcher
+        return check_batch(data, self.engine.vocab_size, batcher.attachments, batcher.shell)
+
     def _cut(
         self, data: BatchedDataDict, rows: int | None, replay: Replay = Replay.IF_GIVEN
     ) -> tuple[BatchedDataDict, ScoringBatches]:
@@ -173,7 +177,7 @@ class Scorer:
         """
 
         def cut() -> tuple[BatchedDataDict, ScoringBatches]:
-            checked = check_batch(data, self.engine.vocab_size, self.batcher.attachments)
+            checked = self._check(data)
             check_lengths(checked, self.batcher.scoring)
             self.batcher.longest.check(checked)
             own = Replay.NEVER if self.uses_reference() else replay

@@ -13,7 +13,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig, RolloutMismatchConfig
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.layout import microbatch_round, microbatches
-from megatron_policy.converters.architecture import Architecture, ScalarHead
+from megatron_policy.converters.architecture import Architecture, ScalarHead, Shell
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.packing.batching import Batching
@@ -75,6 +75,7 @@ class BatchDispatcher:
     replay: RouterReplay
     head: ScalarHead | None = None
     attachments: tuple[str, ...] = ()
+    shell: Shell | None = None
     mismatch: RolloutMismatchConfig = field(default_factory=RolloutMismatchConfig)
 
     @classmethod
@@ -93,6 +94,7 @@ class BatchDispatcher:
             RouterReplay.of(config, architecture),
             architecture.head,
             architecture.attachments,
+            architecture.shell,
             config.rollout_mismatch,
         )
 
@@ -140,7 +142,8 @@ class BatchDispatcher:
         """The data as they can be trained on, and how microbatches are made for this loss."""
         _refuse_plan(data)
         training = for_loss(self.training, loss_fn)
-        data = check_training_data(data, self.vocab_size, training, self.attachments)
+        keys = self.attachments
+        data = check_training_data(data, self.vocab_size, training, keys, self.shell)
         self.longest.check(data)
         data = self.replay.prepare(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
@@ -150,7 +153,7 @@ class BatchDispatcher:
     def to_score(self, data: BatchedDataDict, replay: Replay = Replay.IF_GIVEN) -> ShardedBatch:
         """Each rank's rows of the whole batch; BatchError naming invalid data."""
         _refuse_plan(data)
-        data = check_batch(data, self.vocab_size, self.attachments)
+        data = check_batch(data, self.vocab_size, self.attachments, self.shell)
         lengths = check_lengths(data, self.scoring)
         self.longest.check(data)
         data = self.replay.prepare(data, replay)

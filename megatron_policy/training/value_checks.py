@@ -6,6 +6,7 @@ Shapes: B rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.numbers import COLDEST, HOTTEST
+from megatron_policy.converters.architecture import Medium, Shell
 from megatron_policy.errors import BatchError
-from megatron_policy.packing.microbatch import TEMPERATURE
+from megatron_policy.packing.microbatch import TEMPERATURE, inside
 
 LARGEST_MASK = 2**24
 """Above any real weight; sums of any number of such masks are finite in fp32."""
@@ -88,6 +90,51 @@ def take_attachments(batch: BatchedDataDict, keys: Collection[str]) -> None:
                     "there, or None in a row that has nothing"
                 )
         batch[key] = rows
+
+
+def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
+    """BatchError, naming the row, unless what each row of a checked `batch` has for the model's
+    towers fits the grids beside it, and these its placeholders. What the policy has drawn is text,
+    placeholders too: by `token_mask` or, without it, all behind those that the grids count.
+    """
+    tokens_BS = batch["input_ids"]
+    text_BS = inside(batch)
+    drawn_BS = batch["token_mask"] != 0 if "token_mask" in batch else text_BS
+    nothing = [None] * len(tokens_BS)
+    for medium in shell.media:
+        at_BS = (tokens_BS == medium.placeholder) & text_BS
+        for row, (values, grids) in enumerate(
+            zip(batch.get(medium.values, nothing), batch.get(medium.grids, nothing), strict=True)
+        ):
+            if values is not None or grids is not None:
+                _check_grids(medium, row, values, grids, shell.merged)
+            wanted, found = shell.count_tokens(grids), int(at_BS[row].sum())
+            if not found - int((at_BS[row] & drawn_BS[row]).sum()) <= wanted <= found:
+                raise BatchError(
+                    f"row {row} has {found} tokens {medium.placeholder}, whose place features of "
+                    f"{medium.values!r} take, but its {medium.grids!r} make {wanted}: expand "
+                    "placeholders as the model's processor does, pass what belongs to them, and do "
+                    "not cut a row within a picture"
+                )
+
+
+def _check_grids(medium: Medium, row: int, values: Any, grids: Any, merged: int) -> None:
+    if values is None or grids is None:
+        has, lacks = (medium.values, medium.grids)[:: 1 if grids is None else -1]
+        raise BatchError(f"row {row} has {has!r} without {lacks!r}: pass both, or None for both")
+    side = math.isqrt(merged)
+    legal = grids.ndim == 2 and grids.size(1) == 3 and holds_integers(grids.dtype) and len(grids)
+    if not legal or (grids < 1).any() or (grids[:, 1:] % side).any():
+        raise BatchError(
+            f"{medium.grids!r} has {grids.tolist()} in row {row}: pass integers [pictures, 3], the "
+            f"patches in time, height and width, of which the last two are multiples of {side}"
+        )
+    patches = int(grids.prod(-1).sum())
+    if len(values) != patches:
+        raise BatchError(
+            f"{medium.values!r} has {len(values)} patches in row {row}, but {medium.grids!r} count "
+            f"{patches}"
+        )
 
 
 def check_mask(key: str, mask: Any, shape: tuple[int, ...]) -> None:

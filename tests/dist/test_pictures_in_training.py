@@ -125,7 +125,7 @@ def configured(path: Path, name: str, rows: BatchedDataDict) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        pytest.param(family, name, marks=[pytest.mark.nightly] * ((family, name) not in DAILY))
+        pytest.param(family, name, marks=[pytest.mark.daily] * ((family, name) in DAILY))
         for family in FAMILIES_OF
         for name in LAYOUTS
     ],

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.architecture import Medium, Shell
 from megatron_policy.errors import BatchError, LossError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.training.checks import (
+    check_batch,
     check_lengths,
     check_loss_inputs,
     check_prompts,
@@ -75,6 +77,64 @@ def test_attachments_are_a_tensor_or_none_for_each_row_whatever_their_size() -> 
 def test_attachments_of_another_kind_are_named(features: object, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         check_training_data(training(features=features), 9, PADDED, ("features",))
+
+
+SHELL = Shell(
+    tensors=(("tower.weight", (4, 4)),),
+    prefix="",
+    media=(Medium(7, "pixel_values", "image_grid_thw"), Medium(8, "films", "film_grids")),
+    merged=4,
+)
+GRID = torch.tensor([[1, 2, 4], [1, 2, 2]])
+
+
+def pictured(**changes: object) -> BatchedDataDict:
+    """Three rows: of text, with two pictures of two tokens and one, and with a film of one token
+    behind which the policy has drawn a placeholder.
+    """
+    tokens = torch.tensor([[1, 1, 1, 1, 1, 1], [7, 7, 1, 7, 1, 1], [8, 1, 1, 8, 7, 1]])
+    data = {
+        "input_ids": tokens,
+        "input_lengths": torch.tensor([2, 5, 6]),
+        "token_mask": torch.tensor([[0, 1] + [0] * 4, [0] * 4 + [1, 0], [0, 0, 0, 1, 1, 1]]),
+        "sample_mask": torch.ones(3),
+        "pixel_values": [None, torch.ones(12, 5), None],
+        "image_grid_thw": [None, GRID, None],
+        "films": [None, None, torch.ones(4, 5)],
+        "film_grids": [None, None, GRID[1:]],
+    }
+    return BatchedDataDict({k: v for k, v in (data | changes).items() if v is not None})
+
+
+def test_pictures_that_fit_their_placeholders_pass_and_what_was_drawn_is_text() -> None:
+    for changes in ({}, {"token_mask": None}):
+        check_batch(pictured(**changes), 9, SHELL.attachments, SHELL)
+    check_training_data(pictured(), 9, PADDED, SHELL.attachments, SHELL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_lengths": torch.tensor([2, 3, 6])}, "row 1 has 2 tokens 7.* make 3"),
+        (
+            {"pixel_values": [None] * 3, "image_grid_thw": [None] * 3},
+            "row 1 has 3 tokens 7.* make 0",
+        ),
+        ({"token_mask": torch.zeros(3, 6)}, "row 2 has 1 tokens 7.* make 0"),
+        ({"pixel_values": [None] * 3}, "row 1 has 'image_grid_thw' without 'pixel_values'"),
+        ({"film_grids": None}, "row 2 has 'films' without 'film_grids'"),
+        ({"pixel_values": [None, torch.ones(8, 5), None]}, "has 8 patches in row 1.* count 12"),
+        ({"image_grid_thw": [None, GRID[0], None]}, r"has \[1, 2, 4\] in row 1: pass integers"),
+        ({"image_grid_thw": [None, GRID - 1, None]}, "multiples of 2"),
+        ({"image_grid_thw": [None, GRID + 1, None]}, "multiples of 2"),
+        ({"image_grid_thw": [None, GRID.float(), None]}, "in row 1: pass integers"),
+    ],
+)
+def test_pictures_that_do_not_fit_are_named_with_their_row(
+    changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        check_batch(pictured(**changes), 9, SHELL.attachments, SHELL)
 
 
 PADDED = Batching("padded")
