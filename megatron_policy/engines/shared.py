@@ -14,7 +14,7 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Table
 from megatron_policy.device import current_device
 from megatron_policy.errors import CheckpointError, ConfigError
-from megatron_policy.interfaces.engine import Embedder
+from megatron_policy.interfaces.embedder import Embedder
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape
 from megatron_policy.memory.states import Kind, Storages

@@ -21,7 +21,7 @@ from megatron_policy.converters.architecture import Shell
 from megatron_policy.converters.formats.hf_config import DECODERS, transformers_config
 from megatron_policy.device import to_device
 from megatron_policy.errors import ConfigError
-from megatron_policy.interfaces.engine import Embedder
+from megatron_policy.interfaces.embedder import Embedder, Entering
 from megatron_policy.packing.microbatch import Microbatch
 
 _TYPES = "mm_token_type_ids"
@@ -166,24 +166,25 @@ class PictureEmbedder:
     def attachments(self) -> tuple[str, ...]:
         return self.shell.attachments
 
-    def embed(self, tokens_RT: torch.Tensor, microbatch: Microbatch | None = None) -> torch.Tensor:
+    def embed(self, tokens_RT: torch.Tensor) -> torch.Tensor:
+        return self.text.embed(tokens_RT)
+
+    def enter(self, tokens_RT: torch.Tensor, microbatch: Microbatch) -> Entering:
         hidden = self.text.embed(tokens_RT)
-        if microbatch is None:
-            return hidden
         types_BS = self._find_types(microbatch)
         if not types_BS.any():
             trained = [p for p in self.composite.parameters() if p.requires_grad]
             if not (trained and torch.is_grad_enabled()):
-                return hidden
-            found: torch.Tensor = _WithoutPictures.apply(hidden, *trained)  # type: ignore[no-untyped-call]
-            return found
+                return Entering(hidden)
+            return Entering(_WithoutPictures.apply(hidden, *trained))  # type: ignore[no-untyped-call]
         keys = {key: microbatch.attached(key) for key in self.attachments}
         # Positions are made for themselves, see there.
         known = {"position_ids": torch.zeros((), dtype=torch.long)}
         ids_BS = microbatch.host.data["input_ids"]
         given = self._call(to_device(ids_BS), to_device(types_BS), _join(keys) | known)
         where = self.place(microbatch, to_device(types_BS) != 0).unsqueeze(-1)
-        return torch.where(where, self.place(microbatch, given["inputs_embeds"]), hidden)
+        hidden = torch.where(where, self.place(microbatch, given["inputs_embeds"]), hidden)
+        return Entering(hidden)
 
     def positions(self, microbatch: Microbatch) -> torch.Tensor | None:
         types_BS = self._find_types(microbatch)

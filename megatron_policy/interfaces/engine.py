@@ -200,45 +200,6 @@ class Adapters(Protocol):
         """In this context the model computes without its adapters, with the base's scalar head."""
 
 
-class Embedder(Protocol):
-    """What enters the first layer of a model, as its head is what leaves the last one. It can read
-    what the rows of a microbatch carry under the keys that the architecture declares as
-    `attachments`.
-    """
-
-    @property
-    def attachments(self) -> tuple[str, ...]:
-        """Those keys that it reads: all that the architecture declares."""
-
-    def embed(self, tokens_RT: torch.Tensor, microbatch: Microbatch | None = None) -> torch.Tensor:
-        """The hidden states of `tokens_RT`, this context-parallel rank's tokens of `microbatch`, in
-        the form in which the first layer takes them on this rank; only where the embedding is.
-        Without a microbatch tokens are nothing but text. Weights of its own it reads by calling
-        their module, when an overlapped gather delivers them.
-        """
-
-    def positions(self, microbatch: Microbatch) -> torch.Tensor | None:
-        """int64 `[B, S]`: the position of each token of the caller's rows, the same on every rank,
-        or `[B, S, 3]` if three positions of a token turn its heads; None if each row's tokens are
-        numbered from 0.
-        """
-
-
-@dataclass(frozen=True)
-class TokenEmbedder:
-    """The model's own embedding: all is text. See `Embedder`."""
-
-    compute: Callable[[torch.Tensor], torch.Tensor]
-    """From tokens `[R, T]` to hidden states."""
-    attachments: tuple[str, ...] = ()
-
-    def embed(self, tokens_RT: torch.Tensor, microbatch: Microbatch | None = None) -> torch.Tensor:
-        return self.compute(tokens_RT)
-
-    def positions(self, microbatch: Microbatch) -> None:
-        return None
-
-
 class CachedModel(Protocol):
     """A model that keeps the keys and values of the tokens that it has read."""
 

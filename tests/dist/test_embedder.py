@@ -29,7 +29,7 @@ from megatron_policy.engines.hugging_face import assemble as hugging_face
 from megatron_policy.engines.megatron import assemble as megatron
 from megatron_policy.engines.megatron.layers.norm import replicated
 from megatron_policy.errors import BatchError, ConfigError
-from megatron_policy.interfaces.engine import Embedder
+from megatron_policy.interfaces.embedder import Embedder, Entering
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.groups import Groups
 from tests import oracle
@@ -140,15 +140,19 @@ class Marked:
     """Whether tensor-parallel ranks have a share of the positions each."""
     attachments: tuple[str, ...] = ("vectors", "tint")
 
-    def embed(self, tokens_RT: torch.Tensor, microbatch: Microbatch | None = None) -> torch.Tensor:
-        assert microbatch is not None and self.picture is not None
+    def embed(self, tokens_RT: torch.Tensor) -> torch.Tensor:
+        return self.text.embed(tokens_RT)
+
+    def enter(self, tokens_RT: torch.Tensor, microbatch: Microbatch) -> Entering:
+        assert self.picture is not None
         attached = (microbatch.attached(key) for key in ("vectors", "tint"))
         features_BSF = features_of(microbatch.tokens_BS, *attached)
         own_TRF = microbatch.layout.take(features_BSF, self.groups.cp.rank())
         if self.split:
             own_TRF = own_TRF.chunk(self.groups.tp.size())[self.groups.tp.rank()]
         added: torch.Tensor = self.picture(own_TRF)
-        return self.text.embed(tokens_RT) + (added.transpose(0, 1) if self.transposed else added)
+        hidden = self.text.embed(tokens_RT)
+        return Entering(hidden + (added.transpose(0, 1) if self.transposed else added))
 
     def positions(self, microbatch: Microbatch) -> torch.Tensor:
         return positions_of(microbatch.tokens_BS)

@@ -44,7 +44,7 @@ from megatron_policy.engines.hugging_face.tensor_split import split
 from megatron_policy.engines.hugging_face.text_length import TextLength, untold
 from megatron_policy.engines.shared import check_embedder, describe_head, leave_unfilled
 from megatron_policy.errors import ConfigError
-from megatron_policy.interfaces.engine import TokenEmbedder
+from megatron_policy.interfaces.embedder import TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.parallel.topology import Coords, Placement, Topology
 from megatron_policy.weights.load import DTYPES, Held, load_parameters

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,8 @@ from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.engines.hugging_face.text_length import TextLength
 from megatron_policy.engines.shared import collect_storages
-from megatron_policy.interfaces.engine import CachedModel, Embedder, Loss
+from megatron_policy.interfaces.embedder import Embedder
+from megatron_policy.interfaces.engine import CachedModel, Loss
 from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.memory.states import Kind, Storages
@@ -151,7 +151,9 @@ class FsdpEngine:
         def made(hidden_TRD: torch.Tensor) -> torch.Tensor:
             return finish(Output(hidden_TRD, microbatch, self.head, self.groups.cp))
 
-        embed = partial(self.embedder.embed, microbatch=microbatch)
+        def embed(tokens_RT: torch.Tensor) -> torch.Tensor:
+            return self.embedder.enter(tokens_RT, microbatch).hidden
+
         try:
             with (
                 nullcontext() if gradients else torch.no_grad(),

@@ -47,7 +47,7 @@ from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.megatron.trainable import freeze, make_trainable
 from megatron_policy.engines.shared import check_embedder, describe_head, leave_unfilled
 from megatron_policy.engines.shell import PictureEmbedder, build_composite, fill_composite
-from megatron_policy.interfaces.engine import Embedder, TokenEmbedder
+from megatron_policy.interfaces.embedder import Embedder, TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.groups import Groups

@@ -34,7 +34,7 @@ from megatron_policy.engines.megatron.layer_spec import final_norm, layer_spec
 from megatron_policy.engines.megatron.layers.norm import replicated
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequence_params
 from megatron_policy.engines.megatron.process_groups import embedding_group
-from megatron_policy.interfaces.engine import Embedder
+from megatron_policy.interfaces.embedder import Embedder
 from megatron_policy.lm_head.output import shifted
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.topology import Placement

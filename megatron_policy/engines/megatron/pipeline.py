@@ -29,7 +29,7 @@ from megatron_policy.engines.megatron.layers.sequences import (
 )
 from megatron_policy.engines.megatron.mtp import MegatronMtp, before_final_norm
 from megatron_policy.engines.megatron.process_groups import schedule_groups
-from megatron_policy.interfaces.engine import Embedder
+from megatron_policy.interfaces.embedder import Embedder, Entering
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.groups import Groups
@@ -184,9 +184,10 @@ class Pipeline:
         layout, rank = microbatch.layout, self.groups.cp.rank()
         model: Any = _model(chunk)
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
-        hidden_SRD = self._embed(tokens_RT, microbatch, model) if model.pre_process else None
+        entering = self._enter(tokens_RT, microbatch, model) if model.pre_process else None
+        hidden_SRD, deep = entering or (None, ())
         positions_BS = self.embedder.positions(microbatch)
-        sequences = sequence_params(layout, self.groups.cp, positions_BS)
+        sequences = sequence_params(layout, self.groups.cp, positions_BS, deep)
         routers = self.channel and self.channel.params(microbatch, held, recorded)
         params = routers and MicrobatchParams(sequences=sequences, routers=routers)
         set_row_lengths(model, microbatch, rank)
@@ -213,15 +214,15 @@ class Pipeline:
 
         return output, consume
 
-    def _embed(self, tokens_RT: torch.Tensor, microbatch: Microbatch, model: Any) -> torch.Tensor:
-        """What enters the first layer. What is computed again, or by another stage, has gradients
+    def _enter(self, tokens_RT: torch.Tensor, microbatch: Microbatch, model: Any) -> Entering:
+        """What enters the first layers. What is computed again, or by another stage, has gradients
         only if this needs them, which the output of a frozen embedding does not.
         """
-        hidden_SRD, config = self.embedder.embed(tokens_RT, microbatch), model.config
+        entering, config = self.embedder.enter(tokens_RT, microbatch), model.config
         needed = config.recompute_granularity or config.pipeline_model_parallel_size > 1
         if needed and torch.is_grad_enabled():
-            hidden_SRD.requires_grad_()
-        return hidden_SRD
+            entering.hidden.requires_grad_()
+        return entering
 
 
 @contextmanager

@@ -34,6 +34,8 @@ class SequenceParams(PackedSeqParams, Sequences):
     """
     packed: PackedSeqParams | None
     """The same for Transformer Engine, "thd"; None if rows are padded."""
+    deep: tuple[torch.Tensor, ...] = ()
+    """What the first layers add to their outputs, one after another."""
 
 
 @dataclass(kw_only=True)
@@ -55,13 +57,17 @@ def sequences_of(params: PackedSeqParams | None) -> SequenceParams | None:
 
 
 def sequence_params(
-    layout: TokenLayout, cp_group: dist.ProcessGroup, positions_BS: torch.Tensor | None = None
+    layout: TokenLayout,
+    cp_group: dist.ProcessGroup,
+    positions_BS: torch.Tensor | None = None,
+    deep: tuple[torch.Tensor, ...] = (),
 ) -> SequenceParams | None:
     """What the ranks of `cp_group` pass to their chunks for `layout`, whose tokens have these
-    positions or, if they are None, are numbered from 0 in each sequence. None if they are, and each
-    row is a sequence that one rank computes whole.
+    positions or, if they are None, are numbered from 0 in each sequence; the first layers add
+    `deep`. None if nothing is added, tokens are numbered, and each row is a sequence that one rank
+    computes whole.
     """
-    if layout.plain and positions_BS is None:
+    if layout.plain and positions_BS is None and not deep:
         return None
     positions_TR = layout.take_positions(cp_group.rank(), positions_BS)
     packed = None
@@ -82,5 +88,6 @@ def sequence_params(
     return SequenceParams(
         positions_TR=positions_TR if positions_BS is not None else positions_TR[:, :1],
         packed=packed,
+        deep=deep,
         **vars(sequences_in(layout, cp_group)),
     )
