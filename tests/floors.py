@@ -105,6 +105,7 @@ _LAYER = "a module of the model is a file"
 _LONG = "one subject, and its importer has at least the 150 to 250 lines that a file aims at"
 FRAGMENTS = {
     "attention.context_parallel": _LONG,
+    "engines.megatron.layers.deep_layer": _LAYER,
     "engines.megatron.layers.parallel_layer": _LAYER,
     "engines.megatron.layers.residual": _LAYER,
     "engines.megatron.layers.self_attention": _LAYER,

@@ -114,6 +114,7 @@ def check_layout(
             problems.append(f"policy.megatron_cfg: {error}")
         else:
             problems += _check_recomputation(config, split)
+            problems += _check_first_stage(architecture, split)
     rows = config.train_global_batch_size
     if pads(config):
         problems += _refusals(microbatches, rows, config.train_micro_batch_size, topology)
@@ -203,6 +204,17 @@ def layer_split(config: PolicyConfig, architecture: Architecture, topology: Topo
     if balanced and chunks <= architecture.num_layers:
         return LayerSplit.balance(architecture.layer_costs, *stages)
     return LayerSplit.of(architecture.num_layers, *stages, *ends)
+
+
+def _check_first_stage(architecture: Architecture, split: LayerSplit) -> Iterator[str]:
+    """Report a first model chunk without all layers that features of pictures are added to."""
+    deep = 0 if architecture.shell is None else architecture.shell.deep
+    if len(split.stages[0][0]) < deep:
+        yield (
+            f"features of pictures are added to the outputs of the first {deep} layers, but the "
+            f"first model chunk has {len(split.stages[0][0])}: give it {deep} or more "
+            "(num_layers_in_first_pipeline_stage), or use fewer stages or virtual stages"
+        )
 
 
 def _check_recomputation(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:

@@ -26,7 +26,9 @@ from megatron_policy.packing.microbatch import Microbatch
 
 _TYPES = "mm_token_type_ids"
 """The argument of composite models that says of each token which medium's it is, or 0."""
-_READ = {"inputs_embeds", "position_ids"}
+_FEATURES, _POSITIONS = "inputs_embeds", "position_ids"
+_DEEP, _AT = "deepstack_visual_embeds", "visual_pos_masks"
+_READ = {_FEATURES, _POSITIONS, _DEEP, _AT}
 _WITHOUT_EFFECT = {"use_cache", "return_dict"}
 
 
@@ -64,7 +66,7 @@ class _Decoder(torch.nn.Module):
                 "which are not read here: install another release of transformers"
             )
         self._given = given
-        return BaseModelOutputWithPast(last_hidden_state=given["inputs_embeds"])
+        return BaseModelOutputWithPast(last_hidden_state=given[_FEATURES])
 
     def take(self) -> dict[str, Any]:
         given, self._given = self._given, {}
@@ -149,6 +151,39 @@ class _WithoutPictures(torch.autograd.Function):
         return grad, *map(torch.zeros_like, ctx.parameters)
 
 
+class _HandBack(torch.autograd.Function):
+    """Hidden states as they are. The backward pass, which comes after that of all layers, hands on
+    what the leaves have collected, to the features that they are copies of. Layers that are
+    computed again reach the leaves alone, so what made the features is walked through once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, leaves: tuple[torch.Tensor, ...], *deep: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.leaves = leaves
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None, *(leaf.grad for leaf in ctx.leaves)
+
+
+def _hand_back(entering: Entering) -> Entering:
+    """The same with leaves of the graph for the layers to add."""
+    hidden, deep = entering
+    if not any(each.requires_grad for each in deep):
+        return entering
+    leaves = tuple(each.detach().requires_grad_() for each in deep)
+    return Entering(_HandBack.apply(hidden, leaves, *deep), leaves)  # type: ignore[no-untyped-call]
+
+
+def _spread(each_ND: torch.Tensor, at_BS: torch.Tensor) -> torch.Tensor:
+    """`[B, S, D]`: the features where they belong, 0 elsewhere."""
+    spread_BSD = each_ND.new_zeros(*at_BS.shape, each_ND.size(-1))
+    return spread_BSD.masked_scatter(at_BS.unsqueeze(-1), each_ND)
+
+
 @dataclass(frozen=True)
 class PictureEmbedder:
     """The embedding of text, in which features take the place of placeholders. See `Embedder`."""
@@ -179,12 +214,13 @@ class PictureEmbedder:
             return Entering(_WithoutPictures.apply(hidden, *trained))  # type: ignore[no-untyped-call]
         keys = {key: microbatch.attached(key) for key in self.attachments}
         # Positions are made for themselves, see there.
-        known = {"position_ids": torch.zeros((), dtype=torch.long)}
+        known = {_POSITIONS: torch.zeros((), dtype=torch.long)}
         ids_BS = microbatch.host.data["input_ids"]
         given = self._call(to_device(ids_BS), to_device(types_BS), _join(keys) | known)
         where = self.place(microbatch, to_device(types_BS) != 0).unsqueeze(-1)
-        hidden = torch.where(where, self.place(microbatch, given["inputs_embeds"]), hidden)
-        return Entering(hidden)
+        hidden = torch.where(where, self.place(microbatch, given[_FEATURES]), hidden)
+        deep = (_spread(each_ND, given[_AT]) for each_ND in given.get(_DEEP, ()))
+        return _hand_back(Entering(hidden, tuple(self.place(microbatch, each) for each in deep)))
 
     def positions(self, microbatch: Microbatch) -> torch.Tensor | None:
         types_BS = self._find_types(microbatch)
@@ -195,7 +231,7 @@ class PictureEmbedder:
         keys = {key: data.get(key, []) for key in self.attachments if key not in values}
         with torch.no_grad():
             given = self._call(data["input_ids"], types_BS, _join(keys))
-        positions: torch.Tensor | None = given.get("position_ids")
+        positions: torch.Tensor | None = given.get(_POSITIONS)
         # Where there are four, the first one is that of text.
         return None if positions is None else to_device(positions[-3:].permute(1, 2, 0))
 

@@ -19,17 +19,24 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.registry import FAMILIES, PREPARED
+from megatron_policy.engines import shell
 from megatron_policy.engines.megatron import assemble
 from megatron_policy.engines.megatron.layers.norm import make_replica
 from megatron_policy.engines.shell import PictureEmbedder
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, own_steps, policy_config
-from tests.dist.fsdp_cases import BATCHINGS
-from tests.dist.layouts import OVERLAPPED, SP, Layout, layout
+from tests.dist.layouts import EXPERT_LAYOUTS, OVERLAPPED, SP, Layout, layout
 from tests.exact import ROOM, Exact, InDouble, assert_equal, furthest
 from tests.losses import loss_mask, token_nll
 from tests.picture_models import MEDIA, hf_logprobs, load_model, make_model, make_rows
 
+BATCHINGS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "dynamic": {
+        "dynamic_batching": {"enabled": True, "train_mb_tokens": 80, "sequence_length_round": 4}
+    },
+    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 80}},
+}
 RECOMPUTED = {"activation_checkpointing": True}
 CP2 = {"context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[Layout, str]] = {
@@ -42,8 +49,14 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
     "DP2, overlaps": (layout(2, **OVERLAPPED), "padded"),
     "TP2xCP2+SP": (layout(4, tp=2, **SP, **CP2), "packed"),
 }
-FAMILIES_OF = ("qwen2_5_vl",)
-DAILY = {("qwen2_5_vl", "TP2+SP")}
+WITH_EXPERTS: dict[str, tuple[Layout, str]] = {
+    "one process": (layout(1), "packed"),
+    "EP2xTP2+SP": (EXPERT_LAYOUTS["EP2xTP2+SP"], "packed"),
+    "PP2": (layout(2, pp=2), "padded"),
+    "EP2xCP2": (EXPERT_LAYOUTS["EP2xCP2"], "padded"),
+}
+LAYOUTS_OF = {"qwen2_5_vl": LAYOUTS, "qwen3_vl": LAYOUTS, "qwen3_vl_moe": WITH_EXPERTS}
+DAILY = {("qwen3_vl", "TP2+SP")}
 
 
 @cache
@@ -63,6 +76,10 @@ def planted(fault: str) -> Iterator[None]:
         if fault == "plain positions":
             stack.enter_context(
                 patch.object(PictureEmbedder, "positions", lambda self, microbatch: None)
+            )
+        if fault == "nothing deep":
+            stack.enter_context(
+                patch.object(shell, "_spread", lambda each, at: each.new_zeros(*at.shape, 1))
             )
         if fault == "partial gradients":
 
@@ -116,8 +133,7 @@ def in_memory(name: str, known: Any) -> str:
     )
 
 
-def configured(path: Path, name: str, rows: BatchedDataDict) -> dict[str, Any]:
-    case, batching = LAYOUTS[name]
+def configured(path: Path, case: Layout, batching: str, rows: BatchedDataDict) -> dict[str, Any]:
     config = policy_config(path, case.megatron, **BATCHINGS[batching])
     return config | {"max_total_sequence_length": rows["input_ids"].size(1)}
 
@@ -126,8 +142,8 @@ def configured(path: Path, name: str, rows: BatchedDataDict) -> dict[str, Any]:
     ("family", "name"),
     [
         pytest.param(family, name, marks=[pytest.mark.daily] * ((family, name) in DAILY))
-        for family in FAMILIES_OF
-        for name in LAYOUTS
+        for family in LAYOUTS_OF
+        for name in LAYOUTS_OF[family]
     ],
 )
 def test_pictures_count_as_in_transformers(ranks, model_of, family: str, name: str) -> None:
@@ -137,8 +153,9 @@ def test_pictures_count_as_in_transformers(ranks, model_of, family: str, name: s
         exact_model = load_model(path, torch.float64)
         with InDouble():
             exact = Exact.between(rounded, hf_logprobs(exact_model, rows))
-    world = LAYOUTS[name][0].world
-    seen = ranks.run(world, train_on_pictures, configured(path, name, rows), rows)
+    case, batching = LAYOUTS_OF[family][name]
+    config = configured(path, case, batching, rows)
+    seen = ranks.run(case.world, train_on_pictures, config, rows)
     order = BatchedDataDict({"row": torch.arange(rows.size)})
     shares = order.shard_by_batch_size(1 + max(rank["dp"] for rank in seen), GLOBAL_BATCH)
     for rank in seen:
@@ -152,12 +169,12 @@ def test_pictures_count_as_in_transformers(ranks, model_of, family: str, name: s
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("fault", ["plain positions", "partial gradients"])
+@pytest.mark.parametrize("fault", ["plain positions", "nothing deep", "partial gradients"])
 def test_a_planted_fault_is_ten_times_further_away_than_all_rounding(
     ranks, model_of, fault: str
 ) -> None:
-    (path, hf), rows = model_of("qwen2_5_vl"), rows_of("qwen2_5_vl")
-    config = configured(path, "TP2+SP", rows)
+    (path, hf), rows = model_of("qwen3_vl"), rows_of("qwen3_vl")
+    config = configured(path, *LAYOUTS["TP2+SP"], rows)
     for rank in ranks.run(2, train_on_pictures, config, rows, fault):
         weights = {in_memory(n, hf.exact.weights): t for n, t in rank["weights"].items()}
         apart = {
@@ -170,5 +187,5 @@ def test_a_planted_fault_is_ten_times_further_away_than_all_rounding(
         }
         least = 10 * ROOM * hf.rounding.weights
         assert apart["tower"] > least
-        if fault == "plain positions":
+        if fault != "partial gradients":
             assert apart["text"] > least

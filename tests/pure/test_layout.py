@@ -24,6 +24,7 @@ from megatron_policy.converters.architecture import (
     QkNorm,
     Rope,
     Scoring,
+    Shell,
     stack,
 )
 from megatron_policy.errors import ConfigError
@@ -169,6 +170,14 @@ def test_layers_to_recompute_are_those_that_a_model_chunk_has(
             assert f"policy.megatron_cfg.recompute_num_layers={number} " in said and named in said
     off = config(recompute_num_layers=99, **layout)
     check_layout(off, shape(), topology_of(off, world))
+
+
+def test_the_first_chunk_has_all_layers_that_features_of_pictures_are_added_to() -> None:
+    shell = Shell(tensors=(("tower.weight", (4, 4)),), prefix="", media=(), merged=4, deep=3)
+    layout = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    check_layout(config(), shape(shell=shell), Topology(pp=2))
+    with pytest.raises(ConfigError, match=r"first 3 layers.* has 2: give it 3 or more"):
+        check_layout(config(**layout), shape(shell=shell), Topology(pp=2, vpp=2))
 
 
 def test_batch_sizes_that_do_not_divide_name_the_next_ones_that_do() -> None:

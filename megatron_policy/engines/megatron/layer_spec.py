@@ -14,7 +14,10 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 
 from megatron_policy.config.model_table import check_implementation
 from megatron_policy.converters.architecture import (
@@ -31,6 +34,7 @@ from megatron_policy.converters.architecture import (
 from megatron_policy.converters.architecture.beyond import beyond_transformer_engine
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
+from megatron_policy.engines.megatron.layers.deep_layer import DeepLayer
 from megatron_policy.engines.megatron.layers.experts import experts_spec
 from megatron_policy.engines.megatron.layers.mixers import (
     MIXERS,
@@ -120,6 +124,9 @@ def layer_spec(
             spec.module, spec.params = MixerLayer, {**spec.params, "place": mixer.place}
     if found.beside is not None:
         spec.module, spec.params = SideBySideLayer, {**spec.params, "beside": found.beside}
+    if architecture.shell is not None and layer < architecture.shell.deep:
+        assert spec.module is TransformerLayer, "deep features enter ordinary layers"
+        spec.module = DeepLayer
     return spec
 
 
