@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from megatron_policy.config import MegatronConfig
 from megatron_policy.config.trained import ParamGroupConfig, ParamRole
+from megatron_policy.converters.families.shared.pictures import PARAMETERS
 from megatron_policy.converters.rows import Role
 from megatron_policy.converters.rows.blocks import of_expert
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR_HEAD
@@ -32,6 +33,8 @@ def role_of(entry: Entry) -> str:
         return "adapter"
     if _ROUTER in entry.megatron:
         return "router"
+    if entry.megatron.startswith(PARAMETERS):
+        return "vision"
     if entry.row.role is not Role.MATRIX:
         return str(entry.row.role.value)
     if of_expert(entry.row.megatron):

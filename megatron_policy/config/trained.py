@@ -26,6 +26,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_refuse_text)]
 
 ParamRole = Literal[
     "embedding",
+    "vision",
     "head",
     "linear",
     "expert",

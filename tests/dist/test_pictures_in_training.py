@@ -26,6 +26,7 @@ from megatron_policy.engines.shell import PictureEmbedder
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, own_steps, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, OVERLAPPED, SP, Layout, layout
+from tests.dist.resuming import paths
 from tests.exact import ROOM, Exact, InDouble, assert_equal, furthest
 from tests.losses import loss_mask, token_nll
 from tests.picture_models import MEDIA, hf_logprobs, load_model, make_model, make_rows
@@ -90,6 +91,22 @@ def planted(fault: str) -> Iterator[None]:
 
             stack.enter_context(patch.object(assemble, "make_replica", unmarked))
         yield
+
+
+def go_on_from(
+    saver: dict[str, Any] | None, config: dict[str, Any], rows: BatchedDataDict, root: Path
+) -> dict[str, torch.Tensor]:
+    """What the first step and a checkpoint leave, as a policy of the config `saver` makes it, or
+    what the second step makes of that.
+    """
+    with patch.dict(FAMILIES, PREPARED), open_policy(saver or config) as policy:
+        first, second = own_steps(policy, rows)
+        if saver is None:
+            policy.load_checkpoint(**paths(root))
+        policy.train(second if saver is None else first, LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=2)
+        if saver is not None:
+            policy.save_checkpoint(**paths(root))
+        return {name: tensor.clone() for name, tensor in policy.export()}
 
 
 def train_on_pictures(
@@ -189,3 +206,31 @@ def test_a_planted_fault_is_ten_times_further_away_than_all_rounding(
         assert apart["tower"] > least
         if fault != "partial gradients":
             assert apart["text"] > least
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("saver", ["TP2+SP", "PP2"])
+def test_training_goes_on_from_a_checkpoint_under_another_layout(
+    ranks, model_of, tmp_path: Path, saver: str
+) -> None:
+    (path, hf), rows = model_of("qwen3_vl"), rows_of("qwen3_vl")
+    loader = {"TP2+SP": "PP2", "PP2": "TP2+SP"}[saver]
+    first, then = (configured(path, *LAYOUTS[name], rows) for name in (saver, loader))
+    ranks.run(2, go_on_from, first, then, rows, tmp_path)
+    for weights in ranks.run(2, go_on_from, None, then, rows, tmp_path):
+        hf.assert_same_weights(weights)
+
+
+@pytest.mark.nightly
+def test_a_frozen_tower_keeps_its_values_and_all_else_learns(ranks, model_of) -> None:
+    (path, _), rows = model_of("qwen3_vl"), rows_of("qwen3_vl")
+
+    def own(name: str) -> dict[str, float] | None:
+        return None if name.startswith("model.visual.") else {}
+
+    hf = oracle.Learned.of(path, rows, GLOBAL_BATCH, loss_of, load=load_model, own=own)
+    config = configured(path, *LAYOUTS["TP2+SP"], rows)
+    config["megatron_cfg"]["optimizer"]["param_groups"] = [{"roles": ["vision"], "freeze": True}]
+    for rank in ranks.run(2, train_on_pictures, config, rows):
+        hf.assert_same_steps(rank["steps"])
+        hf.assert_same_weights(rank["weights"])
