@@ -9,7 +9,7 @@ rows of them, D model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,8 @@ _TYPES = "mm_token_type_ids"
 _FEATURES, _POSITIONS = "inputs_embeds", "position_ids"
 _DEEP, _AT = "deepstack_visual_embeds", "visual_pos_masks"
 _READ = {_FEATURES, _POSITIONS, _DEEP, _AT}
+_SEEN = 8
+"""Numbers of a tensor by which two are told apart before all are compared."""
 _WITHOUT_EFFECT = {"use_cache", "return_dict"}
 
 
@@ -212,15 +214,29 @@ class PictureEmbedder:
             if not (trained and torch.is_grad_enabled()):
                 return Entering(hidden)
             return Entering(_WithoutPictures.apply(hidden, *trained))  # type: ignore[no-untyped-call]
-        keys = {key: microbatch.attached(key) for key in self.attachments}
+        first_B = _find_same([self._media(microbatch, row) for row in range(len(types_BS))])
+        rows = [row for row in dict.fromkeys(first_B) if types_BS[row].any()]
+        keys = {key: microbatch.attached(key, rows) for key in self.attachments}
         # Positions are made for themselves, see there.
         known = {_POSITIONS: torch.zeros((), dtype=torch.long)}
-        ids_BS = microbatch.host.data["input_ids"]
-        given = self._call(to_device(ids_BS), to_device(types_BS), _join(keys) | known)
-        where = self.place(microbatch, to_device(types_BS) != 0).unsqueeze(-1)
-        hidden = torch.where(where, self.place(microbatch, given[_FEATURES]), hidden)
-        deep = (_spread(each_ND, given[_AT]) for each_ND in given.get(_DEEP, ()))
-        return _hand_back(Entering(hidden, tuple(self.place(microbatch, each) for each in deep)))
+        ids_US = microbatch.host.data["input_ids"][rows]
+        given = self._call(to_device(ids_US), to_device(types_BS[rows]), _join(keys) | known)
+        source_BS = to_device(_find_sources(types_BS, first_B, rows))
+
+        def give(values_USD: torch.Tensor) -> torch.Tensor:
+            """To every row that has them, in this rank's form; 0 for text."""
+            last = values_USD.new_zeros(1, values_USD.size(-1))
+            return self.place(microbatch, torch.cat([values_USD.flatten(0, 1), last])[source_BS])
+
+        where = self.place(microbatch, source_BS >= 0).unsqueeze(-1)
+        hidden = torch.where(where, give(given[_FEATURES]), hidden)
+        deep = (give(_spread(each_ND, given[_AT])) for each_ND in given.get(_DEEP, ()))
+        return _hand_back(Entering(hidden, tuple(deep)))
+
+    def _media(self, microbatch: Microbatch, row: int) -> tuple[torch.Tensor | None, ...]:
+        """What a row carries for the towers, on the host."""
+        data = microbatch.host.data
+        return tuple(data[key][row] if key in data else None for key in self.attachments)
 
     def positions(self, microbatch: Microbatch) -> torch.Tensor | None:
         types_BS = self._find_types(microbatch)
@@ -263,6 +279,47 @@ class PictureEmbedder:
             at_BS &= at_BS.cumsum(1) <= counts_B.unsqueeze(1)
             types_BS[at_BS] = number
         return types_BS
+
+
+def _find_same(media_B: Sequence[tuple[torch.Tensor | None, ...]]) -> list[int]:
+    """For each row, the first one that has the same: rows are often answers to one prompt, and
+    travel from process to process as copies of it.
+    """
+    known: dict[Any, list[int]] = {}
+    found = []
+    for row, media in enumerate(media_B):
+        key = tuple(None if m is None else (m.shape, *m.flatten()[:_SEEN].tolist()) for m in media)
+        alike = known.setdefault(key, [])
+        same = (first for first in alike if _are_equal(media, media_B[first]))
+        found.append(next(same, row))
+        if found[-1] == row:
+            alike.append(row)
+    return found
+
+
+def _are_equal(
+    media: tuple[torch.Tensor | None, ...], others: tuple[torch.Tensor | None, ...]
+) -> bool:
+    pairs = zip(media, others, strict=True)
+    return all(m is o or (m is not None and o is not None and torch.equal(m, o)) for m, o in pairs)
+
+
+def _find_sources(types_BS: torch.Tensor, first_B: list[int], rows: list[int]) -> torch.Tensor:
+    """Int64 `[B, S]`: which token, among all those of `rows`, has the feature of each token; -1 for
+    text. `first_B` are the rows that have the same media.
+    """
+    source_BS = torch.full_like(types_BS, -1)
+    for row, first in enumerate(first_B):
+        if first in rows:
+            own, others = _order(types_BS[row]), _order(types_BS[first])
+            source_BS[row, own] = others + rows.index(first) * types_BS.size(1)
+    return source_BS
+
+
+def _order(types_S: torch.Tensor) -> torch.Tensor:
+    """The positions of features, medium by medium."""
+    order: torch.Tensor = types_S.argsort(stable=True)
+    return order[int((types_S == 0).sum()) :]
 
 
 def _join(keys: dict[str, list[torch.Tensor | None]]) -> dict[str, torch.Tensor]:

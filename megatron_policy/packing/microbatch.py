@@ -7,7 +7,7 @@ token takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,13 +63,14 @@ class Microbatch:
         experts: torch.Tensor | None = self.data.get(ROUTED_EXPERTS)
         return experts
 
-    def attached(self, key: str) -> list[torch.Tensor | None]:
-        """What its rows carry under `key`, one of the architecture's `attachments`, on the device;
-        None for each row that has nothing there. It is copied to the device at every call: only
-        the stage that reads it has it there.
+    def attached(self, key: str, rows: Iterable[int] | None = None) -> list[torch.Tensor | None]:
+        """What its rows, or those with the numbers `rows`, carry under `key`, one of the
+        architecture's `attachments`, on the device; None for each row that has nothing there. It
+        is copied to the device at every call: only the stage that reads it has it there.
         """
         given = self.host.data.get(key, [None] * self.layout.rows)
-        return [None if each is None else to_device(each) for each in given]
+        wanted = given if rows is None else [given[row] for row in rows]
+        return [None if each is None else to_device(each) for each in wanted]
 
     @property
     def temperatures(self) -> list[tuple[float, torch.Tensor]]:

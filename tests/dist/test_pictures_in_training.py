@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.registry import FAMILIES, PREPARED
@@ -29,7 +30,7 @@ from tests.dist.layouts import EXPERT_LAYOUTS, OVERLAPPED, SP, Layout, layout
 from tests.dist.resuming import paths
 from tests.exact import ROOM, Exact, InDouble, assert_equal, furthest
 from tests.losses import loss_mask, token_nll
-from tests.picture_models import MEDIA, hf_logprobs, load_model, make_model, make_rows
+from tests.picture_models import IMAGE, MEDIA, hf_logprobs, load_model, make_model, make_rows
 
 BATCHINGS: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -47,6 +48,7 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
     "TP2+SP": (layout(2, tp=2, **SP), "packed"),
     "PP2": (layout(2, pp=2, **RECOMPUTED), "packed"),
     "CP2": (layout(2, **CP2), "packed"),
+    # The last microbatch of one rank is of text alone.
     "DP2, overlaps": (layout(2, **OVERLAPPED), "padded"),
     "TP2xCP2+SP": (layout(4, tp=2, **SP, **CP2), "packed"),
 }
@@ -118,8 +120,9 @@ def train_on_pictures(
         keys = ("input_ids", "input_lengths", *MEDIA)
         texts = BatchedDataDict({key: share[key] for key in keys})
         seen: dict[str, Any] = {"dp": policy.coords.dp, "logprobs": policy.logprobs(texts)}
+        mbs = 4 if policy.topology.dp == 1 else 1
         seen["steps"] = [
-            policy.train(step, LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=2)
+            policy.train(step, LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=mbs)
             for step in own_steps(policy, rows)
         ]
         seen["weights"] = {name: tensor.clone() for name, tensor in policy.export()}
@@ -150,6 +153,15 @@ def in_memory(name: str, known: Any) -> str:
     )
 
 
+def exact_of(path: Path, rows: BatchedDataDict) -> Exact:
+    """Next-token log-probabilities `[B, S - 1]` of the checkpoint's model."""
+    with torch.no_grad():
+        rounded = hf_logprobs(load_model(path), rows)
+        exact_model = load_model(path, torch.float64)
+        with InDouble():
+            return Exact.between(rounded, hf_logprobs(exact_model, rows))
+
+
 def configured(path: Path, case: Layout, batching: str, rows: BatchedDataDict) -> dict[str, Any]:
     config = policy_config(path, case.megatron, **BATCHINGS[batching])
     return config | {"max_total_sequence_length": rows["input_ids"].size(1)}
@@ -165,11 +177,7 @@ def configured(path: Path, case: Layout, batching: str, rows: BatchedDataDict) -
 )
 def test_pictures_count_as_in_transformers(ranks, model_of, family: str, name: str) -> None:
     (path, hf), rows = model_of(family), rows_of(family)
-    with torch.no_grad():
-        rounded = hf_logprobs(load_model(path), rows)
-        exact_model = load_model(path, torch.float64)
-        with InDouble():
-            exact = Exact.between(rounded, hf_logprobs(exact_model, rows))
+    exact = exact_of(path, rows)
     case, batching = LAYOUTS_OF[family][name]
     config = configured(path, case, batching, rows)
     seen = ranks.run(case.world, train_on_pictures, config, rows)
@@ -234,3 +242,59 @@ def test_a_frozen_tower_keeps_its_values_and_all_else_learns(ranks, model_of) ->
     for rank in ranks.run(2, train_on_pictures, config, rows):
         hf.assert_same_steps(rank["steps"])
         hf.assert_same_weights(rank["weights"])
+
+
+@contextmanager
+def seen_patches() -> Iterator[list[int]]:
+    """In this context, how many patches a tower gets at each call."""
+    seen: list[int] = []
+    build = shell.build_composite
+
+    def build_watched(config: Any) -> Any:
+        composite: Any = build(config)
+        composite.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+        return composite
+
+    with patch.object(assemble, "build_composite", build_watched):
+        yield seen
+
+
+def read_answers(
+    config: dict[str, Any], rows: BatchedDataDict, other: int
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Log-probabilities of `rows`, of the same with the token `other` in place of placeholders
+    that the policy drew, and the patches at each call of the tower for the first ones.
+    """
+    with patch.dict(FAMILIES, PREPARED), seen_patches() as seen, open_policy(config) as policy:
+        found, patches = policy.logprobs(rows), list(seen)
+        ids_BS = rows["input_ids"]
+        drawn_BS = (ids_BS == IMAGE) & (rows["token_mask"] != 0)
+        replaced = {**rows, "input_ids": ids_BS.masked_fill(drawn_BS, other)}
+        return found, policy.logprobs(BatchedDataDict(replaced)), patches
+
+
+def test_a_picture_is_read_once_for_all_its_answers_and_a_drawn_placeholder_is_text(
+    ranks, tmp_path: Path
+) -> None:
+    """Copies of rows 1, a picture, and 4, two of them, go on in their own ways. The placeholder is
+    embedded as token 5 is, whose place it takes in one answer.
+    """
+    path, other = make_model(tmp_path / "hf", "qwen2_5_vl"), 5
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][IMAGE] = weights["model.embed_tokens.weight"][other]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    prompts = make_rows("qwen2_5_vl").select_indices([1, 4])
+    rows = BatchedDataDict({key: [*prompts[key], *prompts[key]] for key in MEDIA})
+    for key in ("input_ids", "input_lengths", "token_mask", "sample_mask"):
+        rows[key] = torch.cat([prompts[key], prompts[key]])
+    rows["pixel_values"][2:] = [pixels.clone() for pixels in prompts["pixel_values"]]
+    last = rows["input_lengths"][2] - 1
+    rows["input_ids"][2, last] = IMAGE
+    rows["input_ids"][3, rows["input_lengths"][3] - 2] = 9
+    config = policy_config(path, {}) | {"max_total_sequence_length": 64, "logprob_batch_size": 4}
+    ((found, replaced, patches),) = ranks.run(1, read_answers, config, rows, other)
+    assert patches == [sum(len(pixels) for pixels in prompts["pixel_values"])]
+    rows["input_ids"][2, last] = other
+    inside = torch.arange(1, found.size(1)) < rows["input_lengths"].unsqueeze(1)
+    assert_equal("logprobs", found[:, 1:][inside], exact_of(path, rows)[inside])
+    assert torch.equal(found, replaced)
