@@ -59,6 +59,8 @@ class Moe(LayerPart):
     """Width of the vectors that experts read and give, to which tokens are projected and from
     which they are projected back; 0: that of the model.
     """
+    inputs_first: bool = field(default=False, compare=False)
+    """Stacks of experts have inputs before outputs in the checkpoint."""
 
     norm_apart: ClassVar[bool] = True
     keeps_input: ClassVar[bool] = True

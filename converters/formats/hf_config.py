@@ -277,9 +277,9 @@ def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -
             raise
         except Exception as error:  # fields of unexpected types can raise anything in there
             raise _unreadable(model, str(error).replace(str(folder), str(model))) from error
-    if "auto_map" in config:  # families state why they do not need the code it names
-        found["auto_map"] = config["auto_map"]
-    return {**found, "_name_or_path": str(model)}
+    # Families state why they do not need the code it names, and which release wrote the weights.
+    kept = {name: config[name] for name in ("auto_map", "transformers_version") if name in config}
+    return {**found, **kept, "_name_or_path": str(model)}
 
 
 def _list_shell(config: Any) -> dict[str, list[int]]:

@@ -93,51 +93,54 @@ class StackedWhole(RowBase):
 @dataclass(frozen=True)
 class StackedGateAboveUp(RowBase):
     """Input projection of one expert's gated MLP; HF stacks all, each gate above its up projection:
-    [experts, 2 x ffn, hidden].
+    [experts, 2 x ffn, hidden], or transposed, [experts, hidden, 2 x ffn].
     """
 
     tail: tuple[str, ...]
     """Dimensions after the rows."""
     expert: int = 0
+    transposed: bool = field(default=False, kw_only=True)
     part: type[LayerPart] | None = field(default=Moe, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
         experts, rows = self.measure(arch, ("experts", "ffn_hidden_size"))
-        return ((experts, 2 * rows, *self.measure(arch, self.tail)),)
+        tail = self.measure(arch, self.tail)
+        return ((experts, *tail, 2 * rows) if self.transposed else (experts, 2 * rows, *tail),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         (rows,) = self.measure(arch, ("ffn_hidden_size",))
         return (2 * even(rows, size, self), *self.measure(arch, self.tail))
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        experts, rows, *tail = self.measure(arch, ("experts", "ffn_hidden_size", *self.tail))
-        mine = even(rows, size, self)
-        view, local = (experts, 2, rows, *tail), (1, 2, mine, *tail)
-        return tuple(
-            Block(
-                0,
-                view,
-                (nth(self.expert, 1), nth(half, 1), nth(rank, mine)),
-                local,
-                (*ALL, nth(half, 1)),
-            )
-            for half in (0, 1)
-        )
+        (stack,), local = self.hf_shapes(arch), self.local_shape(arch, size)
+        (rows,) = self.measure(arch, ("ffn_hidden_size",))
+        mine = local[0] // 2
+        before = ALL * (len(self.tail) if self.transposed else 0)
+
+        def block(half: int) -> Block:
+            first = half * rows + rank * mine
+            index = (nth(self.expert, 1), *before, slice(first, first + mine))
+            turned = self.transposed and bool(self.tail)
+            return Block(0, stack, index, (1, *local), (*ALL, nth(half, mine)), turned)
+
+        return block(0), block(1)
 
 
 @dataclass(frozen=True)
 class StackedInputs(RowBase):
     """Output projection of one expert's gated MLP, of which ranks share the inputs; HF stacks all:
-    [experts, out, ffn].
+    [experts, out, ffn], or transposed, [experts, ffn, out].
     """
 
     dims: tuple[str, str]
     """Output and input dimensions."""
     expert: int = 0
+    transposed: bool = field(default=False, kw_only=True)
     part: type[LayerPart] | None = field(default=Moe, kw_only=True)
 
     def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
-        return (self.measure(arch, ("experts", *self.dims)),)
+        experts, out, inner = self.measure(arch, ("experts", *self.dims))
+        return ((experts, inner, out) if self.transposed else (experts, out, inner),)
 
     def local_shape(self, arch: Architecture, size: int) -> Shape:
         out, inner = self.measure(arch, self.dims)
@@ -145,8 +148,9 @@ class StackedInputs(RowBase):
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
         (stack,), local = self.hf_shapes(arch), self.local_shape(arch, size)
-        index = (nth(self.expert, 1), *ALL, nth(rank, local[1]))
-        return (Block(0, stack, index, (1, *local), ALL),)
+        before = () if self.transposed else ALL
+        index = (nth(self.expert, 1), *before, nth(rank, local[1]))
+        return (Block(0, stack, index, (1, *local), ALL, self.transposed),)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ their configs are read.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatron_policy.convert import convert, verify
@@ -22,8 +23,8 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.inspection import inspect
 from megatron_policy.converters.registry import FAMILIES, PREPARED
-from megatron_policy.converters.rows import Role
-from megatron_policy.converters.table import Table, bind
+from megatron_policy.converters.rows import Role, fill_shard
+from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConversionError
 from tests.picture_models import MEDIA, TINY, TOKENS, make_model
 
@@ -148,6 +149,37 @@ def test_what_a_class_always_does_is_read_as_that(offered: None, tmp_path: Path)
     assert found.find_part(Moe).scoring is Scoring.SOFTMAX_OF_CHOSEN
     assert found.expert_layers == (0, 2, 3)
     assert found.ropes[0].axes == (0, 1, 2, 0)
+
+
+def shard_of(path: Path, entry: Entry, rank: int) -> torch.Tensor:
+    """What a rank of two has of a parameter."""
+    arch = bound(path).architecture
+    shard = torch.full(entry.row.local_shape(arch, 2), torch.nan)
+    with HfReader(path) as reader:
+        fill_shard(entry.row, arch, shard, [reader.part(n) for n in entry.hf], rank, 2)
+    return shard
+
+
+def test_experts_are_the_same_in_the_order_of_either_release(offered: None, tmp_path: Path) -> None:
+    newer = make_model(tmp_path / "newer", "qwen3_vl_moe")
+    shutil.copytree(newer, older := tmp_path / "older")
+    weights = load_file(newer / "model.safetensors")
+    stacks = [name for name in weights if ".experts." in name]
+    turned = {name: weights[name].transpose(1, 2).contiguous() for name in stacks}
+    save_file(weights | turned, older / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConversionError, match="gate_up_proj"):
+        convert(older, tmp_path / "refused", "mcore")
+    config = json.loads((older / "config.json").read_text())
+    (older / "config.json").write_text(json.dumps(config | {"transformers_version": "4.57.1"}))
+    for entry, other in zip(bound(newer).entries, bound(older).entries, strict=True):
+        assert entry.megatron == other.megatron
+        for rank in (0, 1):
+            one, same = shard_of(newer, entry, rank), shard_of(older, other, rank)
+            assert torch.equal(one, same), entry.megatron
+    convert(older, tmp_path / "mcore", "mcore")
+    convert(tmp_path / "mcore", tmp_path / "back", "hf")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(back[name], tensor) for name, tensor in turned.items())
 
 
 @pytest.mark.parametrize(
