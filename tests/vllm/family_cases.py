@@ -191,6 +191,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "qwen3_5_text": ("failed to be inspected", IMAGES),
     "qwen3_5_text with biases": ("failed to be inspected", IMAGES),
     "qwen3_moe with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
+    "qwen3_next with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
     "seed_oss with biases": (UNREAD, "vLLM's layers of this family have no such biases"),
 }
 """By the names of cases: what vLLM or the refit says, and why."""

@@ -148,9 +148,10 @@ class ModelReload:
         the checkpoint names, an embedding, and a head on the CPU goes on with its old packed copy.
         """
         for names in self._tied:
-            for name in names:
-                module = self._model.get_submodule(name.rpartition(".")[0])
-                if (method := getattr(module, "quant_method", None)) is not None:
+            for path, _, own in (name.rpartition(".") for name in names):
+                module = self._model.get_submodule(path)
+                method = getattr(module, "quant_method", None)
+                if own == "weight" and method is not None:  # others, as biases, are as they were
                     method.process_weights_after_loading(module)
 
     def _unpack_convolutions(self) -> None:
