@@ -58,7 +58,8 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": EXPERTS,
     "glm4_moe_lite": EXPERTS | LATENT,
     "gpt_oss": EPSILON,
-    "granitemoehybrid": {"mamba_d_state": 32, "shared_intermediate_size": 64},
+    # The seed is one with which no token is about to take another expert.
+    "granitemoehybrid": {"mamba_d_state": 32, "shared_intermediate_size": 64, "seed": 1},
     "kimi_k2": EXPERTS
     | LATENT
     | PUBLISHED
