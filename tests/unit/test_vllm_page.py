@@ -6,7 +6,7 @@ import pytest
 
 from tests.families import SAMPLES
 from tests.vllm import family_page as page
-from tests.vllm.family_cases import CASES, REFUSED
+from tests.vllm.family_cases import BF16_ALONE, CASES, REFUSED, REFUSED_WITH_AVX512
 
 LEAST = 28
 """Of all families, how many vLLM has to take."""
@@ -16,11 +16,15 @@ def test_the_page_lists_every_case_and_every_refusal() -> None:
     rows = page.rows(page.PAGE.read_text(encoding="utf-8"))
     assert list(rows) == [page.name_of(case.name) for case in CASES], "see its first paragraph"
     refused = {name for name, columns in rows.items() if page.REFUSED in columns[0]}
-    assert refused == {page.name_of(name) for name in REFUSED}
+    known, others = (
+        {page.name_of(name) for name in each} for each in (REFUSED, REFUSED_WITH_AVX512)
+    )
+    assert refused in (known, known | others)  # by the CPU on which it was written
     for name in set(rows) - refused:
         read, _, sent = rows[name][1].partition(" of ")
         assert int(read) == int(sent) or "MTP" in name, rows[name]
-        assert all(0 < float(number) < 1e-4 for number in rows[name][2:]), rows[name]
+        most = 0.5 if name.split("`")[1] in BF16_ALONE else 1e-4
+        assert all(0 < float(number) < most for number in rows[name][2:]), rows[name]
 
 
 def test_vllm_takes_most_families_and_every_refusal_has_its_reason() -> None:

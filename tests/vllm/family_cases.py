@@ -196,7 +196,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "seed_oss with biases": (UNREAD, "vLLM's layers of this family have no such biases"),
 }
 """By the names of cases: what vLLM or the refit says, and why."""
-if torch.cpu._is_avx512_bf16_supported():
-    TAPS = "vLLM packs convolutions for CPUs with AVX-512 in bf16, and only those of four taps"
-    for _name in ("lfm2", "lfm2 with biases"):
-        REFUSED[_name] = ("support only width of 4", TAPS)
+PACKED = (
+    "support only width of 4",
+    "vLLM packs convolutions for CPUs with AVX-512 in bf16, and only those of four taps",
+)
+REFUSED_WITH_AVX512 = {"lfm2": PACKED, "lfm2 with biases": PACKED}
+"""What such CPUs add."""
+REFUSED_HERE = REFUSED | (REFUSED_WITH_AVX512 if torch.cpu._is_avx512_bf16_supported() else {})

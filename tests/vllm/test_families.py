@@ -26,7 +26,7 @@ from tests.losses import TokenNLL
 from tests.vllm import family_page
 from tests.vllm.computed import Digests
 from tests.vllm.engines import EngineError
-from tests.vllm.family_cases import CASES, LENGTH, REFUSED, ROWS, VOCAB, Case
+from tests.vllm.family_cases import CASES, LENGTH, REFUSED_HERE, ROWS, VOCAB, Case
 from tests.vllm.forks import ForkedEngine
 
 LR = 0.02
@@ -153,8 +153,8 @@ def test_a_family_in_vllm_is_the_policys_after_a_refit(
     ranks: Any, forks: str, measured: family_page.Measured, case: Case, tmp_path: Path
 ) -> None:
     (seen,) = ranks.run(1, follow, forks, case, tmp_path)
-    if case.name in REFUSED:
-        assert REFUSED[case.name][0] in (why_not(seen) or "it fits"), (case.name, seen)
+    if case.name in REFUSED_HERE:
+        assert REFUSED_HERE[case.name][0] in (why_not(seen) or "it fits"), (case.name, seen)
     else:
         assert "reason" not in seen, seen
         check_numbers(case, seen)
@@ -189,10 +189,10 @@ def why_not(seen: Seen) -> str:
 
 def line_of(case: Case, seen: Seen) -> family_page.Line:
     """What the page says of a case."""
-    if case.name in REFUSED:
+    if case.name in REFUSED_HERE:
         said = why_not(seen).rpartition("RefitError: ")[2]
         said = said.partition(": it computes")[0].partition(". Please check")[0]
-        return family_page.Line(reason=f"{REFUSED[case.name][1]}: `{' '.join(said.split())}`")
+        return family_page.Line(reason=f"{REFUSED_HERE[case.name][1]}: `{' '.join(said.split())}`")
     return family_page.Line(
         model=seen["class"],
         names=seen["names"],
