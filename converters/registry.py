@@ -136,6 +136,7 @@ FAMILIES = {
             deepseek_v3, "DeepseekV3ForCausalLM", hf_model_type="deepseek_v3", name="kimi_k2"
         ),
         _built_in(lfm2, "Lfm2ForCausalLM"),
+        _built_in(lfm2_moe, "Lfm2MoeForCausalLM"),
         _built_in(llama, "LlamaForCausalLM"),
         _built_in(mimo, "MiMoForCausalLM", hf_model_type="qwen2", hf_prefix="Qwen2"),
         _built_in(minimax_m2, "MiniMaxM2ForCausalLM"),
@@ -172,7 +173,6 @@ PREPARED = {
             awaits="delta nets whose channels decay by themselves",
             other_names=kimi_linear.OTHER_NAMES,
         ),
-        _built_in(lfm2_moe, "Lfm2MoeForCausalLM", awaits="gated short convolutions"),
         _built_in(
             qwen3_5,
             "Qwen3_5ForConditionalGeneration",

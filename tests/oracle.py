@@ -122,6 +122,7 @@ WITHOUT_DECAY = {
     *(("XIELUActivation", name) for name in ("alpha_n", "alpha_p", "beta", "eps")),
     ("Ernie4_5_MoeStatics", "e_score_correction_bias"),
     ("GptOssAttention", "sinks"),
+    ("Lfm2MoeSparseMoeBlock", "expert_bias"),
     ("MiniMaxM2SparseMoeBlock", "e_score_correction_bias"),
     *(
         (f"{model}GatedDeltaNet", name)
@@ -288,13 +289,13 @@ class Learned:
 
     def assert_same_weights(self, found: Mapping[str, torch.Tensor]) -> None:
         """Whole weights by their names in a checkpoint; of experts, which transformers stacks, only
-        those that the model has under that name.
+        those that the model has under that name, and no correction bias that it has as a buffer.
         """
         for name, tensor in found.items():
             if name in self.exact.weights:
                 self.assert_same_weight(tensor, self.exact.weights[name], name)
             else:
-                assert ".experts." in name, name
+                assert ".experts." in name or name.endswith(".expert_bias"), name
 
     def assert_same_weight(self, found: torch.Tensor, exact: torch.Tensor, name: str) -> None:
         """A weight, or a shard of one, is as close to what it should be as rounding allows."""

@@ -46,7 +46,7 @@ def config_of(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 MIXING = {
-    "lfm2": "conv",
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "linear_attention"),
 }

@@ -39,21 +39,6 @@ from tests.mtp_oracle import learned
 from tests.samples import RECURRENT, Samples
 
 FURTHER = {
-    "lfm2_moe": Samples(
-        architecture="Lfm2MoeForCausalLM",
-        epsilon="norm_eps",
-        experts=True,
-        tiny={
-            "num_dense_layers": 1,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "routed_scaling_factor": 1.5,
-            "layer_types": ["conv", "full_attention"] * 2,
-        },
-        read=(),
-        published={},
-    ),
     # With as many channels of values as of keys: transformers saves convolutions cut into thirds.
     "olmo_hybrid": Samples(
         architecture="OlmoHybridForCausalLM",

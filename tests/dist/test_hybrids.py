@@ -37,6 +37,7 @@ UNEVEN = ["moe", "linear_attention", "full_attention", "moe", "mlp", "linear_att
 LATENT = ["moe", "linear_attention", "full_attention", "moe"]
 HYBRIDS: dict[str, Fields] = {
     "lfm2": SIZES | {"conv_bias": True},
+    "lfm2_moe": SIZES | {"conv_bias": True},
     "qwen3_next": SIZES | {"attention_bias": True},
     "qwen3_5_text": SIZES | {"attention_bias": True},
     "qwen3_5_moe_text": SIZES,
@@ -87,7 +88,7 @@ def family_of(model: str) -> str:
 
 
 def has_experts(model: str) -> bool:
-    return "experts" in model or model in ("qwen3_next", "qwen3_5_moe_text")
+    return "experts" in model or model in ("lfm2_moe", "qwen3_next", "qwen3_5_moe_text")
 
 
 @pytest.mark.parametrize("model", HYBRIDS)

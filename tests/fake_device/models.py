@@ -42,8 +42,9 @@ def with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
         if isinstance(value, list) and len(value) == before:
             found[name] = value[-layers:]
     found |= samples.take_turns(layers)
-    if fields.get("first_k_dense_replace"):
-        found["first_k_dense_replace"] = 1
+    for name in ("first_k_dense_replace", "num_dense_layers"):
+        if fields.get(name):
+            found[name] = 1
     if fields.get("sliding_window"):
         found["sliding_window"] = min(fields["sliding_window"], WINDOW)
     return found

@@ -22,7 +22,6 @@ from megatron_policy.converters.architecture import (
     Mamba2,
     Mla,
     Mlp,
-    Moe,
     Norms,
     Recurrence,
 )
@@ -46,16 +45,6 @@ COMMON: Fields = {
     "pad_token_id": None,
     "bos_token_id": 1,
     "eos_token_id": 2,
-}
-LFM2_MOE: Fields = COMMON | {
-    "num_hidden_layers": 4,
-    "intermediate_size": 60,
-    "layer_types": ["conv", "conv", "full_attention", "conv"],
-    "num_dense_layers": 1,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "routed_scaling_factor": 1.5,
 }
 LINEAR: Fields = {
     "num_hidden_layers": 4,
@@ -119,7 +108,6 @@ KIMI: Fields = COMMON | {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 TINY: dict[str, tuple[str, Fields]] = {
-    "lfm2_moe": ("lfm2_moe", LFM2_MOE),
     "qwen3_5": ("qwen3_5", {"text_config": QWEN35, "vision_config": TOWER}),
     "qwen3_5, tied": (
         "qwen3_5",
@@ -237,32 +225,6 @@ KIMI_48B: Fields = {
     "vocab_size": 163840,
 }
 PUBLISHED: dict[str, tuple[str, Fields]] = {
-    "LFM2-8B-A1B": (
-        "lfm2_moe",
-        {
-            "conv_L_cache": 3,
-            "conv_bias": False,
-            "hidden_size": 2048,
-            "intermediate_size": 7168,
-            "layer_types": [
-                "full_attention" if n in (2, 6, 10, 14, 18, 21) else "conv" for n in range(24)
-            ],
-            "max_position_embeddings": 128000,
-            "moe_intermediate_size": 1792,
-            "norm_eps": 1e-05,
-            "norm_topk_prob": True,
-            "num_attention_heads": 32,
-            "num_dense_layers": 2,
-            "num_experts": 32,
-            "num_experts_per_tok": 4,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 8,
-            "rope_theta": 1000000.0,
-            "routed_scaling_factor": 1.0,
-            "use_expert_bias": True,
-            "vocab_size": 65536,
-        },
-    ),
     "Qwen3.5-27B": ("qwen3_5", QWEN35_27B),
     "Olmo-Hybrid-7B": (
         "olmo_hybrid",
@@ -338,7 +300,7 @@ OTHER_NAMES_IN_MEMORY = ("olmo_hybrid", "kimi_linear")
 FP32 = (
     "self_attn.o_norm.weight",
     *("A_log", "mamba.D", "linear_attn.norm.weight", "linear_attn.o_norm.weight"),
-    *("e_score_correction_bias", "expert_bias"),
+    "e_score_correction_bias",
 )
 """What makers keep in fp32."""
 
@@ -502,9 +464,6 @@ def test_the_parts_of_layers_are_those_of_the_config(offered: None, tmp_path: Pa
         file = {"model_type": family, **fields}
         (tmp_path / name / "config.json").write_text(json.dumps(file))
         found[name] = bound(tmp_path / name).architecture
-    model = found["lfm2_moe"]
-    assert [type(layer.feed) is Moe for layer in model.layers] == [False, True, True, True]
-    assert (model.moe.added_to_sum, model.moe.correction_bias) == (1e-6, True)
     assert found["qwen3_5, tied"].tied and not found["qwen3_5"].tied
     model = found["olmo_hybrid"]
     assert [layer.norms for layer in model.layers] == [Norms.BEFORE, Norms.AFTER] * 2
@@ -518,7 +477,6 @@ def test_the_parts_of_layers_are_those_of_the_config(offered: None, tmp_path: Pa
 
 
 REFUSED: list[tuple[str, Fields, str]] = [
-    ("lfm2_moe", {"hidden_act": "gelu"}, "hidden_act = 'gelu': MLPs and experts have SiLU"),
     ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act = 'gelu': delta nets and MLPs have it"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False: no layer has a rotary"),
     ("kimi_linear", {"index_topk": 4}, "index_topk = 4: unknown field"),
@@ -592,7 +550,6 @@ def fill_shard_of(
 
 
 ADAPTED = {
-    "lfm2_moe": ["conv.in_proj", "feed_forward.experts.0.w1"],
     "olmo_hybrid": [f"linear_attn.{name}_proj" for name in "qkvgbao"],
     "falcon_h1": ["mamba.in_proj", "mamba.out_proj", "self_attn.q_proj"],
     "kimi_linear": [f"self_attn.{name}_proj" for name in ("b", "f_a", "f_b", "g_a", "g_b")],

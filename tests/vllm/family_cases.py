@@ -65,6 +65,7 @@ OWN: dict[str, dict[str, Any]] = {
     | PUBLISHED
     | {"rope_scaling": SCALED | {"beta_fast": 1.0, "beta_slow": 1.0}},
     "lfm2": {"block_multiple_of": 32} | dict.fromkeys(("block_dim", "conv_dim"), SIZES["hidden"]),
+    "lfm2_moe": EXPERTS,
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "nemotron_h": EXPERTS
     | {
@@ -200,6 +201,8 @@ PACKED = (
     "support only width of 4",
     "vLLM packs convolutions for CPUs with AVX-512 in bf16, and only those of four taps",
 )
-REFUSED_WITH_AVX512 = {"lfm2": PACKED, "lfm2 with biases": PACKED}
+REFUSED_WITH_AVX512 = {
+    f"{family}{kind}": PACKED for family in ("lfm2", "lfm2_moe") for kind in ("", " with biases")
+}
 """What such CPUs add."""
 REFUSED_HERE = REFUSED | (REFUSED_WITH_AVX512 if torch.cpu._is_avx512_bf16_supported() else {})
