@@ -176,19 +176,19 @@ PREPARED = {
         _built_in(
             qwen3_5,
             "Qwen3_5ForConditionalGeneration",
-            awaits="gated delta nets",
+            awaits="text models beside a tower",
             hf_prefix="Qwen3_5",
         ),
         _built_in(
             qwen3_5_moe,
             "Qwen3_5MoeForConditionalGeneration",
-            awaits="gated delta nets",
+            awaits="text models beside a tower",
             hf_prefix="Qwen3_5Moe",
         ),
         _built_in(
             olmo_hybrid,
             "OlmoHybridForCausalLM",
-            awaits="gated delta nets",
+            awaits="norms that differ from layer to layer",
             other_names=olmo_hybrid.OTHER_NAMES,
         ),
         _built_in(qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration", **_PICTURES),
@@ -214,11 +214,11 @@ def family_of(model_type: str) -> Family:
         return family
     if (prepared := PREPARED.get(model_type)) is not None:
         other = "policy.dtensor_cfg can train it with transformers' own modules (FSDP2)."
-        if prepared.surrounded:
+        if any(name.endswith("ForConditionalGeneration") for name in prepared.hf_architectures):
             other = "Train a model that reads text alone."
         raise ConversionError(
-            f"{model_type} cannot be converted or trained by Megatron-Core yet: models with "
-            f"{prepared.awaits} are not supported. {other}"
+            f"{model_type} cannot be converted or trained by Megatron-Core yet: not all that a "
+            f"policy does has been tried with {prepared.awaits}. {other}"
         )
     if model_type in REFUSED:
         raise ConversionError(f"{model_type} cannot be converted: {REFUSED[model_type]}")

@@ -248,16 +248,17 @@ def _check_tensor_parallel(
         legal = [size for size in range(1, most + 1) if all(split.allows(size) for split in splits)]
         plain: dict[str, list[str]] = {}
         others = []
-        for count, what, multiples in splits:
+        for count, what, multiples in (split for split in splits if not split.allows(tp)):
             if multiples is None:
                 plain.setdefault(what, []).append(str(count))
             else:
                 rule = "neither divides nor is a multiple of" if multiples else "does not divide"
-                others.append(f", or {rule} {count} {what}")
+                others.append(f"{rule} {count} {what}")
         divided = " and ".join(f"{' and '.join(each)} {what}" for what, each in plain.items())
+        reasons = [f"does not divide {divided}"] * bool(plain) + others
         yield (
-            f"policy.megatron_cfg.tensor_model_parallel_size={tp} does not divide {divided}"
-            f"{''.join(others)}: use one of {legal}"
+            f"policy.megatron_cfg.tensor_model_parallel_size={tp} {', or '.join(reasons)}: use one "
+            f"of {legal}"
         )
     if config.megatron_cfg.sequence_parallel and tp == 1:
         yield (

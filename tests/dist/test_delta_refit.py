@@ -194,6 +194,35 @@ def test_what_is_damaged_or_lost_is_refused_until_it_is_whole_again(
         assert late.receive() == seen[2]
 
 
+def publish_past_damage(path: Path, root: Path) -> None:
+    """Refits while a file is damaged, up to the next whole version, and after another is lost."""
+    forms = {name: (tuple(t.shape), t.dtype) for name, t in tensors_of(path).items()}
+    with open_policy(policy_config(path, {}), **UNUSED) as policy:
+        to, late = DeltaDirectory(root, whole_every=3), Follower(forms, root)
+        for number in range(5):
+            disturb(policy, number, 0.02)
+            policy.refit(to)
+            chain = read_chain(root)
+            assert chain is not None
+            if number == 0:
+                late.receive()
+            elif number == 1:
+                edit(lambda b: b[:-1] + b"?", chain.place_file(root, 1, 0))
+                with pytest.raises(RefitError, match="engines take the next whole version"):
+                    late.receive()
+            elif number == 3:
+                assert late.receive() == bits_of(policy) and chain.whole[-1].number == 3
+                chain.place_file(root, 2, 0).unlink()
+                lost = chain.name
+        assert late.receive() == bits_of(policy) and chain.name != lost
+
+
+def test_a_whole_version_leads_past_a_damaged_file_and_a_lost_one_begins_a_new_chain(
+    ranks: RankPool, checkpoint: Any, tmp_path: Path
+) -> None:
+    ranks.run(1, publish_past_damage, checkpoint("qwen2", **SIZES), tmp_path / "chain")
+
+
 def test_an_engine_with_other_weights_takes_whole_ones(start: Any) -> None:
     seen, follower = start([0, 1, 2])
     state = follower.receiver._engine
@@ -229,8 +258,9 @@ def test_what_cannot_be_followed_or_published_is_refused(start: Any, tmp_path: P
     direct = Receiver(follower.engine.load, staged=False)
     with pytest.raises(ConfigError, match="staged=True"):
         direct.receive_deltas(follower.root)
-    with pytest.raises(ConfigError, match="whole_every is 0"):
-        DeltaDirectory(tmp_path, whole_every=0)
+    for wrong in (0, "often"):
+        with pytest.raises(ConfigError, match=f"whole_every is {wrong!r}"):
+            DeltaDirectory(tmp_path, whole_every=wrong)  # type: ignore[arg-type]
 
 
 PHASES: dict[str, tuple[Any, str, int, int]] = {

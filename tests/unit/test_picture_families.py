@@ -234,5 +234,7 @@ def test_they_are_refused_by_name_as_long_as_they_are_not_offered(
     fields = {"model_type": family, **TINY[family], **TOKENS}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert family not in FAMILIES and not has_family(family)
-    with pytest.raises(ConversionError, match=f"{family} cannot be .* pictures are not supported"):
+    with pytest.raises(
+        ConversionError, match=f"{family} cannot be .* has been tried with pictures"
+    ):
         open_model(tmp_path)

@@ -86,6 +86,15 @@ class Chain:
         """The file of what a rank has changed."""
         return root / self.name / f"{number:08d}.{rank}.delta"
 
+    def is_complete(self, root: Path) -> bool:
+        """Whether a directory has all that the chain consists of, as far as sizes tell."""
+        return all(self.place_whole(root, each.number).is_dir() for each in self.whole) and all(
+            path.is_file() and path.stat().st_size == file.nbytes
+            for each in self.deltas
+            for file in each.files
+            for path in [self.place_file(root, each.number, file.rank)]
+        )
+
     def encode(self) -> bytes:
         """The content of the manifest."""
         content = {
@@ -124,7 +133,10 @@ def read_file(root: Path, chain: Chain, number: int, file: DeltaFile) -> bytes:
     path = chain.place_file(root, number, file.rank)
     content = path.read_bytes()
     if (len(content), digest_bytes(content)) != (file.nbytes, file.digest):
-        raise RefitError(f"{path} is not what the trainer has written; refit again")
+        raise RefitError(
+            f"{path} is not what the trainer has written: engines take the next whole version; "
+            f"remove {MANIFEST} to have the next refit write one"
+        )
     return content
 
 

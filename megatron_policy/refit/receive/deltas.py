@@ -47,7 +47,8 @@ def _follow(
 ) -> int:
     name, number = engine.version or ("", 0)
     pending = chain.after(number) if name == chain.name else None
-    if pending is None:
+    newer = number < chain.whole[-1].number
+    if pending is None or (newer and not _can_read(root, chain, pending)):
         number = chain.whole[-1].number
         at = chain.place_whole(root, number)
         if not at.is_dir():
@@ -60,6 +61,17 @@ def _follow(
     _apply(engine, assembler_of(), root, chain, pending)
     engine.version = (chain.name, chain.newest.number)
     return chain.newest.step
+
+
+def _can_read(root: Path, chain: Chain, pending: Sequence[Version]) -> bool:
+    """Whether these deltas are as they were written."""
+    try:
+        for version in pending:
+            for file in version.files:
+                read_file(root, chain, version.number, file)
+    except (OSError, RefitError):
+        return False
+    return True
 
 
 def _apply(

@@ -61,8 +61,8 @@ class DeltaDirectory:
         weights are written again, and what only leads to those before is removed. The policy keeps
         a copy of what it has published in each directory, in host memory.
         """
-        if whole_every < 1:
-            raise ConfigError(f"whole_every is {whole_every}: give 1 refit or more")
+        if not isinstance(whole_every, int) or whole_every < 1:
+            raise ConfigError(f"whole_every is {whole_every!r}: give a number of refits, 1 or more")
         # Absolute: workers, to which it may be sent, run in their own directories.
         self.path, self._whole_every = expanded(path).absolute(), whole_every
 
@@ -113,6 +113,8 @@ class DeltaDirectory:
         return str(decided["chain"])
 
     def _decide(self, last: _Published | None) -> str:
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is no directory: give one")
         self.path.mkdir(parents=True, exist_ok=True)
         others = [path.name for path in self.path.iterdir() if not is_name(path.name)]
         if others not in ([], [MANIFEST]):
@@ -124,7 +126,7 @@ class DeltaDirectory:
             published = read_chain(self.path)
         except RefitError:
             published = None
-        if last is not None and last.chain == published:
+        if last is not None and last.chain == published and published.is_complete(self.path):
             return last.chain.name
         return secrets.token_hex(8)
 
