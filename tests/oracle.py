@@ -289,13 +289,15 @@ class Learned:
 
     def assert_same_weights(self, found: Mapping[str, torch.Tensor]) -> None:
         """Whole weights by their names in a checkpoint; of experts, which transformers stacks, only
-        those that the model has under that name, and no correction bias that it has as a buffer.
+        those that the model has under that name. What it has as a buffer does not learn.
         """
+        buffers = dict(self._model(self.exact, torch.float32).named_buffers())
         for name, tensor in found.items():
             if name in self.exact.weights:
                 self.assert_same_weight(tensor, self.exact.weights[name], name)
             else:
-                assert ".experts." in name or name.endswith(".expert_bias"), name
+                kept = buffers.get(name)
+                assert ".experts." in name if kept is None else torch.equal(tensor, kept), name
 
     def assert_same_weight(self, found: torch.Tensor, exact: torch.Tensor, name: str) -> None:
         """A weight, or a shard of one, is as close to what it should be as rounding allows."""

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -45,6 +46,7 @@ from megatron_policy.engines.megatron.layers.whole_linear import WholeLinear
 from megatron_policy.recurrence.convolution import convolve_step, gated_convolve
 from megatron_policy.recurrence.delta_rule import delta_rule, delta_step
 from megatron_policy.recurrence.gates import (
+    Activation,
     gate_then_normalise,
     log_decay,
     normalise,
@@ -116,7 +118,8 @@ class DeltaNetMixer(RecurrentMixer):
         super().__init__(config=config, part=part, **given)
         heads = part.num_value_heads // self.tp.size()
         self.A_log, self.dt_bias = make_shard(config, heads), make_shard(config, heads)
-        self.out_norm = HeadNorm(config, part.value_head_dim)
+        epsilon = part.norm_epsilon or config.layernorm_epsilon
+        self.out_norm = HeadNorm(config, part.value_head_dim, epsilon, self.tp)
 
     def mix(
         self, projected_NF: torch.Tensor, share: HeadShare, span: TokenSpan
@@ -127,15 +130,8 @@ class DeltaNetMixer(RecurrentMixer):
         decay_NH = log_decay(alpha_NH1.squeeze(-1), A_log_H, dt_bias_H)
         strength_NH = write_strength(beta_NH1.squeeze(-1), self.part.doubled)
         inputs = (q_NGK, k_NGK, v_NHV, decay_NH, strength_NH)
-        if span.is_step:
-            out_NHV, memory_QHKV = delta_step(*inputs, span.before_step[1])
-        else:
-            out_NHV, memory_QHKV = delta_rule(*inputs, span.chunks, span.memory)
-        # All heads have the same weight, and each rank some of the heads: gradients are summed.
-        weight_V = copy_to_tensor_model_parallel_region(self.out_norm.weight, self.tp)
-        epsilon = self.part.norm_epsilon or self.config.layernorm_epsilon
-        normed_NHV = normalise_then_gate(out_NHV, gate_NHV, weight_V, epsilon)
-        return normed_NHV.flatten(1), (recent_QWD, memory_QHKV)
+        out_NHV, memory_QHKV = _apply_delta_rule(inputs, span)
+        return self.out_norm(out_NHV, gate_NHV).flatten(1), (recent_QWD, memory_QHKV)
 
 
 class ChannelDeltaNetMixer(RecurrentMixer):
@@ -159,7 +155,8 @@ class ChannelDeltaNetMixer(RecurrentMixer):
         self.decay_down, self.decay_up = self._make_gate()
         self.A_log = make_shard(config, part.num_heads // ranks)
         self.dt_bias = make_shard(config, part.inner_size // ranks)
-        self.out_norm = HeadNorm(config, part.head_dim)
+        epsilon = config.layernorm_epsilon
+        self.out_norm = HeadNorm(config, part.head_dim, epsilon, self.tp, torch.sigmoid)
 
     def _make_gate(self) -> tuple[WholeLinear, ColumnParallelLinear]:
         """Projections of low rank, of which each rank has the whole first one."""
@@ -188,15 +185,20 @@ class ChannelDeltaNetMixer(RecurrentMixer):
         dt_bias_HK = share.of_heads(self.dt_bias.unflatten(0, (-1, self.part.head_dim)))
         decay_NHK = log_decay(alpha_NHK, share.of_heads(self.A_log).unsqueeze(-1), dt_bias_HK)
         inputs = (q_NHK, k_NHK, v_NHV, decay_NHK, write_strength(beta_NH1.squeeze(-1)))
-        if span.is_step:
-            out_NHV, memory_QHKV = delta_step(*inputs, span.before_step[1])
-        else:
-            out_NHV, memory_QHKV = delta_rule(*inputs, span.chunks, span.memory)
-        # As of `DeltaNetMixer`.
-        weight_V = copy_to_tensor_model_parallel_region(self.out_norm.weight, self.tp)
-        epsilon = self.config.layernorm_epsilon
-        normed_NHV = normalise_then_gate(out_NHV, gate_NHV, weight_V, epsilon, torch.sigmoid)
-        return normed_NHV.flatten(1), (recent_QWD, memory_QHKV)
+        out_NHV, memory_QHKV = _apply_delta_rule(inputs, span)
+        return self.out_norm(out_NHV, gate_NHV).flatten(1), (recent_QWD, memory_QHKV)
+
+
+def _apply_delta_rule(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    span: TokenSpan,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What heads read `[N, H, V]`, and the states after the span; `inputs` are queries, keys,
+    values, decays and the strengths of corrections.
+    """
+    if span.is_step:
+        return delta_step(*inputs, span.before_step[1])
+    return delta_rule(*inputs, span.chunks, span.memory)
 
 
 class Mamba2Mixer(RecurrentMixer):
@@ -323,13 +325,28 @@ class ShortConvolutionMixer(RecurrentMixer):
 
 
 class HeadNorm(torch.nn.Module):
-    """The weight of a norm that all heads share, those of other ranks too."""
+    """Normalises the output of each head and gates it. All heads, those of other ranks too, have
+    one weight.
+    """
 
-    def __init__(self, config: TransformerConfig, channels: int) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        channels: int,
+        epsilon: float,
+        group: dist.ProcessGroup,
+        activation: Activation = F.silu,
+    ) -> None:
         super().__init__()
+        self.epsilon, self.group, self.activation = epsilon, group, activation
         self.weight = torch.nn.Parameter(
             torch.empty(channels, device=current_device(), dtype=config.params_dtype)
         )
+
+    def forward(self, out_NHV: torch.Tensor, gate_NHV: torch.Tensor) -> torch.Tensor:
+        # Each rank has some of the heads: gradients of the weight are summed.
+        weight_V = copy_to_tensor_model_parallel_region(self.weight, self.group)
+        return normalise_then_gate(out_NHV, gate_NHV, weight_V, self.epsilon, self.activation)
 
 
 class GroupNorm(torch.nn.Module):
