@@ -1,23 +1,28 @@
-"""What both engines do alike: describe a head, check what embeds tokens, leave parameters to a
-checkpoint, find memory, and read how far a schedule is.
+"""What both engines do alike: describe a head, check what embeds tokens, and let it read rows that
+grow, leave parameters to a checkpoint, find memory, and read how far a schedule is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.table import Table
 from megatron_policy.device import current_device
 from megatron_policy.errors import CheckpointError, ConfigError
-from megatron_policy.interfaces.embedder import Embedder
+from megatron_policy.interfaces.embedder import Embedder, Entering
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused import HeadShape
 from megatron_policy.memory.states import Kind, Storages
+from megatron_policy.packing.microbatch import Microbatch, padded_microbatch
+from megatron_policy.packing.multiples import Multiples
 from megatron_policy.weights.load import Held, mark_unfilled
 
 _SHOWN = 5
@@ -48,6 +53,49 @@ def check_embedder(embedder: Embedder, architecture: Architecture) -> None:
             "Leave them out of the family's architecture, or build its engine with an Embedder "
             "that reads them"
         )
+
+
+@dataclass
+class GrowingRows:
+    """What enters at rows that grow from prompts. What these carry is read once, when their first
+    tokens enter.
+    """
+
+    embedder: Embedder
+    prompts: Microbatch
+    """With room for what is to come."""
+    time: int
+    """The dimension of positions in hidden states."""
+    read: Entering | None = None
+
+    @classmethod
+    def of(
+        cls, embedder: Embedder, prompts: BatchedDataDict, positions: int, time: int
+    ) -> GrowingRows:
+        """For `prompts` and `positions` as `NewCache` has them."""
+        tokens_BS = prompts["input_ids"]
+        tokens_BT = F.pad(tokens_BS, (0, positions - tokens_BS.size(1)))
+        rows = BatchedDataDict({**prompts, "input_ids": tokens_BT})
+        alone = Multiples(row=1, sequence=1, context_ranks=1)
+        return cls(embedder, padded_microbatch(rows, positions, positions, alone), time)
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """See `Embedder`: of all tokens, those that are to come as well."""
+        return self.embedder.positions(self.prompts) if self.embedder.attachments else None
+
+    def enter(self, tokens_BS: torch.Tensor, first: int) -> Entering:
+        """What enters at the tokens from position `first` on."""
+        hidden, width = self.embedder.embed(tokens_BS), tokens_BS.size(1)
+        if not self.embedder.attachments:
+            return Entering(hidden)
+        if self.read is None:
+            self.read = self.embedder.enter(self.prompts.tokens_BS, self.prompts)
+        times_S = torch.arange(first, first + width, device=tokens_BS.device)
+        inside_BS = times_S < self.prompts.data["input_lengths"].unsqueeze(1)
+        inside = (inside_BS if self.time else inside_BS.T).unsqueeze(-1)
+        known, *deep = (x.narrow(self.time, first, width) for x in (self.read[0], *self.read[1]))
+        return Entering(torch.where(inside, known, hidden), tuple(deep))
 
 
 def leave_unfilled(

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from megatron_policy.adapters.table import AdapterSpec
+from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device.timing import Recorder, Stopwatch
@@ -210,6 +211,12 @@ class CachedModel(Protocol):
         """
 
 
+NewCache = Callable[[BatchedDataDict, int], CachedModel]
+"""Opens a model with an empty cache for prompts that grow to that many positions: `input_ids`
+`[B, S]`, `input_lengths` `[B]` and the architecture's `attachments`. Collective as `logits_after`.
+"""
+
+
 class TrainingEngine(Protocol):
     """One rank's part of a model, built and loaded."""
 
@@ -301,10 +308,8 @@ class TrainingEngine(Protocol):
     def share_object(self, value: T | None) -> T:
         """The last stage's picklable value, on every stage; collective."""
 
-    def inference(self) -> AbstractContextManager[Callable[[int, int], CachedModel]]:
-        """A context in which tokens are read one after another. It yields what opens the model with
-        an empty cache for that many rows and positions.
-        """
+    def inference(self) -> AbstractContextManager[NewCache]:
+        """A context in which tokens are read one after another."""
 
     def decoder_layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """This rank's decoder layers by global number."""

@@ -9,7 +9,7 @@ Shapes: B rows, S positions of prompts, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from megatron_policy import device
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
-from megatron_policy.interfaces.engine import CachedModel, TrainingEngine
+from megatron_policy.interfaces.engine import NewCache, TrainingEngine
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.sampling import (
     Continuations,
@@ -68,28 +68,29 @@ class TextGenerator:
             )
         pad_id, parts = int(pad_id), self._cut(data)
         with torch.no_grad(), self._engine.inference() as new_cache:
-            found = [self._continue(new_cache, *part, sampling, pad_id) for part in parts]
+            found = [self._continue(new_cache, part, sampling, pad_id) for part in parts]
         return _concatenate(found, pad_id)
 
     def _continue(
         self,
-        new_cache: Callable[[int, int], CachedModel],
-        prompts_BS: torch.Tensor,
-        lengths_B: torch.Tensor,
+        new_cache: NewCache,
+        prompts: BatchedDataDict,
         sampling: Sampling,
         pad_id: int,
     ) -> Continuations:
         """Continue rows that share a cache. A replica without any runs forward passes of one token,
         which nobody reads, while others need its experts or its part of the weights.
         """
-        lengths_B = lengths_B.to(device.current_device())
+        tokens_BS, lengths_B = (
+            prompts[key].to(device.current_device()) for key in ("input_ids", "input_lengths")
+        )
         if not lengths_B.numel():
             self._accompany(new_cache)
-            return nothing_generated(prompts_BS)
+            return nothing_generated(tokens_BS)
         total = min(int(lengths_B.max()) + sampling.max_new_tokens, self._longest)
-        progress = Progress.start(prompts_BS.to(lengths_B.device), lengths_B, total, pad_id)
+        progress = Progress.start(tokens_BS, lengths_B, total, pad_id)
         limit_B = (lengths_B + sampling.max_new_tokens).clamp(max=total)
-        model = new_cache(len(lengths_B), total)
+        model = new_cache(prompts, total)
         while progress.unfinished(limit_B):
             self._any_unfinished(True)
             logits_BV = model.logits_after(progress.tokens_BT, progress.position)
@@ -98,10 +99,11 @@ class TextGenerator:
         self._accompany(new_cache)
         return progress.result(lengths_B)
 
-    def _accompany(self, new_cache: Callable[[int, int], CachedModel]) -> None:
+    def _accompany(self, new_cache: NewCache) -> None:
         token_11 = torch.zeros(1, 1, dtype=torch.long, device=device.current_device())
+        text = BatchedDataDict(input_ids=token_11, input_lengths=token_11[0] + 1)
         while self._any_unfinished(False):
-            new_cache(1, 1).logits_after(token_11, 1)
+            new_cache(text, 1).logits_after(token_11, 1)
 
     def _any_unfinished(self, own: bool) -> bool:
         """Whether any of the replicas that compute together is unfinished; collective then."""
@@ -131,22 +133,21 @@ class TextGenerator:
         drawn_2B = self._engine.share_tensor(None if logits_BV is None else drawn_2B, drawn_2B)
         return drawn_2B[0].long(), drawn_2B[1].float()
 
-    def _cut(self, data: BatchedDataDict) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Prompts and lengths of the rows that share a cache. Replicas that use each other's
-        experts get the same number of parts, and all refuse what one of them refuses.
+    def _cut(self, data: BatchedDataDict) -> list[BatchedDataDict]:
+        """The prompts that share a cache. Replicas that use each other's experts get the same
+        number of parts, and all refuse what one of them refuses.
         """
 
-        def cut() -> list[tuple[torch.Tensor, torch.Tensor]]:
-            size, keys = self._engine.vocab_size, self._engine.table.architecture.attachments
-            prompts_BS, lengths_B = check_prompts(data, size, self._longest, keys)
-            rows = self._config.generation_batch_size
-            return list(zip(prompts_BS.split(rows), lengths_B.split(rows), strict=True))
+        def cut() -> list[BatchedDataDict]:
+            size, model = self._engine.vocab_size, self._engine.table.architecture
+            prompts = check_prompts(data, size, self._longest, model.attachments, model.shell)
+            rows, end = self._config.generation_batch_size, prompts.size
+            return [prompts.slice(row, min(row + rows, end)) for row in range(0, end, rows)]
 
         if not self._engine.joins_replicas:
             return cut()
         parts, most = prepare_together(cut, len, self._engine.groups.dp)
-        prompts_BS, lengths_B = parts[0]
-        return parts + [(prompts_BS[:0], lengths_B[:0])] * (most - len(parts))
+        return parts + [parts[0].slice(0, 0)] * (most - len(parts))
 
 
 def _concatenate(parts: Sequence[Continuations], pad_id: int) -> Continuations:

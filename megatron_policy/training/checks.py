@@ -119,32 +119,32 @@ def _token_ids(data: BatchedDataDict) -> torch.Tensor:
 
 
 def check_prompts(
-    data: BatchedDataDict, vocab_size: int, max_length: int, attachments: Collection[str] = ()
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`input_ids` int64 `[B, S]` and `input_lengths` int64 `[B]`, ready for generation.
+    data: BatchedDataDict,
+    vocab_size: int,
+    max_length: int,
+    attachments: Collection[str] = (),
+    shell: Shell | None = None,
+) -> BatchedDataDict:
+    """`input_ids` int64 `[B, S]`, `input_lengths` int64 `[B]` and the model's `attachments`, ready
+    for generation.
 
-    BatchError naming the key, or the first row whose prompt is empty or leaves no room below
-    `max_length` positions; and for the model's `attachments`, which generation does not read.
+    BatchError as `check_batch`, or naming the first row whose prompt is empty or leaves no room
+    below `max_length` positions. Without `token_mask`, the policy has drawn nothing in prompts.
     """
-    data = check_batch(data, vocab_size, attachments)
-    for key in attachments:
-        if any(each is not None for each in data.get(key, ())):
-            raise BatchError(
-                f"{key!r} is not read by generate(), which continues text alone: leave it out, or "
-                "generate with an inference engine"
-            )
-    tokens_BS = data["input_ids"]
-    width = tokens_BS.size(1)
-    lengths_B = _lengths(data, "which tell where prompts end")
+    if shell is not None and isinstance(tokens := data.get("input_ids"), torch.Tensor):
+        data = BatchedDataDict({"token_mask": torch.zeros_like(tokens), **data})
+    data = check_batch(data, vocab_size, attachments, shell)
+    width = data["input_ids"].size(1)
     longest = min(width, max_length - 1)
-    for row, length in enumerate(lengths_B.tolist()):
+    for row, length in enumerate(_lengths(data, "which tell where prompts end").tolist()):
         if not 1 <= length <= longest:
             raise BatchError(
                 f"input_lengths has {length} in row {row}; a prompt's length must lie between 1 "
                 f"and {longest} (input_ids are {width} wide, and by max_total_sequence_length and "
                 f"the model's positions a text has at most {max_length} tokens)"
             )
-    return tokens_BS, lengths_B
+    keys = ("input_ids", "input_lengths", *attachments)
+    return BatchedDataDict({key: data[key] for key in keys if key in data})
 
 
 def check_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:

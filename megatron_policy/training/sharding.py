@@ -163,8 +163,8 @@ class BatchDispatcher:
 
     def to_generate(self, prompts: BatchedDataDict) -> ShardedBatch:
         """Each rank's prompts; BatchError naming one that cannot be continued."""
-        prompts = check_batch(prompts, self.vocab_size, self.attachments)
-        check_prompts(prompts, self.vocab_size, self.longest.tokens, self.attachments)
+        longest = self.longest.tokens
+        prompts = check_prompts(prompts, self.vocab_size, longest, self.attachments, self.shell)
         return ShardedBatch(shard_evenly(prompts, self.topology.dp), prompts.size)
 
 

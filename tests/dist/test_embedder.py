@@ -10,7 +10,7 @@ Shapes: B rows, S positions, N marked tokens of a row, F features.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,7 +28,7 @@ from megatron_policy.converters.rows import Whole
 from megatron_policy.engines.hugging_face import assemble as hugging_face
 from megatron_policy.engines.megatron import assemble as megatron
 from megatron_policy.engines.megatron.layers.norm import replicated
-from megatron_policy.errors import BatchError, ConfigError
+from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.embedder import Embedder, Entering
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.groups import Groups
@@ -136,7 +136,7 @@ class Marked:
     groups: Groups
     transposed: bool
     """Whether hidden states are `[R, S, D]`, not `[S, R, D]`."""
-    split: bool
+    splits: Callable[[], bool]
     """Whether tensor-parallel ranks have a share of the positions each."""
     attachments: tuple[str, ...] = ("vectors", "tint")
 
@@ -147,8 +147,9 @@ class Marked:
         assert self.picture is not None
         attached = (microbatch.attached(key) for key in ("vectors", "tint"))
         features_BSF = features_of(microbatch.tokens_BS, *attached)
-        own_TRF = microbatch.layout.take(features_BSF, self.groups.cp.rank())
-        if self.split:
+        layout = microbatch.layout
+        own_TRF = layout.take(features_BSF, self.groups.cp.rank() % layout.ranks)
+        if self.splits():
             own_TRF = own_TRF.chunk(self.groups.tp.size())[self.groups.tp.rank()]
         added: torch.Tensor = self.picture(own_TRF)
         hidden = self.text.embed(tokens_RT)
@@ -205,13 +206,20 @@ def marked_models(summed: bool = True, also: tuple[str, ...] = ()) -> Iterator[N
         made = pipeline(*args)
         first = made.models[0]
         picture = first.embedding.picture if first.pre_process else None
-        split = first.config.sequence_parallel
-        return replace(made, embedder=Marked(made.embedder, picture, made.groups, False, split))
+
+        def splits() -> bool:
+            return bool(first.config.sequence_parallel)
+
+        return replace(made, embedder=Marked(made.embedder, picture, made.groups, False, splits))
 
     def of_hugging_face(*args: Any) -> Any:
         made = engine(*args)
-        picture, split = made.decoder.model.picture, made.head.region.splits_tokens
-        return replace(made, embedder=Marked(made.embedder, picture, made.groups, True, split))
+        picture, region = made.decoder.model.picture, made.head.region
+
+        def splits() -> bool:
+            return bool(region.splits_tokens)
+
+        return replace(made, embedder=Marked(made.embedder, picture, made.groups, True, splits))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.FAMILIES, "qwen2", family)
@@ -299,14 +307,39 @@ def leave_attachments_unread(config: dict[str, Any]) -> None:
     refused = pytest.raises(ConfigError, match=unread)
     with marked_models(also=("sound",)), refused, open_policy(config):
         pass
-    prompts = BatchedDataDict({key: data()[key][:2] for key in ("input_ids", "input_lengths")})
-    seen = BatchedDataDict({**prompts, "tint": data()["tint"][:2]})
-    refused = pytest.raises(BatchError, match=r"'tint' is not read by generate\(\)")
-    with marked_models(), open_policy(config, tokenizer=TOKENIZER) as policy, refused:
-        policy.generate(seen)
 
 
 @pytest.mark.parametrize("name", ["one process", "FSDP2"])
 def test_attachments_that_nothing_would_read_are_refused(ranks, marked, name: str) -> None:
-    config = configured(marked, name) | {"generation": {"max_new_tokens": 2}}
-    ranks.run(1, leave_attachments_unread, config)
+    ranks.run(1, leave_attachments_unread, configured(marked, name))
+
+
+def continue_marked(config: dict[str, Any]) -> tuple[BatchedDataDict, torch.Tensor, torch.Tensor]:
+    """Texts, with log-probabilities as they were written and as they are read."""
+    prompts = data().select_indices([0, 1, 2])
+    del prompts["token_mask"], prompts["sample_mask"]
+    prompts["input_lengths"] = prompts["input_lengths"] // 2
+    for row, length in enumerate(prompts["input_lengths"].tolist()):
+        prompts["input_ids"][row, length:] = 0
+        if (vectors := prompts["vectors"][row]) is not None:
+            prompts["vectors"][row] = vectors[: int((prompts["input_ids"][row] == MARK).sum())]
+    with marked_models(), open_policy(config, tokenizer=TOKENIZER) as policy:
+        done = policy.generate(prompts, greedy=True)
+        lengths = done.lengths_B
+        texts = BatchedDataDict({**prompts, "input_ids": done.tokens_BT, "input_lengths": lengths})
+        return texts, done.logprobs_BT, policy.logprobs(texts)
+
+
+@pytest.mark.parametrize("name", ["TP2+SP", "PP2xVPP2, recomputed", "FSDP2 CP2"])
+def test_rows_with_attachments_are_continued_as_they_are_read(ranks, marked, name: str) -> None:
+    config = configured(marked, name) | {"generation": {"max_new_tokens": 4}}
+    for texts, written, read in ranks.run(2, continue_marked, config):
+        with torch.no_grad():
+            rounded = hf_logprobs(load_marked(marked), texts)
+            exact_model = load_marked(marked, torch.float64)
+            with InDouble():
+                exact = Exact.between(rounded, hf_logprobs(exact_model, texts))
+        for row, end in enumerate(texts["input_lengths"].tolist()):
+            for found in (written, read):
+                own = slice(end - 4, end)
+                assert_equal("logprobs", found[row, own], exact[row, end - 5 : end - 1], name)

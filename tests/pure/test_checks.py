@@ -42,8 +42,9 @@ def test_what_cannot_be_continued_is_named(data: dict[str, object], message: str
 
 def test_prompts_of_every_length_that_leaves_room_pass() -> None:
     data = BatchedDataDict({"input_ids": PROMPTS, "input_lengths": torch.tensor([1, 4, 6])})
-    tokens, lengths = check_prompts(data, vocab_size=9, max_length=7)
-    assert torch.equal(tokens, PROMPTS) and lengths.tolist() == [1, 4, 6]
+    found = check_prompts(data, vocab_size=9, max_length=7)
+    assert torch.equal(found["input_ids"], PROMPTS)
+    assert found["input_lengths"].tolist() == [1, 4, 6]
 
 
 VECTORS = torch.arange(12.0).view(4, 3)
@@ -135,6 +136,15 @@ def test_pictures_that_do_not_fit_are_named_with_their_row(
 ) -> None:
     with pytest.raises(BatchError, match=message):
         check_batch(pictured(**changes), 9, SHELL.attachments, SHELL)
+
+
+def test_placeholders_of_prompts_are_pictures_unless_a_mask_says_they_were_drawn() -> None:
+    prompts = pictured()
+    found = check_prompts(prompts, 9, 8, SHELL.attachments, SHELL)
+    assert "token_mask" not in found and found["film_grids"][2].tolist() == [[1, 2, 2]]
+    del prompts["token_mask"]
+    with pytest.raises(BatchError, match=r"row 2 has 1 tokens 7.* make 0"):
+        check_prompts(prompts, 9, 8, SHELL.attachments, SHELL)
 
 
 PADDED = Batching("padded")

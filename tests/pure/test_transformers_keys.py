@@ -39,7 +39,8 @@ def test_a_right_padded_attention_mask_gives_the_lengths(dtype: torch.dtype) -> 
     for given in ({}, {"input_lengths": LENGTHS.int()}):
         assert torch.equal(checked(attention_mask=mask, **given)["input_lengths"], LENGTHS)
     prompts = BatchedDataDict(input_ids=TOKENS, attention_mask=mask)
-    assert torch.equal(check_prompts(prompts, VOCAB, max_length=7)[1], LENGTHS)
+    found = check_prompts(prompts, VOCAB, max_length=7)
+    assert torch.equal(found["input_lengths"], LENGTHS)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,9 +22,9 @@ from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.engines.hugging_face.text_length import TextLength
-from megatron_policy.engines.shared import collect_storages
+from megatron_policy.engines.shared import GrowingRows, collect_storages
 from megatron_policy.interfaces.embedder import Embedder
-from megatron_policy.interfaces.engine import CachedModel, Loss
+from megatron_policy.interfaces.engine import Loss, NewCache
 from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.memory.states import Kind, Storages
@@ -40,27 +41,27 @@ class CachedDecoder:
     """See `CachedModel`."""
 
     decoder: Decoder
-    embedder: Embedder
+    rows: GrowingRows
     head: FusedHead | OwnHead
     cache: Any
+    positions_BT: torch.Tensor
     read: int = 0
 
     @classmethod
-    def new(cls, decoder: Decoder, embedder: Embedder, head: FusedHead | OwnHead) -> CachedDecoder:
+    def new(cls, decoder: Decoder, rows: GrowingRows, head: FusedHead | OwnHead) -> CachedDecoder:
         """With an empty cache, which grows."""
         from transformers import DynamicCache
 
-        return cls(decoder, embedder, head, DynamicCache(config=decoder.model.config))
+        positions_BT = rows.prompts.layout.take_positions(0, rows.positions).T
+        return cls(decoder, rows, head, DynamicCache(config=decoder.model.config), positions_BT)
 
     def logits_after(self, tokens_BT: torch.Tensor, position: int) -> torch.Tensor:
         """See `CachedModel`; all ranks that share weights call it together."""
-        unread_BS = tokens_BT[:, self.read : position]
-        positions_S = torch.arange(self.read, position, device=tokens_BT.device)
-        self.read = position
+        first, self.read = self.read, position
         logits_BV: torch.Tensor = self.decoder(
-            unread_BS,
-            positions_S.expand_as(unread_BS),
-            self.embedder.embed,
+            tokens_BT[:, first:position],
+            self.positions_BT[:, first:position],
+            lambda tokens_BS: self.rows.enter(tokens_BS, first).hidden,
             self.head.next_logits,
             self.cache,
         )
@@ -181,13 +182,15 @@ class FsdpEngine:
         return value  # type: ignore[return-value]
 
     @contextmanager
-    def inference(self) -> Iterator[Callable[[int, int], CachedModel]]:
+    def inference(self) -> Iterator[NewCache]:
         """See `TrainingEngine`; ranks that share weights run forward passes together."""
         self.sharding.root.eval()
         try:
             with attending(None), self.head.whole_sequences():
-                root, embedder = self.sharding.root, self.embedder
-                yield lambda rows, positions: CachedDecoder.new(root, embedder, self.head)
+                rows_of = partial(GrowingRows.of, self.embedder, time=1)
+                yield lambda *given: CachedDecoder.new(
+                    self.sharding.root, rows_of(*given), self.head
+                )
         finally:
             self.sharding.reshard()
 

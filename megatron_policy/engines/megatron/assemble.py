@@ -186,10 +186,10 @@ def _embedder(
     text = TokenEmbedder(make_embedding(built, architecture))
     if architecture.shell is None or composite is None:
         return text
-    split = built[0].config.sequence_parallel
 
     def place(microbatch: Microbatch, values_BS: torch.Tensor) -> torch.Tensor:
-        own_TR = microbatch.layout.take(values_BS, groups.cp.rank())
+        layout, split = microbatch.layout, built[0].config.sequence_parallel
+        own_TR = layout.take(values_BS, groups.cp.rank() % layout.ranks)
         return own_TR.chunk(groups.tp.size())[groups.tp.rank()] if split else own_TR
 
     return PictureEmbedder(text, architecture.shell, composite, place)

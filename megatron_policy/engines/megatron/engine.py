@@ -26,7 +26,7 @@ from megatron_policy.engines.megatron.pipeline import Pipeline
 from megatron_policy.engines.megatron.process_groups import drop_groups
 from megatron_policy.engines.megatron.trainable import MegatronTrainable
 from megatron_policy.engines.shared import collect_storages
-from megatron_policy.interfaces.engine import CachedModel, Loss
+from megatron_policy.interfaces.engine import Loss, NewCache
 from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.memory.states import Storages
@@ -103,7 +103,7 @@ class MegatronEngine:
         return result
 
     @contextmanager
-    def inference(self) -> Iterator[Callable[[int, int], CachedModel]]:
+    def inference(self) -> Iterator[NewCache]:
         with inference_mode(self.pipeline):
             yield partial(CachedPipeline, self.pipeline)
 

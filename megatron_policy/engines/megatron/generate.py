@@ -12,19 +12,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.inference.contexts import StaticInferenceContext
 
+from megatron_policy.batch import BatchedDataDict
 from megatron_policy.engines.megatron.layers.rope import outgrown
+from megatron_policy.engines.megatron.layers.sequences import PromptCache
 from megatron_policy.engines.megatron.pipeline import Pipeline, hidden_states_of
+from megatron_policy.engines.shared import GrowingRows
 from megatron_policy.lm_head.logprobs import gather_vocab
 
 
 class CachedPipeline:
     """See `CachedModel`."""
 
-    def __init__(self, pipeline: Pipeline, rows: int, positions: int) -> None:
+    def __init__(self, pipeline: Pipeline, prompts: BatchedDataDict, positions: int) -> None:
+        """See `NewCache`."""
         self._pipeline = pipeline
-        self._cache = StaticInferenceContext(rows, positions)
+        self._cache = PromptCache(prompts.size, positions)
+        self._prompts = GrowingRows.of(pipeline.embedder, prompts, positions, time=0)
+        if (positions_BT := self._prompts.positions) is not None:
+            self._cache.positions_TR = positions_BT.transpose(0, 1)
 
     def logits_after(self, tokens_BT: torch.Tensor, position: int) -> torch.Tensor | None:
         """See `CachedModel`; replicas that use each other's experts call it together."""
@@ -56,12 +62,13 @@ class CachedPipeline:
                 )
                 dist.recv(hidden_SBD, group=pp, group_src=(pp.rank() - 1) % pp.size())
                 chunk.set_input_tensor(hidden_SBD)
+            entering = self._enter(tokens_BS) if chunk.pre_process else None
             with hidden_states_of(chunk):
                 output = chunk(
                     tokens_BS,
                     None,
                     None,
-                    pipeline.embedder.embed(tokens_BS) if chunk.pre_process else None,
+                    entering,
                     inference_context=self._cache,
                     runtime_gather_output=True,
                 )
@@ -71,6 +78,12 @@ class CachedPipeline:
             return None
         logits_1BV = pipeline.head.plain.logits(output[-1:])
         return gather_vocab(logits_1BV[0], pipeline.groups.tp)[:, : pipeline.vocab_size]
+
+    def _enter(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """What enters the first layer next; what further layers add is left in the cache."""
+        hidden_SBD, deep = self._prompts.enter(tokens_BS, self._cache.sequence_len_offset)
+        self._cache.deep = deep
+        return hidden_SBD
 
 
 @contextmanager

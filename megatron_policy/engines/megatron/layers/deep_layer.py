@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_policy.engines.megatron.layers.sequences import sequences_of
+from megatron_policy.engines.megatron.layers.sequences import PromptCache, sequences_of
 
 
 class DeepLayer(TransformerLayer):
@@ -19,8 +19,9 @@ class DeepLayer(TransformerLayer):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `TransformerLayer.forward`."""
         hidden_SRD, context = super().forward(*args, **kwargs)
-        sequences = sequences_of(kwargs.get("packed_seq_params"))
-        own = () if sequences is None else sequences.deep[self.layer_number - 1 : self.layer_number]
+        cache: PromptCache | None = kwargs.get("inference_context")
+        holder = cache or sequences_of(kwargs.get("packed_seq_params"))
+        own = () if holder is None else holder.deep[self.layer_number - 1 : self.layer_number]
         for deep_SRD in own:
             hidden_SRD = hidden_SRD + deep_SRD
         return hidden_SRD, context

@@ -162,10 +162,12 @@ class Rotary(torch.nn.Module):
         )
         return not all(torch.equal(*pair) for pair in pairs)
 
-    def forward(self, wanted: int | SequenceParams, **_: Any) -> torch.Tensor:
-        """The angles of positions 0 to `wanted` - 1, or of the positions of sequences `wanted`;
-        `[T, R, 1, 2 P of each]` where rows have lengths or positions of their own.
+    def forward(self, wanted: int | SequenceParams | torch.Tensor, **_: Any) -> torch.Tensor:
+        """The angles of positions 0 to `wanted` - 1, or of the positions `wanted` or of sequences
+        `wanted`; `[T, R, 1, 2 P of each]` where rows have lengths or positions of their own.
         """
+        if isinstance(wanted, torch.Tensor):
+            return self._compute(wanted, len(wanted))
         if isinstance(wanted, int):
             if self.lengths_TR is not None:
                 return self._compute(torch.arange(wanted).unsqueeze(1), self.lengths_TR)
@@ -224,9 +226,10 @@ class Rotary(torch.nn.Module):
         transformer_config: Any,
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
-    ) -> int | SequenceParams:
-        """The number of positions, or the sequences, that Megatron-Core is about to need. It asks
-        before each forward pass and hands the answer to `forward` unchanged.
+    ) -> int | SequenceParams | torch.Tensor:
+        """The number of positions, the sequences, or the positions of all tokens of a text, that
+        Megatron-Core is about to need. It asks before each forward pass and hands the answer to
+        `forward` unchanged.
         """
         if (sequences := sequences_of(packed_seq_params)) is not None:
             return sequences
@@ -240,11 +243,11 @@ class Rotary(torch.nn.Module):
             parts: int = transformer_config.tensor_model_parallel_size
             return given * parts if transformer_config.sequence_parallel else given
         self.text_length = self.lengths_TR = None
+        length: int = inference_context.max_sequence_length
         if self.depends_on_length:
-            before: int = inference_context.sequence_len_offset
-            return before + given
-        longest: int = inference_context.max_sequence_length
-        return longest
+            length = inference_context.sequence_len_offset + given
+        known_TR: torch.Tensor | None = inference_context.positions_TR
+        return length if known_TR is None else known_TR[:length]
 
 
 def assert_whole(inference_context: Any, config: Any) -> None:

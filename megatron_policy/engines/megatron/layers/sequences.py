@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_policy.attention.causal import Sequences, sequences_in
@@ -47,6 +48,15 @@ class MicrobatchParams(PackedSeqParams):
     qkv_format: str = "sbhd"
     sequences: SequenceParams | None
     routers: RouterParams
+
+
+class PromptCache(StaticInferenceContext):
+    """What layers keep of rows that grow, and what is known of these from the start."""
+
+    positions_TR: torch.Tensor | None = None
+    """Of all tokens, as `SequenceParams` has them; None if they are numbered from 0."""
+    deep: tuple[torch.Tensor, ...] = ()
+    """What the first layers add to their outputs of the tokens that are read next."""
 
 
 def sequences_of(params: PackedSeqParams | None) -> SequenceParams | None:
