@@ -8,12 +8,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-HOST, DEVICE = "xxh3_64", "products_64"
-"""Names of the two algorithms in a manifest."""
+HOST, DEVICE = "xxh3_64", "mixed_products_64"
+"""Names of the two algorithms in a manifest; `products_64` of earlier releases is another one."""
 
 _STEP = 1 << 22  # words per step: bounds the extra memory of the sum of products
 _BLOCK = 1 << 10  # tensors whose sums share memory
-_MASK = (1 << 64) - 1
+_MASK, _HALF = (1 << 64) - 1, (1 << 32) - 1
 # Odd constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators).
 _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -60,11 +60,13 @@ class Digests:
 
 
 class _Sums:
-    """For each tensor, the sum over its 64-bit words of word * odd pseudo-random number of its
-    position, modulo 2**64; and its last bytes, which make up no word.
+    """For each tensor, the sum over its 64-bit words of mixed word * odd pseudo-random number of
+    its position, modulo 2**64; and its last bytes, which make up no word. To mix a word, its upper
+    half is added to its lower half, bit by bit.
 
-    Changing one word always changes the sum, since odd numbers have inverses. This is multilinear
-    hashing with these numbers as keys, computed in place with whole-tensor operations only.
+    Changing one word always changes the sum, since odd numbers have inverses. Without the mixing,
+    the sign at the top of a word would add 2**63 whatever its key, and two of them nothing. This is
+    multilinear hashing with these numbers as keys, computed with whole-tensor operations only.
     """
 
     def __init__(self, where: torch.device) -> None:
@@ -90,7 +92,8 @@ class _Sums:
         words = words.view(torch.int64)
         for first in range(0, words.numel(), _STEP):
             step = words[first : first + _STEP]
-            total += (step * self._keys_from(first, step.numel())).sum()
+            mixed = (step >> 32).bitwise_and_(_HALF).bitwise_xor_(step)  # a logical shift
+            total += mixed.mul_(self._keys_from(first, step.numel())).sum()
         if count > whole:
             last = flat_bytes[whole:].to(torch.int64)
             rest += (last << self._places[: count - whole]).sum()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.digest import algorithm_for, digest
+from megatron_policy.refit.digest import DEVICE, algorithm_for, digest
 from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel, TensorDigest
 from megatron_policy.refit.receive.receiver import Receiver
 from tests.refit_engine import SmallEngine, bits, zeros
@@ -178,7 +178,7 @@ def test_only_steps_older_than_the_last_are_refused(step: int, fine: bool) -> No
 def test_digests_of_another_algorithm_are_refused_and_can_be_asked_for() -> None:
     _, receiver = make()
     manifest = manifest_of(NEW)
-    other = "products_64"
+    other = DEVICE
     same = {
         name: replace(s, digest=digest(NEW[name], other)) for name, s in manifest.tensors.items()
     }

@@ -130,7 +130,7 @@ class WeightAssembler:
             raise self.refusal(
                 f"the trainer's digests are {manifest.algorithm}, the engine's "
                 f"{digests.algorithm}: "
-                "both must keep weights on the same kind of device"
+                "both must keep weights on the same kind of device, and be of one release"
             )
         try:
             found = {} if digests is None else digests.read()
