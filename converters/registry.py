@@ -123,6 +123,7 @@ FAMILIES = {
         _built_in(ernie4_5, "Ernie4_5ForCausalLM"),
         _built_in(ernie4_5_moe, "Ernie4_5_MoeForCausalLM"),
         _built_in(exaone4, "Exaone4ForCausalLM"),
+        _built_in(falcon_h1, "FalconH1ForCausalLM"),
         _built_in(gemma2, "Gemma2ForCausalLM"),
         _built_in(gemma3_text, "Gemma3ForCausalLM", hf_prefix="Gemma3Text"),
         _built_in(glm4, "Glm4ForCausalLM"),
@@ -166,7 +167,6 @@ _PICTURES: dict[str, Any] = {"surrounded": True, "awaits": "pictures"}
 PREPARED = {
     family.name: family
     for family in (
-        _built_in(falcon_h1, "FalconH1ForCausalLM", awaits="Mamba2 beside attention"),
         _built_in(
             kimi_linear,
             "KimiLinearForCausalLM",

@@ -132,7 +132,12 @@ WITHOUT_DECAY = {
     *(("KimiLinearForgetGate", name) for name in ("A_log", "dt_bias")),
     *(
         (kind, name)
-        for kind in ("FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer")
+        for kind in (
+            "BambaMixer",
+            "FalconH1Mixer",
+            "GraniteMoeHybridMambaLayer",
+            "NemotronHMamba2Mixer",
+        )
         for name in ("A_log", "D", "dt_bias")
     ),
 }

@@ -20,7 +20,7 @@ _NAMES = {
 }
 TABLE: tuple[Row | Ignore, ...] = (
     *dense.rename((*dense.ENDS, *dense.BLOCK), _NAMES),
-    *recurrences.rows_of_mamba2("mamba"),
+    *(row for row in recurrences.rows_of_mamba2("mamba") if row.when != "proj_bias"),
 )
 _BIASES = ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias")
 _IGNORED = {

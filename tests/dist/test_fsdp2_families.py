@@ -49,6 +49,7 @@ MIXING = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
     **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "linear_attention"),
+    "falcon_h1": "hybrid",
 }
 """Families with other layers than attention, by their names in transformers."""
 CASES = [

@@ -33,10 +33,10 @@ COMMON = {
     "head_dim": 8,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-MAMBA = {"mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_d_head": 8}
+MAMBA = {"mamba_n_groups": 1, "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8}
 MODELS: dict[str, dict[str, Any]] = {
+    "bamba": COMMON | MAMBA | {"attn_layer_indices": [1]},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "falcon_h1": COMMON | MAMBA | {"mamba_d_ssm": 32, "mamba_n_heads": 4},
     "gemma3n_text": COMMON
     | {
         "num_hidden_layers": 4,
@@ -163,7 +163,7 @@ def test_a_rotary_embedding_that_cannot_be_told_the_length_of_the_text_is_refuse
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("falcon_h1", "has"), ("bloom", "an attention of its own")],
+    [("bamba", "has linear_attention"), ("bloom", "an attention of its own")],
 )
 def test_packed_rows_are_refused_where_tokens_mix_elsewhere(ranks, tmp_path, kind, why) -> None:
     path = make(kind, tmp_path / "model")

@@ -36,6 +36,7 @@ DENSE = ["linear_attention", "mlp", "full_attention", "linear_attention"]
 UNEVEN = ["moe", "linear_attention", "full_attention", "moe", "mlp", "linear_attention"]
 LATENT = ["moe", "linear_attention", "full_attention", "moe"]
 HYBRIDS: dict[str, Fields] = {
+    "falcon_h1": SIZES,
     "lfm2": SIZES | {"conv_bias": True},
     "lfm2_moe": SIZES | {"conv_bias": True},
     "qwen3_next": SIZES | {"attention_bias": True},
@@ -77,6 +78,7 @@ DAILY = {
     ("qwen3_next", "TP2+SP"),
     ("nemotron_h", "CP2"),
     ("nemotron_h, latent experts", "EP2xTP2+SP"),
+    ("falcon_h1", "TP2xCP2+SP"),
     ("granitemoehybrid", "TP2xCP2+SP"),
 }
 GENERATED_DAILY = ("qwen3_next", "PP2xVPP2")

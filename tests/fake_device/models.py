@@ -53,7 +53,8 @@ def with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
 def fitted(layout: Layout, fields: dict[str, Any]) -> Layout:
     """The layout with the widest axes that this model can be split over."""
     heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"]
-    tp, values = layout.tp, fields.get("linear_num_value_heads", 0)
+    of_states = (fields.get(name, 0) for name in ("linear_num_value_heads", "mamba_n_heads"))
+    tp, values = layout.tp, math.gcd(*of_states)
     while heads % tp or (groups % tp and tp % groups) or values % (tp * layout.cp):
         tp //= 2
     etp = 1 if SAMPLES[fields["model_type"]].expert_biases else min(layout.etp, tp)

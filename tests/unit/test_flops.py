@@ -118,11 +118,12 @@ def with_all_pairs(architecture: Architecture, rows: int) -> int:
     total = found.total
     for number, layer in enumerate(found.layers):
         total -= layer.attention
-        mixer = architecture.layers[number].mixer
-        if mixer is not None and not isinstance(mixer, Recurrence):
-            share, left = divmod(layer.attention, count_visible_pairs(LENGTH, mixer.window))
-            assert left == 0
-            total += share * LENGTH**2
+        for mixer in architecture.layers[number].mixers:
+            if not isinstance(mixer, Recurrence):
+                core = mixer.count_core_flops([LENGTH] * rows)
+                share, left = divmod(core, count_visible_pairs(LENGTH, mixer.window))
+                assert left == 0
+                total += share * LENGTH**2
     return total
 
 

@@ -15,12 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from megatron_policy.convert import convert, verify
 from megatron_policy.converters.architecture import (
-    Attention,
     ChannelDeltaNet,
     DeltaNet,
-    Mamba2,
     Mla,
-    Mlp,
     Norms,
     Recurrence,
 )
@@ -83,15 +80,6 @@ OLMO: Fields = COMMON | {
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
-FALCON: Fields = COMMON | {
-    "num_hidden_layers": 2,
-    "intermediate_size": 48,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 4,
-    "mamba_d_ssm": 32,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 6,
-}
 KIMI: Fields = COMMON | {
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
@@ -115,12 +103,6 @@ TINY: dict[str, tuple[str, Fields]] = {
     ),
     "qwen3_5_moe": ("qwen3_5_moe", {"text_config": QWEN35_MOE, "vision_config": TOWER}),
     "olmo_hybrid": ("olmo_hybrid", OLMO | {"rope_theta": None}),
-    "falcon_h1": ("falcon_h1", FALCON),
-    "falcon_h1, normalised": (
-        "falcon_h1",
-        FALCON
-        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
-    ),
     "kimi_linear": ("kimi_linear", KIMI),
 }
 QWEN35_27B: Fields = {
@@ -248,58 +230,12 @@ PUBLISHED: dict[str, tuple[str, Fields]] = {
             "vocab_size": 100352,
         },
     ),
-    "Falcon-H1-1.5B": (
-        "falcon_h1",
-        {
-            "attention_bias": False,
-            "attention_in_multiplier": 1.0,
-            "attention_out_multiplier": 0.6666666666666666,
-            "attn_layer_indices": None,
-            "embedding_multiplier": 5.656854249492381,
-            "head_dim": 128,
-            "hidden_act": "silu",
-            "hidden_size": 2048,
-            "intermediate_size": 4096,
-            "key_multiplier": 0.42083936309600115,
-            "lm_head_multiplier": 0.03125,
-            "mamba_chunk_size": 256,
-            "mamba_conv_bias": True,
-            "mamba_d_conv": 4,
-            "mamba_d_head": 64,
-            "mamba_d_ssm": 3072,
-            "mamba_d_state": 256,
-            "mamba_expand": 2,
-            "mamba_n_groups": 1,
-            "mamba_n_heads": 48,
-            "mamba_norm_before_gate": False,
-            "mamba_proj_bias": False,
-            "mamba_rms_norm": False,
-            "mamba_use_mlp": True,
-            "max_position_embeddings": 131072,
-            "mlp_bias": False,
-            "mlp_expansion_factor": 8,
-            "mlp_multipliers": [0.8838834764831845, 0.625],
-            "num_attention_heads": 8,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 2,
-            "num_logits_to_keep": 1,
-            "projectors_bias": False,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": None,
-            "rope_theta": 100000000000.0,
-            "ssm_in_multiplier": 1.25,
-            "ssm_multipliers": [0.3535, 0.25, 0.3535, 0.5, 0.3535],
-            "ssm_out_multiplier": 0.2357,
-            "tie_word_embeddings": False,
-            "vocab_size": 65537,
-        },
-    ),
     "Kimi-Linear-48B-A3B": ("kimi_linear", KIMI_48B),
 }
 OTHER_NAMES_IN_MEMORY = ("olmo_hybrid", "kimi_linear")
 FP32 = (
     "self_attn.o_norm.weight",
-    *("A_log", "mamba.D", "linear_attn.norm.weight", "linear_attn.o_norm.weight"),
+    *("A_log", "linear_attn.norm.weight", "linear_attn.o_norm.weight"),
     "e_score_correction_bias",
 )
 """What makers keep in fp32."""
@@ -469,8 +405,6 @@ def test_the_parts_of_layers_are_those_of_the_config(offered: None, tmp_path: Pa
     assert [layer.norms for layer in model.layers] == [Norms.BEFORE, Norms.AFTER] * 2
     delta = model.find_part(DeltaNet)
     assert model.ropes == () and (delta.doubled, delta.norm_epsilon) == (True, 1e-5)
-    for layer in found["falcon_h1"].layers:
-        assert [type(part) for part in layer.parts] == [Attention, Mamba2, Mlp]
     kinds = [type(layer.mixer) for layer in found["kimi_linear"].layers]
     assert kinds == [ChannelDeltaNet, Mla, ChannelDeltaNet]
     assert found["kimi_linear"].mixer.rope is None
@@ -486,12 +420,6 @@ REFUSED: list[tuple[str, Fields, str]] = [
         "text_config.attn_output_gate = False: attention has gates",
     ),
     ("qwen3_5", {"vision_config": TOWER | {"depth": 10**6}}, "1000000 layers are more than"),
-    (
-        "falcon_h1",
-        {"mamba_norm_before_gate": True},
-        "mamba_norm_before_gate = True: kernels normalise after the gate",
-    ),
-    ("falcon_h1", {"mlp_bias": True}, "mlp_bias = True: linear layers have no biases"),
 ]
 
 
@@ -551,7 +479,6 @@ def fill_shard_of(
 
 ADAPTED = {
     "olmo_hybrid": [f"linear_attn.{name}_proj" for name in "qkvgbao"],
-    "falcon_h1": ["mamba.in_proj", "mamba.out_proj", "self_attn.q_proj"],
     "kimi_linear": [f"self_attn.{name}_proj" for name in ("b", "f_a", "f_b", "g_a", "g_b")],
 }
 

@@ -52,6 +52,7 @@ def test_what_makers_keep_in_fp32_comes_back_in_it(checkpoint, tmp_path: Path, f
 
 
 ADAPTED = {
+    "falcon_h1": ["mamba.in_proj", "mamba.out_proj", "self_attn.q_proj"],
     "lfm2": ["conv.in_proj", "conv.out_proj"],
     "lfm2_moe": ["conv.in_proj", "feed_forward.experts.0.w1"],
     "qwen3_next": ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj"],

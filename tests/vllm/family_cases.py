@@ -55,6 +55,7 @@ EPSILON = {"rms_norm_eps": 1e-5}
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": EXPERTS | LATENT | PUBLISHED | {"rope_scaling": SCALED},
     "ernie4_5_moe": EXPERTS,
+    "falcon_h1": {"mamba_d_head": 32, "mamba_d_ssm": 256, "mamba_d_state": 32},
     "glm4_moe": EXPERTS,
     "glm4_moe_lite": EXPERTS | LATENT,
     "gpt_oss": EPSILON,
@@ -90,6 +91,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 BF16_ALONE = (
+    "falcon_h1",
     "granitemoehybrid",
     "nemotron_h",
     "qwen3_5_moe_text",

@@ -133,7 +133,7 @@ def differ(name: str, one: Digests, other: Digests) -> bool:
 
 def is_constant(name: str, digests: Digests) -> bool:
     """Whether it is of no checkpoint, or empty since a kernel has packed it."""
-    parts = ("_scale", "cos_sin_cache", "inv_freq", "model.normalizer", *CONSTANTS)
+    parts = ("_scale", "cos_sin_cache", "inv_freq", "model.normalizer", "mup_vector", *CONSTANTS)
     return 0 in digests[name][1] or any(part in name.replace("/", "") for part in parts)
 
 
