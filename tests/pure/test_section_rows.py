@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_policy.adapters.rows import GatedQkvParts
+from megatron_policy.adapters.rows import GatedQkvParts, QkvParts
 from megatron_policy.adapters.table import number_outputs
 from megatron_policy.checkpoint.slices import cut_slices
 from megatron_policy.converters.architecture import (
@@ -28,6 +28,7 @@ from megatron_policy.converters.architecture import (
 )
 from megatron_policy.converters.rows import (
     GatedQkv,
+    Qkv,
     Row,
     Sections,
     fill_shard,
@@ -223,23 +224,32 @@ def test_the_outputs_of_a_shard_are_numbered_by_tensor_and_row(
         assert torch.equal(found, megatron_shard(row, arch, numbers, rank, size))
 
 
+@pytest.mark.parametrize(
+    ("kind", "fused"),
+    [(QkvParts, Qkv("qkv", GATED.hf, GATED.tail)), (GatedQkvParts, GATED)],
+    ids=["attention", "gated attention"],
+)
 @thorough
 @given(
     arch=hybrids(),
     parts=st.sampled_from([(0,), (1,), (2,), (0, 2), (0, 1), (1, 2)]),
     most=st.sampled_from(SIZES),
 )
-def test_some_parts_of_gated_attention_are_the_rows_of_these_parts(
-    arch: Architecture, parts: tuple[int, ...], most: int
+def test_some_parts_of_attention_are_the_rows_of_these_parts(
+    kind: type[QkvParts | GatedQkvParts],
+    fused: Row,
+    arch: Architecture,
+    parts: tuple[int, ...],
+    most: int,
 ) -> None:
-    row = GatedQkvParts("b", ("b",) * len(parts), parts, (3,))
+    row = kind("b", ("b",) * len(parts), parts, (3,))
     size, tensors = largest(row, arch, most), numbered(row, arch)
     for rank in range(size):
         held = shard(row, arch, pack(row, arch, tensors), rank, size)
         numbers = number_outputs(row, arch, rank, size)
         expected = [tensors[part][at] for part, at in numbers.tolist()]
         assert torch.equal(held, torch.stack(expected))
-        whole = number_outputs(GATED, arch, rank, size).tolist()
+        whole = number_outputs(fused, arch, rank, size).tolist()
         of_parts = [[parts.index(part), at] for part, at in whole if part in parts]
         assert numbers.tolist() == of_parts
 
