@@ -150,19 +150,32 @@ FAMILIES = {
         _built_in(olmoe, "OlmoeForCausalLM"),
         _built_in(phi3, "Phi3ForCausalLM"),
         _built_in(qwen2, "Qwen2ForCausalLM"),
+        _built_in(
+            qwen2_5_vl,
+            "Qwen2_5_VLForConditionalGeneration",
+            hf_prefix="Qwen2_5_VL",
+            surrounded=True,
+        ),
         _built_in(qwen2_moe, "Qwen2MoeForCausalLM"),
         _built_in(qwen3, "Qwen3ForCausalLM"),
         _built_in(qwen3_5_moe_text, "Qwen3_5MoeForCausalLM"),
         _built_in(qwen3_5_text, "Qwen3_5ForCausalLM", hf_prefix="Qwen3_5Text"),
         _built_in(qwen3_moe, "Qwen3MoeForCausalLM"),
         _built_in(qwen3_next, "Qwen3NextForCausalLM"),
+        _built_in(
+            qwen3_vl, "Qwen3VLForConditionalGeneration", hf_prefix="Qwen3VL", surrounded=True
+        ),
+        _built_in(
+            qwen3_vl_moe,
+            "Qwen3VLMoeForConditionalGeneration",
+            hf_prefix="Qwen3VLMoe",
+            surrounded=True,
+        ),
         _built_in(seed_oss, "SeedOssForCausalLM"),
         _built_in(smollm3, "SmolLM3ForCausalLM"),
         _built_in(starcoder2, "Starcoder2ForCausalLM"),
     )
 }
-
-_PICTURES: dict[str, Any] = {"surrounded": True, "awaits": "pictures"}
 
 PREPARED = {
     family.name: family
@@ -191,9 +204,6 @@ PREPARED = {
             awaits="norms that differ from layer to layer",
             other_names=olmo_hybrid.OTHER_NAMES,
         ),
-        _built_in(qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration", **_PICTURES),
-        _built_in(qwen3_vl, "Qwen3VLForConditionalGeneration", **_PICTURES),
-        _built_in(qwen3_vl_moe, "Qwen3VLMoeForConditionalGeneration", **_PICTURES),
     )
 }
 """Families whose fields and tensors are known, but not offered: not all that a policy does with a

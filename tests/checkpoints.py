@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 
 from tests.families import SAMPLES
 
@@ -84,7 +89,7 @@ def make_checkpoint(
     else:
         assert window is None, f"{family} has no sliding window"
     fields |= config
-    model = _random_model(family, fields, seed).to(_dtype(dtype))
+    model = _random_model(family, samples.surround(fields), seed).to(_dtype(dtype))
     sharding = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     model.save_pretrained(path, **sharding)
     if samples.own:
@@ -105,6 +110,11 @@ def hf_config(path: Path | str) -> Any:
         fields = {name: value for name, value in fields.items() if name not in samples.own}
         return AutoConfig.for_model(**fields | {"model_type": samples.hf_model_type})
     return AutoConfig.from_pretrained(path)
+
+
+def class_of_model(config: Any) -> Any:
+    """transformers' automatic class of models with such a config."""
+    return AutoModelForImageTextToText if "vision_config" in vars(config) else AutoModelForCausalLM
 
 
 def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
@@ -131,10 +141,8 @@ def _random_model(family: str, fields: dict[str, Any], seed: int) -> Any:
     ranges = {"norm": (0.5, 1.5)} | SAMPLES[family].ranges
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(SAMPLES[family].hf_model_type or family, **fields),
-            dtype=torch.float32,
-        )
+        config = AutoConfig.for_model(SAMPLES[family].hf_model_type or family, **fields)
+        model = class_of_model(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in (*model.named_parameters(), *model.named_buffers()):
                 if name.endswith("bias"):

@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests import margins
-from tests.checkpoints import hf_config
+from tests.checkpoints import class_of_model, hf_config
 
 UNIT = 2.0**-24
 """The unit roundoff of fp32."""
@@ -60,9 +60,10 @@ def _wider(value: Any) -> Any:
 
 def load_hf(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The checkpoint's model, whose attention and experts are plain torch in every dtype."""
-    model = AutoModelForCausalLM.from_pretrained(
+    config = hf_config(path)
+    model = class_of_model(config).from_pretrained(
         path,
-        config=hf_config(path),
+        config=config,
         dtype=dtype,
         attn_implementation="eager",
         experts_implementation="eager",

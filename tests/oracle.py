@@ -160,10 +160,25 @@ def decays(module: torch.nn.Module, name: str) -> bool:
     return False
 
 
+def list_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """The model's parameters by the names that they have in its files."""
+    return {name_on_file(model, name): each for name, each in model.named_parameters()}
+
+
+def name_on_file(model: PreTrainedModel, name: str) -> str:
+    """What the files of a model call the parameter `name`."""
+    if model.config.model_type != "qwen2_5_vl":
+        return name
+    name = name.replace("model.language_model.", "model.", 1)
+    return name.replace("model.visual.", "visual.", 1)
+
+
 def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The parameter's gradient; zero for correction biases, which ERNIE 4.5 keeps as parameters."""
+    """The parameter's gradient; zero for correction biases that a model keeps as parameters, and
+    for a tower if no row has a picture.
+    """
     if parameter.grad is None:
-        assert name.endswith("e_score_correction_bias"), name
+        assert name.endswith("e_score_correction_bias") or "visual." in name, name
         return torch.zeros_like(parameter)
     return parameter.grad
 
@@ -171,10 +186,10 @@ def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
 def _decaying(model: PreTrainedModel, trained: Collection[str]) -> set[str]:
     """Which of the `trained` parameters have weight decay."""
     return {
-        f"{path}.{name}"
+        found
         for path, module in model.named_modules()
         for name, _ in module.named_parameters(recurse=False)
-        if f"{path}.{name}" in trained and decays(module, name)
+        if (found := name_on_file(model, f"{path}.{name}")) in trained and decays(module, name)
     }
 
 
@@ -199,7 +214,7 @@ def train(
     `weight_decay`; None if it is frozen.
     """
     model = load(path, dtype)
-    live = {name: p for name, p in model.named_parameters() if own(name) is not None}
+    live = {name: p for name, p in list_parameters(model).items() if own(name) is not None}
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     main = {name: p.detach().to(wide, copy=True) for name, p in live.items()}
     decaying = _decaying(model, live)
@@ -230,7 +245,7 @@ def train(
         with torch.no_grad():
             for name, parameter in live.items():
                 parameter.copy_(main[name])
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = {name: p.detach().clone() for name, p in list_parameters(model).items()}
     return Trained(losses, norms, gradients, weights)
 
 
@@ -265,7 +280,7 @@ class Learned:
     def _model(self, trained: Trained, dtype: torch.dtype) -> PreTrainedModel:
         model = self.load(self.path, dtype)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in list_parameters(model).items():
                 parameter.copy_(trained.weights[name])
         return model
 

@@ -153,18 +153,31 @@ def _patches(grid: Sequence[int]) -> int:
     return grid[0] * grid[1] * grid[2]
 
 
+def hf_inputs(rows: BatchedDataDict, row: int) -> dict[str, Any]:
+    """What transformers' class is called with for one row: it counts positions of padding too."""
+    own = rows["input_ids"][row : row + 1, : rows["input_lengths"][row]]
+    media = {key: rows[key][row] for key in MEDIA if rows[key][row] is not None}
+    types = (own == IMAGE).int() + 2 * (own == VIDEO).int()
+    more = {"mm_token_type_ids": types} if media else {}
+    return {"input_ids": own, **media, **more}
+
+
 def hf_logprobs(model: Any, rows: BatchedDataDict) -> torch.Tensor:
-    """Next-token log-probabilities `[B, S - 1]`, 0 beyond the rows' ends; row by row, since
-    transformers counts positions of padding too.
-    """
-    ids_BS = rows["input_ids"]
+    """Next-token log-probabilities `[B, S - 1]`, 0 beyond the rows' ends."""
     found = []
-    for row, length in enumerate(rows["input_lengths"].tolist()):
-        own = ids_BS[row : row + 1, :length]
-        media = {key: rows[key][row] for key in MEDIA if rows[key][row] is not None}
-        types = (own == IMAGE).int() + 2 * (own == VIDEO).int()
-        more = {"mm_token_type_ids": types} if media else {}
-        logits = model(input_ids=own, use_cache=False, **media, **more).logits[:, :-1].float()
-        scores = logits.log_softmax(-1).gather(-1, own[:, 1:, None])[0, :, 0]
-        found.append(torch.nn.functional.pad(scores, (0, ids_BS.size(1) - length)))
+    for row, ids_S in enumerate(rows["input_ids"]):
+        given = hf_inputs(rows, row)
+        logits = model(**given, use_cache=False).logits[:, :-1].float()
+        scores = logits.log_softmax(-1).gather(-1, given["input_ids"][:, 1:, None])[0, :, 0]
+        found.append(torch.nn.functional.pad(scores, (0, len(ids_S) - 1 - len(scores))))
+    return torch.stack(found)
+
+
+def hf_values(model: Any, rows: BatchedDataDict, weight_1D: torch.Tensor) -> torch.Tensor:
+    """What a head of one number makes of the hidden states, `[B, S]`, 0 beyond the rows' ends."""
+    found = []
+    for row, ids_S in enumerate(rows["input_ids"]):
+        hidden_1LD = model.model(**hf_inputs(rows, row), use_cache=False).last_hidden_state
+        values_L = (hidden_1LD @ weight_1D.to(hidden_1LD.dtype).T)[0, :, 0]
+        found.append(torch.nn.functional.pad(values_L, (0, len(ids_S) - len(values_L))))
     return torch.stack(found)

@@ -64,6 +64,47 @@ def set_all_windows_but_the_last(layers: int, window: int | None, full_layers: i
     return {"sliding_window": window or 7, "layer_types": types}
 
 
+PLACEHOLDERS = {
+    "image_token_id": 0,
+    "video_token_id": 10**6 + 1,
+    "vision_start_token_id": 10**6 + 2,
+    "vision_end_token_id": 10**6 + 3,
+}
+"""Which no text has: padding alone is of zeros."""
+VISION: Fields = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "in_channels": 3,
+    "patch_size": 2,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "initializer_range": 0.1,
+}
+_OF_THE_WHOLE = ("model_type", "architectures", "torch_dtype", "transformers_version", "shell")
+
+
+def surround(text: Fields, vision: Fields, interleaved: bool) -> Fields:
+    """The fields of a model that also sees pictures from those of its decoder, whose tokens have
+    three positions; `vision` are those of its tower, unless `text` has them, beside the width of
+    what it gives.
+    """
+    top = {name: text[name] for name in _OF_THE_WHOLE if name in text}
+    text = {name: value for name, value in text.items() if name not in top}
+    size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    if interleaved:  # its class has another default
+        text["head_dim"] = size
+    pairs = size // 2
+    kind = {"mrope_interleaved": True} if interleaved else {}
+    sections = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
+    scaling = {"rope_type": "default"} | (text.pop("rope_scaling", None) or {})
+    text["rope_scaling"] = scaling | kind | {"mrope_section": sections}
+    top["tie_word_embeddings"] = text.pop("tie_word_embeddings", False)
+    tower = text.pop("vision_config", vision) | {"out_hidden_size": text["hidden_size"]}
+    return {"text_config": text, "vision_config": tower, **PLACEHOLDERS, **top}
+
+
 def parse_published(text: str) -> Fields:
     """What `config.json` has between its braces, behind the number of the checkpoint's parameters,
     tied ones once, which becomes `parameters`. Left out are `model_type`, `architectures`, and what
@@ -111,6 +152,11 @@ class Samples:
     """
     own: Fields = field(default_factory=dict)
     """What `config.json` of such a family has besides the fields of that class."""
+
+    surround: Callable[[Fields], Fields] = dict
+    """Makes what `config.json` has of the fields of a decoder: where this is a part of a model that
+    also sees pictures, those of the whole.
+    """
 
     full: Fields = field(default_factory=dict)
     """Beside `tiny`: settings under which every row of the table applies, but for the one choice of

@@ -1,27 +1,30 @@
-"""What a policy does with a model that also sees pictures beside training it: continue prompts."""
+"""What a policy does with a model that also sees pictures beside training it: it continues prompts,
+gives values, sends what was learnt, and keeps a reference.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.registry import FAMILIES, PREPARED
-from tests.dist.cases import open_policy, policy_config
+from megatron_policy.refit.transports.disk import HfDirectory
+from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import EXPERT_LAYOUTS, SP, layout
 from tests.dist.resuming import TOKENIZER
 from tests.dist.shortcuts import UNUSED
+from tests.dist.test_export import tensors_of
 from tests.exact import Exact, InDouble, assert_equal
 from tests.picture_models import (
-    IMAGE,
     MEDIA,
-    VIDEO,
+    hf_inputs,
     hf_logprobs,
+    hf_values,
     load_model,
     make_model,
     make_rows,
@@ -43,8 +46,7 @@ def continue_prompts(
     config: dict[str, Any], prompts: BatchedDataDict
 ) -> tuple[BatchedDataDict, torch.Tensor, torch.Tensor]:
     """Texts, and their log-probabilities as they were written and as they are read."""
-    opened = open_policy(config, tokenizer=TOKENIZER, **UNUSED)
-    with patch.dict(FAMILIES, PREPARED), opened as policy:
+    with open_policy(config, tokenizer=TOKENIZER, **UNUSED) as policy:
         done = policy.generate(prompts, greedy=True)
         grown = {"input_ids": done.tokens_BT, "input_lengths": done.lengths_B}
         texts = BatchedDataDict({**prompts, **grown})
@@ -59,30 +61,25 @@ def make_prompts(family: str) -> BatchedDataDict:
 
 def generate_greedily(model: Any, prompts: BatchedDataDict, row: int) -> list[int]:
     """The tokens of a prompt and, of transformers' own `generate`, of what follows."""
-    own = prompts["input_ids"][row : row + 1, : prompts["input_lengths"][row]]
-    media = {key: prompts[key][row] for key in MEDIA if prompts[key][row] is not None}
-    types = (own == IMAGE).int() + 2 * (own == VIDEO).int()
+    given = hf_inputs(prompts, row)
     found = model.generate(
-        own,
-        attention_mask=torch.ones_like(own),
+        **given,
+        attention_mask=torch.ones_like(given["input_ids"]),
         max_new_tokens=NEW,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        **media,
-        **({"mm_token_type_ids": types} if media else {}),
     )
     tokens: list[int] = found[0].tolist()
     return tokens
 
 
-def exact_logprobs(path: Path, rows: BatchedDataDict) -> Exact:
-    """Next-token log-probabilities `[B, S - 1]` of the checkpoint's model."""
+def exact_of(path: Path, compute: Callable[[Any], torch.Tensor]) -> Exact:
+    """What `compute` makes of the checkpoint's model."""
     with torch.no_grad():
-        rounded = hf_logprobs(load_model(path), rows)
-        exact_model = load_model(path, torch.float64)
+        rounded, exact_model = compute(load_model(path)), load_model(path, torch.float64)
         with InDouble():
-            return Exact.between(rounded, hf_logprobs(exact_model, rows))
+            return Exact.between(rounded, compute(exact_model))
 
 
 @pytest.mark.parametrize(
@@ -101,9 +98,78 @@ def test_pictures_are_continued_as_by_transformers(
     model = load_model(path)
     expected = [generate_greedily(model, prompts, row) for row in range(prompts.size)]
     for texts, written, read in ranks.run(case.world, continue_prompts, config, prompts):
-        exact = exact_logprobs(path, texts)
+        exact = exact_of(path, partial(hf_logprobs, rows=texts))
         for row, tokens in enumerate(expected):
             assert texts["input_ids"][row, : len(tokens)].tolist() == tokens
             own = slice(len(tokens) - NEW, len(tokens))
             for found in (written, read):
                 assert_equal("logprobs", found[row, own], exact[row, own.start - 1 : own.stop - 1])
+
+
+def read_values(
+    config: dict[str, Any], rows: BatchedDataDict
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, scores, and the head that gives them."""
+    with open_policy(config, **UNUSED) as policy:
+        (head,) = (tensor.clone() for name, tensor in policy.export() if name == "score.weight")
+        return policy.values(rows), policy.score(rows), head
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen3_vl", "TP2xCP2+SP"), ("qwen3_vl", "PP2"), ("qwen2_5_vl", "TP2")]
+)
+def test_values_of_pictures_are_those_of_transformers_hidden_states(
+    ranks, tmp_path: Path, family: str, name: str
+) -> None:
+    path, rows, case = make_model(tmp_path, family), make_prompts(family), GENERATING[family][name]
+    head = {"enabled": True, "reward_model_type": "bradley_terry"}
+    config = policy_config(path, case.megatron, reward_model_cfg=head)
+    last = rows["input_lengths"].unsqueeze(1) - 1
+    for values, scores, weight in ranks.run(
+        case.world, read_values, config | {"max_total_sequence_length": 64}, rows
+    ):
+        exact = exact_of(path, partial(hf_values, rows=rows, weight_1D=weight))
+        inside = torch.arange(values.size(1)) <= last
+        assert_equal("values", values[inside], exact[inside])
+        assert_equal("scores", scores, Exact(exact.value.gather(1, last)[:, 0], exact.rounding))
+
+
+def learn_and_send(
+    config: dict[str, Any], rows: BatchedDataDict, folder: Path
+) -> dict[str, torch.Tensor]:
+    """Log-probabilities before and after a step, and of the reference; the weights are sent."""
+    texts = BatchedDataDict({key: rows[key] for key in ("input_ids", "input_lengths", *MEDIA)})
+    with open_policy(config) as policy:
+        seen = {"before": policy.logprobs(texts)}
+        policy.train(own_share(policy, rows), LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=2)
+        policy.refit(HfDirectory(folder))
+        return seen | {
+            "after": policy.logprobs(texts),
+            "reference": policy.reference_logprobs(texts),
+        }
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen2_5_vl", "TP2"), ("qwen3_vl", "PP2"), ("qwen3_vl_moe", "EP2xTP2+SP")],
+)
+def test_what_is_sent_has_the_names_on_file_and_computes_as_the_policy_does(
+    ranks, tmp_path: Path, family: str, name: str
+) -> None:
+    path, rows, case = (
+        make_model(tmp_path / "hf", family),
+        make_rows(family),
+        GENERATING[family][name],
+    )
+    config = policy_config(path, case.megatron, max_total_sequence_length=64)
+    found = ranks.run(case.world, learn_and_send, config, rows, tmp_path / "sent")
+    before, after = tensors_of(path), tensors_of(tmp_path / "sent")
+    assert {n: (t.shape, t.dtype) for n, t in before.items()} == {
+        n: (t.shape, t.dtype) for n, t in after.items()
+    }
+    assert not any(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    inside = torch.arange(1, rows["input_ids"].size(1)) < rows["input_lengths"].unsqueeze(1)
+    learnt = exact_of(tmp_path / "sent", partial(hf_logprobs, rows=rows))[inside]
+    for seen in found:
+        assert torch.equal(seen["reference"], seen["before"])
+        assert_equal("logprobs", seen["after"][:, 1:][inside], learnt)

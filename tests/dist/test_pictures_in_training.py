@@ -51,6 +51,7 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
     # The last microbatch of one rank is of text alone.
     "DP2, overlaps": (layout(2, **OVERLAPPED), "padded"),
     "TP2xCP2+SP": (layout(4, tp=2, **SP, **CP2), "packed"),
+    "TP2xPP2xCP2+SP": (layout(8, tp=2, pp=2, **SP, **CP2), "packed"),
 }
 WITH_EXPERTS: dict[str, tuple[Layout, str]] = {
     "one process": (layout(1), "packed"),
@@ -142,17 +143,6 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made
 
 
-def in_memory(name: str, known: Any) -> str:
-    """What transformers' class calls a tensor of a checkpoint."""
-    if name in known or name.startswith("lm_head."):
-        return name
-    return (
-        f"model.{name}"
-        if name.startswith("visual.")
-        else name.replace("model.", "model.language_model.", 1)
-    )
-
-
 def exact_of(path: Path, rows: BatchedDataDict) -> Exact:
     """Next-token log-probabilities `[B, S - 1]` of the checkpoint's model."""
     with torch.no_grad():
@@ -188,9 +178,26 @@ def test_pictures_count_as_in_transformers(ranks, model_of, family: str, name: s
         inside = torch.arange(1, rows["input_ids"].size(1)) < rows["input_lengths"][own, None]
         assert_equal("logprobs", rank["logprobs"][:, 1:][inside], exact[own][inside], name)
         hf.assert_same_steps(rank["steps"], name)
-        weights = {in_memory(n, hf.exact.weights): t for n, t in rank["weights"].items()}
-        assert hf.exact.weights.keys() - weights.keys() <= {"lm_head.weight"}
-        hf.assert_same_weights(weights)
+        assert hf.exact.weights.keys() - rank["weights"].keys() <= {"lm_head.weight"}
+        hf.assert_same_weights(rank["weights"])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["TP2+SP", "PP2"])
+def test_pictures_in_bf16_are_as_near_to_exact_arithmetic_as_in_transformers(
+    ranks, tmp_path: Path, name: str
+) -> None:
+    path, rows = make_model(tmp_path, "qwen3_vl", torch.bfloat16), rows_of("qwen3_vl")
+    exact, rounded = (
+        oracle.train(path, rows, GLOBAL_BATCH, loss_of, dtype, load=load_model)
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    apart = oracle.Rounding.of(rounded, exact)
+    hf = oracle.Learned(path, exact, rounded, apart, load_model)
+    config = configured(path, *LAYOUTS[name], rows) | {"precision": "bfloat16"}
+    for rank in ranks.run(2, train_on_pictures, config, rows):
+        hf.assert_same_steps(rank["steps"])
+        hf.assert_same_weights(rank["weights"])
 
 
 @pytest.mark.nightly
@@ -201,11 +208,10 @@ def test_a_planted_fault_is_ten_times_further_away_than_all_rounding(
     (path, hf), rows = model_of("qwen3_vl"), rows_of("qwen3_vl")
     config = configured(path, *LAYOUTS["TP2+SP"], rows)
     for rank in ranks.run(2, train_on_pictures, config, rows, fault):
-        weights = {in_memory(n, hf.exact.weights): t for n, t in rank["weights"].items()}
         apart = {
             of: max(
                 furthest(tensor, hf.exact.weights[name])
-                for name, tensor in weights.items()
+                for name, tensor in rank["weights"].items()
                 if name.startswith("model.visual.") == (of == "tower")
             )
             for of in ("tower", "text")

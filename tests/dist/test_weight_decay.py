@@ -78,6 +78,8 @@ def decays(model: PreTrainedModel, name: str) -> bool:
     deepest module on its path that the model has: experts are one by one in files only.
     """
     modules = dict(model.named_modules())
+    known = (each for each, _ in model.named_parameters())
+    name = {oracle.name_on_file(model, each): each for each in known}.get(name, name)
     for written, held in IN_MEMORY[model.config.model_type == "granitemoehybrid"].items():
         name = name.replace(written, held)
     *path, last = name.split(".")

@@ -13,6 +13,7 @@ from megatron_policy.converters.table import Table, bind
 from tests.fake_device.layouts import Layout
 from tests.families import COMMON, PUBLISHED, SAMPLES
 from tests.hybrid_sizes import HYBRIDS
+from tests.samples import Samples
 
 WINDOW = 128
 
@@ -26,8 +27,15 @@ def published() -> dict[str, dict[str, Any]]:
         found[fields["model_type"]] = fields
     for family, samples in SAMPLES.items():
         named = {"model_type": family, "architectures": [samples.architecture]}
-        found[family] = COMMON | named | found.get(family, {}) | samples.larger
+        if "text_config" not in found.get(family, {}):
+            found[family] = COMMON | named | found.get(family, {}) | samples.larger
     return found
+
+
+def decoder_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the model's decoder."""
+    section: dict[str, Any] = fields.get("text_config", fields)
+    return section
 
 
 def with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -35,7 +43,17 @@ def with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     first of which is dense if some are. Where kinds of layers take turns, so they do here, with a
     layer of each at least. Windows are narrower than the sweep's sequences.
     """
-    before, samples = fields["num_hidden_layers"], SAMPLES[fields["model_type"]]
+    samples = SAMPLES[fields["model_type"]]
+    if "text_config" in fields:
+        tower = fields["vision_config"] | {"depth": 2}
+        deep = {"deepstack_visual_indexes": [1]} if "deepstack_visual_indexes" in tower else {}
+        text = _with_layers(decoder_of(fields), layers, samples)
+        return fields | {"vision_config": tower | deep, "text_config": text}
+    return _with_layers(fields, layers, samples)
+
+
+def _with_layers(fields: dict[str, Any], layers: int, samples: Samples) -> dict[str, Any]:
+    before = fields["num_hidden_layers"]
     layers = max([layers, *map(len, samples.turns.values())])
     found = dict(fields, num_hidden_layers=layers)
     for name, value in fields.items():
@@ -52,8 +70,9 @@ def with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
 
 def fitted(layout: Layout, fields: dict[str, Any]) -> Layout:
     """The layout with the widest axes that this model can be split over."""
-    heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"]
-    of_states = (fields.get(name, 0) for name in ("linear_num_value_heads", "mamba_n_heads"))
+    sizes = decoder_of(fields)
+    heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    of_states = (sizes.get(name, 0) for name in ("linear_num_value_heads", "mamba_n_heads"))
     tp, values = layout.tp, math.gcd(*of_states)
     while heads % tp or (groups % tp and tp % groups) or values % (tp * layout.cp):
         tp //= 2
@@ -64,7 +83,8 @@ def fitted(layout: Layout, fields: dict[str, Any]) -> Layout:
 def experts_of(fields: dict[str, Any]) -> int:
     """How many experts a layer has; 1 in a dense model."""
     names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    return next((fields[name] for name in names if name in fields), 1)
+    sizes = decoder_of(fields)
+    return next((sizes[name] for name in names if name in sizes), 1)
 
 
 def written(fields: dict[str, Any], directory: Path) -> tuple[Path, Table, Architecture]:

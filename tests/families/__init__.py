@@ -32,7 +32,7 @@ for _family, _samples in SAMPLES.items():
     _class = {"model_type": _family, "architectures": [_samples.architecture]}
     for _name, _fields in _samples.published.items():
         _config = COMMON | _class | _samples.own | _fields
-        PUBLISHED[_name] = _config.pop("parameters"), _config
+        PUBLISHED[_name] = _config.pop("parameters"), _samples.surround(_config)
 
 
 def draw_experts(family: str, seed: int) -> dict[str, Any]:

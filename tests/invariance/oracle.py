@@ -134,7 +134,8 @@ def scores(
 def read(model: PreTrainedModel, data: BatchedDataDict, temperature: float = 1.0) -> Reading:
     """All there is to read of the rows; logits always at temperature 1."""
     rows, width = data["input_ids"].shape
-    logits_BSV = torch.zeros(rows, width, model.config.vocab_size, dtype=model.dtype)
+    vocab = model.config.get_text_config().vocab_size
+    logits_BSV = torch.zeros(rows, width, vocab, dtype=model.dtype)
     logprobs_BS, entropy_BS = torch.zeros(2, rows, width, dtype=model.dtype)
     for row, length in enumerate(data["input_lengths"].tolist()):
         tokens_S = data["input_ids"][row]
@@ -207,7 +208,7 @@ def _trained_and_read(
         known = losses.Scores(before.logprobs_BS[own, 1:], before.entropy_BS[own, 1:])
         evaluated.append(_evaluate(loss, known, data.get_batch(index, rows))[0].item())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in oracle.list_parameters(model).items():
             parameter.copy_(trained.weights[name])
     return Truth(
         before=before,

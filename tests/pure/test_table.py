@@ -28,7 +28,7 @@ def switches(family: str) -> dict[str, bool]:
 def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
     """The fields of a small config, under which every row of the family applies."""
     samples = SAMPLES[family]
-    return {
+    fields = {
         "model_type": family,
         "architectures": list(FAMILIES[family].hf_architectures),
         "num_hidden_layers": layers,
@@ -50,6 +50,9 @@ def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
         **samples.full,
         **changes,
     }
+    if "vision_config" not in (found := samples.surround(fields)):
+        return found
+    return found | {"shell": {"visual.proj.weight": [6, 4], "visual.norm.bias": [4]}}
 
 
 def small(family: str = "qwen2", layers: int = 3, **changes: Any) -> Table:

@@ -33,7 +33,7 @@ def config_file(path: Path, family: str, **fields: Any) -> Path:
     samples = SAMPLES[family]
     own = samples.take_turns(SMALL["num_hidden_layers"])
     own |= samples.tiny if samples.experts else {}
-    AutoConfig.for_model(family, **SMALL | own | fields).save_pretrained(path)
+    AutoConfig.for_model(family, **samples.surround(SMALL | own | fields)).save_pretrained(path)
     return path
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.model_table import bind_model
@@ -22,7 +21,7 @@ from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.flops import forward_flops, layer_flops, model_flops
-from tests.checkpoints import hf_config
+from tests.checkpoints import class_of_model, hf_config
 from tests.dist.cases import policy_config
 from tests.families import SAMPLES
 
@@ -33,7 +32,7 @@ WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "olmo3")
 def reference(path: Path) -> Any:
     config = hf_config(path)
     kernels = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_config(config, **kernels)
+    model = class_of_model(config).from_config(config, **kernels)
     for mixer in model.modules():
         if any(isinstance(child, torch.nn.Conv1d) for child in mixer.children()):
             mixer.forward = partial(pass_linears, mixer)
@@ -56,7 +55,7 @@ def architecture_of(path: Path) -> Architecture:
 
 def counted(model: Any, rows: int, backward: bool) -> int:
     """What torch's counter sees in a pass over `rows` sequences. It counts all pairs of tokens."""
-    tokens = torch.randint(0, model.config.vocab_size, (rows, LENGTH))
+    tokens = torch.randint(0, model.config.get_text_config().vocab_size, (rows, LENGTH))
     with FlopCounterMode(display=False) as counter:
         logits = model(input_ids=tokens, use_cache=False).logits
         if backward:

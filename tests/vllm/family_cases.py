@@ -189,6 +189,7 @@ REFUSED: dict[str, tuple[str, str]] = {
         "vLLM has experts without gates on GPUs alone",
     ),
     "olmoe with biases": (UNREAD, "vLLM's attention of this family has no biases"),
+    "qwen2_5_vl": ("failed to be inspected", IMAGES),
     "qwen3 with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
     "qwen3_5_moe_text": ("failed to be inspected", IMAGES),
     "qwen3_5_moe_text with biases": ("failed to be inspected", IMAGES),
@@ -196,6 +197,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "qwen3_5_text with biases": ("failed to be inspected", IMAGES),
     "qwen3_moe with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
     "qwen3_next with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
+    "qwen3_vl": ("failed to be inspected", IMAGES),
+    "qwen3_vl with biases": ("failed to be inspected", IMAGES),
+    "qwen3_vl_moe": ("failed to be inspected", IMAGES),
+    "qwen3_vl_moe with biases": ("failed to be inspected", IMAGES),
     "seed_oss with biases": (UNREAD, "vLLM's layers of this family have no such biases"),
 }
 """By the names of cases: what vLLM or the refit says, and why."""
