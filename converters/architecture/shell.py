@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,11 @@ class Shell:
         """The keys of a batch that it reads."""
         keys = (key for medium in self.media for key in (medium.values, medium.grids))
         return (*keys, *self.further)
+
+    @property
+    def patch_values(self) -> int:
+        """The values of a patch: the inputs of the first convolution."""
+        return next(math.prod(shape[1:]) for _, shape in self.tensors if len(shape) > 2)
 
     def count_tokens(self, grids: torch.Tensor | None) -> int:
         """The tokens of a row that pictures with these `grids` take."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.parallel_sizes import keys_of_sizes
 from megatron_policy.config.policy_config import least_section
-from megatron_policy.parity.result import Job, ModelOutputs, keep_output
+from megatron_policy.convert.headers import open_headers
+from megatron_policy.parity.result import Job, ModelOutputs, draw_batch, keep_output
 from megatron_policy.policy import MegatronPolicy
 
 
@@ -31,7 +31,7 @@ def read_policy(job: Job) -> ModelOutputs:
         timeout_s=job.timeout_s,
     )
     try:
-        data = BatchedDataDict({"input_ids": job.draw()})
+        data = draw_batch(job, open_headers(job.model)[1].architecture.shell)
         layers: dict[int, torch.Tensor] = {}
         with ExitStack() as hooks:
             if job.per_layer:

@@ -11,9 +11,16 @@ from typing import Any
 
 import torch
 
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.convert.headers import open_headers
+from megatron_policy.converters.architecture import Shell
 from megatron_policy.converters.config_fields import quantisation
 from megatron_policy.converters.files import strict_json
-from megatron_policy.converters.formats.hf_config import for_transformers, written_config
+from megatron_policy.converters.formats.hf_config import (
+    DECODERS,
+    for_transformers,
+    written_config,
+)
 from megatron_policy.converters.formats.hf_files import inventory, locate
 from megatron_policy.converters.formats.hf_names import INDEX
 from megatron_policy.converters.formats.safetensors_format import Extent
@@ -21,32 +28,51 @@ from megatron_policy.converters.registry import family_of
 from megatron_policy.device import current_device
 from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError
-from megatron_policy.parity.result import Job, ModelOutputs, keep_output
+from megatron_policy.parity.result import Job, ModelOutputs, draw_batch, keep_input, keep_output
 
 
 @torch.no_grad()
 def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> ModelOutputs:
-    """Load the checkpoint in transformers as `dtype` and run it on the job's tokens.
+    """Load the checkpoint in transformers as `dtype` and run it on the job's tokens and pictures.
 
     The model is released afterwards. ConfigError if transformers cannot load it or compute with it.
     """
-    tokens_BS, hf = job.draw(), _load(model, dtype)
+    hf, shell = _load(model, dtype), open_headers(model)[1].architecture.shell
+    given = _describe_batch(draw_batch(job, shell), shell)
     layers: dict[int, torch.Tensor] = {}
     if per_layer:
-        for number, layer in enumerate(_decoder_layers(hf, job.num_layers)):
+        found = _decoder_layers(hf, job.num_layers)
+        for number, layer in enumerate(found):
             layer.register_forward_hook(keep_output(layers, number))
+            if shell is not None and number < shell.deep:
+                # Features are added to what it returns.
+                found[number + 1].register_forward_pre_hook(keep_input(layers, number))
     try:
-        logits_BSV = hf(tokens_BS.to(current_device()), use_cache=False).logits.float().cpu()
+        logits_BSV = hf(**given, use_cache=False).logits.float().cpu()
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(f"transformers cannot compute with {model}: {error}") from error
+    tokens_BS = given["input_ids"].cpu()
     logprobs_BSV = logits_BSV[:, :-1].log_softmax(-1)
     logprobs_BS = logprobs_BSV.gather(-1, tokens_BS[:, 1:].unsqueeze(-1)).squeeze(-1)
     return ModelOutputs(logits_BSV, logprobs_BS, layers)
 
 
+def _describe_batch(data: BatchedDataDict, shell: Shell | None) -> dict[str, torch.Tensor]:
+    """What transformers' class is called with."""
+    tokens_BS = data["input_ids"]
+    given = {"input_ids": tokens_BS}
+    for number, medium in enumerate(() if shell is None else shell.media, start=1):
+        pictures = [each for each in data.get(medium.values, ()) if each is not None]
+        if pictures:
+            grids = [each for each in data[medium.grids] if each is not None]
+            given |= {medium.values: torch.cat(pictures), medium.grids: torch.cat(grids)}
+            given["mm_token_type_ids"] = (tokens_BS == medium.placeholder).int() * number
+    return {name: tensor.to(current_device()) for name, tensor in given.items()}
+
+
 def _load(model: str, dtype: str) -> Any:
     """Load the checkpoint's config and safetensors, and nothing else from its directory."""
-    from transformers import AutoModelForCausalLM, PretrainedConfig
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
     plainly = {"attn_implementation": "eager", "trust_remote_code": False}
     if hasattr(PretrainedConfig, "_experts_implementation"):
@@ -54,7 +80,8 @@ def _load(model: str, dtype: str) -> Any:
         plainly["experts_implementation"] = "eager"
     root = locate(model)
     config = written_config(root)
-    family_of(str(config.get("model_type")))
+    family = family_of(str(config.get("model_type")))
+    kind: Any = AutoModelForImageTextToText if family.surrounded else AutoModelForCausalLM
     if (section := config.get("quantization_config")) is not None:
         if quantisation.scheme_of(section) is None:
             why = quantisation.refusal(section)
@@ -69,7 +96,7 @@ def _load(model: str, dtype: str) -> Any:
     with for_transformers(config) as folder:
         _link(files, folder)
         try:
-            hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_named(dtype), **plainly)
+            hf = kind.from_pretrained(folder, dtype=dtype_named(dtype), **plainly)
         except MemoryError:
             raise
         except Exception as error:  # loading a damaged checkpoint can raise anything
@@ -92,7 +119,10 @@ def _link(files: Mapping[Path, Mapping[str, Extent]], folder: Path) -> None:
 
 
 def _decoder_layers(hf: Any, num_layers: int) -> torch.nn.ModuleList:
-    layers = getattr(hf.base_model, "layers", None)
+    decoder = hf.base_model
+    for name in DECODERS:
+        decoder = getattr(decoder, name[:-1], decoder)
+    layers = getattr(decoder, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList) or len(layers) < num_layers:
         raise ConfigError(
             f"{type(hf).__name__} does not keep its {num_layers} decoder layers in a list "

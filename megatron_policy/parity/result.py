@@ -5,11 +5,15 @@ Shapes: B rows, S positions, V vocabulary, D model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.architecture import Shell
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest unsuspicious error of a layer's output, relative to its largest value."""
@@ -44,6 +48,30 @@ class Job:
         return torch.randint(0, self.vocab_size, (self.rows, self.tokens), generator=random)
 
 
+def draw_batch(job: Job, shell: Shell | None) -> BatchedDataDict:
+    """The job's tokens, and if there is a `shell` a picture of random pixels in each row, as far as
+    the row has room for it behind its first token: row r has (r + 1) squares of 2 x 2 tokens.
+    """
+    tokens_BS = job.draw()
+    data = BatchedDataDict(input_ids=tokens_BS)
+    if shell is None or job.sequences is not None:
+        return data
+    text = min({*range(len(shell.media) + 1)} - {medium.placeholder for medium in shell.media})
+    for medium in shell.media:
+        tokens_BS.masked_fill_(tokens_BS == medium.placeholder, text)
+    random, side = torch.Generator().manual_seed(job.seed), math.isqrt(shell.merged)
+    pixels, grids, medium = [], [], shell.media[0]
+    for row, tokens_S in enumerate(tokens_BS):
+        grid = torch.tensor([[1, 2 * side, 2 * side * (row + 1)]])
+        tokens = shell.count_tokens(grid)
+        fits = tokens + 2 <= len(tokens_S)
+        tokens_S[1 : 1 + tokens * fits] = medium.placeholder
+        values = torch.randn(int(grid.prod()), shell.patch_values, generator=random)
+        pixels.append(values if fits else None)
+        grids.append(grid if fits else None)
+    return BatchedDataDict({**data, medium.values: pixels, medium.grids: grids})
+
+
 @dataclass(frozen=True)
 class ModelOutputs:
     """fp32 on the CPU: `logits` `[B, S, V]`, `logprobs` `[B, S - 1]` of each next token, and the
@@ -61,6 +89,15 @@ def keep_output(kept: dict[int, torch.Tensor], number: int) -> Callable[..., Non
     def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         kept[number] = hidden.float().cpu()
+
+    return hook
+
+
+def keep_input(kept: dict[int, torch.Tensor], number: int) -> Callable[..., None]:
+    """A hook before a layer that keeps its input as `number`, in fp32 on the CPU."""
+
+    def hook(module: torch.nn.Module, args: Any) -> None:
+        kept[number] = args[0].float().cpu()
 
     return hook
 

@@ -66,7 +66,15 @@ def read(job: Job) -> ModelOutputs:
 
 @pytest.mark.parametrize(
     ("family", "layouts"),
-    [("llama", LAYOUTS), ("qwen3", LAYOUTS), ("qwen3_moe", OF_EXPERTS), ("gpt_oss", OF_EXPERTS)],
+    [
+        pytest.param("llama", LAYOUTS, marks=pytest.mark.daily),
+        pytest.param("qwen3_vl", LAYOUTS, marks=pytest.mark.daily),
+        ("qwen2_5_vl", LAYOUTS),
+        ("qwen3", LAYOUTS),
+        ("qwen3_moe", OF_EXPERTS),
+        ("qwen3_vl_moe", OF_EXPERTS),
+        ("gpt_oss", OF_EXPERTS),
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_both_sides_read_the_same_logits_logprobs_and_layers(
