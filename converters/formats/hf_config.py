@@ -282,13 +282,19 @@ def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -
     return {**found, **kept, "_name_or_path": str(model)}
 
 
-def _list_shell(config: Any) -> dict[str, list[int]]:
-    """Name and shape of each tensor that transformers' composite model has beside its decoder."""
+def build_without_values(config: Any, **more: Any) -> Any:
+    """The model of a config of transformers on the meta device. It has no head if its decoder is a
+    part of it. `more` are arguments of `AutoModel.from_config`.
+    """
     from transformers import AutoModel
 
     with torch.device("meta"):
-        composite = AutoModel.from_config(config)
-    tensors = composite.state_dict().items()
+        return AutoModel.from_config(config, **more)
+
+
+def _list_shell(config: Any) -> dict[str, list[int]]:
+    """Name and shape of each tensor that transformers' composite model has beside its decoder."""
+    tensors = build_without_values(config).state_dict().items()
     return {name: list(t.shape) for name, t in tensors if not name.startswith(DECODERS)}
 
 

@@ -44,6 +44,7 @@ def plan(
     gpu_memory: options.GpuMemory = None,
     beside_engine: options.Engine = None,
     seq_len: options.SeqLen = None,
+    patches: options.Patches = None,
     rows: options.Rows = None,
     mb_tokens: options.MbTokens = None,
     tp: options.Tp = None,
@@ -82,12 +83,13 @@ def plan(
             return _show_refit(refit, layout, gpus, *said, picture)
         from megatron_policy.cli import plan_inputs as inputs
 
+        of_rows = (seq_len, patches or 0)
         device = inputs.device_of(gpu or "H100", gpu_memory, beside_engine)
         if config is not None:
-            base, found = inputs.plan_file(config, overrides, gpus, device, seq_len, as_json)
+            base, found = inputs.plan_file(config, overrides, gpus, device, of_rows, as_json)
         else:
             base = inputs.make_section(model, rows or 512, seq_len, mb_tokens, trained)
-            found = inputs.plan_model(base, layout, gpus, device, seq_len, recompute)
+            found = inputs.plan_model(base, layout, gpus, device, of_rows, recompute)
     name = f"{(gpu or 'H100').upper()} of {show_gib(device.memory_bytes)}"
     _show_step(found, name, None if config else base, as_json, picture, timeline)
     _advise(found, base, config is not None, device, seq_len, as_json)

@@ -70,14 +70,14 @@ def plan_file(
     overrides: list[str] | None,
     gpus: int | None,
     device: DeviceFigures,
-    length: int | None,
+    of_rows: tuple[int | None, int],
     as_json: bool,
 ) -> tuple[Mapping[str, Any], StepPlan | SearchResult]:
-    """The section `policy` of the file, and its plan."""
+    """The section `policy` of the file, and its plan; `of_rows`: tokens and patches of each."""
     section = compose(path, overrides or ()).policy
     config = PolicyConfig.parse(section)
     rows = ModelRows.of(bind_tables(config)[1])
-    found = plan_of(config, rows, gpus or fewest_ranks(config), device, length)
+    found = plan_of(config, rows, gpus or fewest_ranks(config), device, *of_rows)
     if gpus is None:
         ranks = found.topology.world_size
         shown = f"{ranks} rank{'s' * (ranks != 1)}"
@@ -124,7 +124,7 @@ def plan_model(
     layout: dict[str, int | None],
     gpus: int | None,
     device: DeviceFigures,
-    length: int | None,
+    of_rows: tuple[int | None, int],
     recompute: str | None,
 ) -> StepPlan | SearchResult:
     """The plan of a layout of the model of `base`, or without one a search."""
@@ -136,10 +136,10 @@ def plan_model(
             raise ConfigError("--gpus is missing: give the number of GPUs, or a layout")
         if recompute is not None:
             raise ConfigError("--recompute needs a layout (--tp and so on): a search tries all")
-        return search(base, rows, gpus, device, length)
+        return search(base, rows, gpus, device, *of_rows)
     sizes = complete_sizes(layout)
     keys = keys_of_sizes(sizes) | parse_recompute(recompute or "none")
     with keys_as_options(uneven=True):
         config = PolicyConfig.parse({**base, "megatron_cfg": {**base["megatron_cfg"], **keys}})
         ranks = count_ranks(sizes, layout["dp"], gpus, fewest_ranks(config))
-        return plan_of(config, rows, ranks, device, length)
+        return plan_of(config, rows, ranks, device, *of_rows)

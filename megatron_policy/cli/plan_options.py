@@ -24,6 +24,10 @@ SeqLen = Annotated[
         "max_total_sequence_length), --mb-tokens and the model's positions.",
     ),
 ]
+Patches = Annotated[
+    _Size,
+    typer.Option(min=1, help="Patches of each row's picture, of a model that sees pictures."),
+]
 Rows = Annotated[
     _Size, typer.Option(min=1, help="Rows of a global batch, with --model; 512 by default.")
 ]
@@ -101,7 +105,7 @@ _OF_REFIT = (
 )
 _OF_CONFIG = (
     *("config", "overrides", "gpus", "gpu", "gpu-memory", "beside-engine", "seq-len"),
-    *("json", "picture", "timeline"),
+    *("patches", "json", "picture", "timeline"),
 )
 _OF_REFIT_ALONE = ("bucket-size", "dtype", "tensors")
 _KEYS = {

@@ -111,8 +111,9 @@ def lines(plan: StepPlan, device: str) -> Iterator[str]:
 
 def _batch_line(plan: StepPlan) -> str:
     shape = plan.batch_shape
+    seen = f" with pictures of {shape.tower.patches} patches" if shape.tower.patches else ""
     return (
-        f"a step: {shape.rows} rows of {shape.length} tokens, "
+        f"a step: {shape.rows} rows of {shape.length} tokens{seen}, "
         f"{plan.schedule.microbatches} microbatches of {shape.tokens} on each replica"
     )
 

@@ -53,6 +53,8 @@ class MicrobatchShape:
     positions: int
     packed: bool = False
     """Sequences follow one another in one row."""
+    pictures: int = 0
+    """Bytes that towers keep of its rows' pictures."""
 
 
 @lru_cache(maxsize=4096)
@@ -300,6 +302,14 @@ class LayerActivations:
     def embedding(self, batch: MicrobatchShape) -> int:
         """Bytes that the embedding keeps, unless it is frozen."""
         return 0 if self.adapters is not None else batch.tokens * INT64
+
+    def splice(self, batch: MicrobatchShape) -> int:
+        """Bytes that pictures' features keep where they take the places of tokens: the sources of
+        each token, in the caller's rows and in the rank's, and which tokens have one.
+        """
+        if not batch.pictures or self.arch.shell is None:
+            return 0
+        return batch.tokens * (2 * INT64 * (1 + self.arch.shell.deep) + 1)
 
     def head(self, batch: MicrobatchShape) -> int:
         """Bytes that the final norm and the head keep, with a loss of log-probabilities: the

@@ -22,6 +22,7 @@ from megatron_policy.estimate.states import (
     States,
     stage_states,
 )
+from megatron_policy.estimate.tower import NO_PICTURES, TowerCost
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused_tiles import SEARCHED_GPU
 from megatron_policy.parallel.topology import Topology
@@ -46,9 +47,11 @@ class BatchShape:
     length: int
     tokens: int
     packed: bool
+    tower: TowerCost = NO_PICTURES
+    """Of each row's pictures."""
 
     @classmethod
-    def of(cls, config: PolicyConfig, length: int) -> BatchShape:
+    def of(cls, config: PolicyConfig, length: int, tower: TowerCost = NO_PICTURES) -> BatchShape:
         """Of a global batch whose rows all have `length` tokens."""
         batching = batching_of(config, training=True)
         if batching.kind == "padded":
@@ -56,7 +59,7 @@ class BatchShape:
         else:
             tokens = max(1, batching.tokens // length) * length
         packed = config.sequence_packing.enabled
-        return cls(config.train_global_batch_size, length, tokens, packed)
+        return cls(config.train_global_batch_size, length, tokens, packed, tower)
 
     def microbatches(self, topology: Topology) -> int:
         """How many each data-parallel replica runs."""
@@ -68,7 +71,13 @@ class BatchShape:
         """What a rank computes at once."""
         tokens = -(-self.tokens // topology.cp)
         positions = tokens if self.packed else -(-self.length // topology.cp)
-        return MicrobatchShape(tokens, self.length, positions, self.packed)
+        pictures = self.tower.kept * self.rows_together
+        return MicrobatchShape(tokens, self.length, positions, self.packed, pictures)
+
+    @property
+    def rows_together(self) -> int:
+        """Rows of a microbatch."""
+        return max(1, self.tokens // self.length)
 
 
 @dataclass(frozen=True)

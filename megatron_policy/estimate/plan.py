@@ -33,6 +33,7 @@ from megatron_policy.estimate.memory import (
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import WIDTHS, ModelRows, Precisions, written_bytes
 from megatron_policy.estimate.step_time import StepTime, step_time
+from megatron_policy.estimate.tower import check_patches, count_tower
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
 RESERVED = 0.1
@@ -159,8 +160,11 @@ def plan_of(
     world_size: int,
     device: DeviceFigures,
     length: int | None = None,
+    patches: int = 0,
 ) -> StepPlan:
-    """The plan of one configuration; ConfigError if it fits neither the model nor the ranks."""
+    """The plan of one configuration, each of whose rows has a picture of so many patches, if any;
+    ConfigError if it fits neither the model nor the ranks.
+    """
     if engine_of(config) is not Engine.MEGATRON_CORE:
         raise ConfigError(
             f"plans are of Megatron-Core, but {parallel_sizes(config).section} is enabled: set "
@@ -171,7 +175,8 @@ def plan_of(
     if length is None:
         length = longest_row(config, arch)
     _check_positions(arch, length)
-    return StepPlan(config, rows, topology, BatchShape.of(config, length), device)
+    shape = BatchShape.of(config, length, count_tower(config, rows, patches))
+    return StepPlan(config, rows, topology, shape, device)
 
 
 def _check_positions(arch: Architecture, length: int) -> None:
@@ -213,15 +218,17 @@ def search(
     world_size: int,
     device: DeviceFigures,
     length: int | None = None,
+    patches: int = 0,
 ) -> SearchResult:
     """Try every legal layout and recomputation with the keys of `base`, a `policy` section, which
-    take the place of its own.
+    take the place of its own. Rows as `plan_of` has them.
 
     Ordered by the time of a step in which nothing overlaps. Of those as fast as the fastest within
     `EQUAL`, the simplest come first: with fewer pipeline stages and chunks, then with less memory.
     """
     if length is not None:
         _check_positions(rows.architecture, length)
+    check_patches(rows.architecture, patches)
     plans = []
     written = base.get("megatron_cfg") or {}
     kept = {key: value for key, value in written.items() if key not in SEARCHED}
@@ -230,7 +237,7 @@ def search(
         megatron = {**kept, **keys}
         try:
             config = PolicyConfig.parse({**base, "megatron_cfg": megatron})
-            plan = plan_of(config, rows, world_size, device, length)
+            plan = plan_of(config, rows, world_size, device, length, patches)
         except ConfigError:
             continue
         plans.append(plan)

@@ -35,7 +35,7 @@ def chunk_activations(
     last: bool,
 ) -> ChunkActivations:
     """Of a chunk of these layers; `first` has the embedding, `last` the head."""
-    kept = model.embedding(batch) if first else 0
+    kept = model.embedding(batch) + batch.pictures + model.splice(batch) if first else 0
     # Those that are not packed have the same angles.
     angles = model.angles(batch) if settings.recompute_granularity == "full" else 0
     kept, shared = (kept + angles, 0) if batch.packed else (kept, angles)

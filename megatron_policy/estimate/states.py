@@ -16,6 +16,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.part import FP32
+from megatron_policy.converters.families.shared.pictures import PARAMETERS
 from megatron_policy.converters.rows.blocks import Row, of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.converters.table import EMBEDDING, LAYER, Entry, Table
@@ -247,7 +248,8 @@ class ModelRows:
 
 def _is_embedding(row: Row) -> bool:
     """Whether the parameter is the embedding, or the copy of it that the last stage holds."""
-    return row.megatron.startswith("embedding.") or not row.owns
+    own = row.megatron.startswith("embedding.") and not row.megatron.startswith(PARAMETERS)
+    return own or not row.owns
 
 
 def stage_states(

@@ -85,11 +85,12 @@ def step_time(
         "pp": topology.world_size,
         "dp": topology.world_size // topology.pp,
     }
-    lengths = [batch_shape.length] * batch_shape.rows
+    lengths, tower = [batch_shape.length] * batch_shape.rows, batch_shape.tower
+    pictures = batch_shape.rows * tower.flops * (1 + BACKWARD * tower.trained)
     touched = 2 * (states.main_parameters + states.moments) + states.gradients
     touched += states.parameters - states.frozen
     return StepTime(
-        model_flops=model_flops(arch, lengths, adapters=adapters),
+        model_flops=model_flops(arch, lengths, adapters=adapters) + pictures,
         compute=schedule.seconds(stages),
         optimizer=touched / device.memory_bandwidth,
         wire={axis: sent / device.link(spans[axis]) for axis, sent in wire_bytes.items()},
@@ -110,7 +111,7 @@ def pass_seconds(
     """Of each stage and chunk, a forward pass over one microbatch, and a backward pass, which
     computes activations again that are not kept.
     """
-    sequences = max(1, batch_shape.tokens // batch_shape.length)
+    sequences, tower = batch_shape.rows_together, batch_shape.tower
     flops = forward_flops(arch, [batch_shape.length] * sequences, adapters=adapters)
     rate = device.bf16_flops * topology.tp * topology.cp
     settings = config.megatron_cfg
@@ -140,6 +141,10 @@ def pass_seconds(
     forward += flops.head + flops.mtp
     backward += HEAD_AGAIN * flops.head + flops.head_backward + (BACKWARD + HEAD_AGAIN) * flops.mtp
     passes[-1][-1] = forward, backward
+    # Every rank of the first stage computes all features.
+    whole = tower.flops * sequences * topology.tp * topology.cp
+    forward, backward = passes[0][0]
+    passes[0][0] = forward + whole, backward + BACKWARD * whole * tower.trained
     return [[(ahead / rate, back / rate) for ahead, back in stage] for stage in passes]
 
 

@@ -4,6 +4,7 @@ tensors that autograd saves within 5 %; and of the bytes that a save writes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.contents import Contents
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split, topology_of
-from megatron_policy.converters.architecture import DeltaNet, Mamba2
+from megatron_policy.converters.architecture import DeltaNet, Mamba2, Shell
 from megatron_policy.converters.architecture.part import Kernels
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
@@ -34,6 +35,7 @@ from megatron_policy.estimate.states import (
     stage_states,
     written_bytes,
 )
+from megatron_policy.estimate.tower import count_tower
 from megatron_policy.parallel.topology import Coords
 from megatron_policy.recurrence.chunks import Chunks, sequences_of
 from megatron_policy.recurrence.delta_rule import delta_rule
@@ -101,8 +103,10 @@ def live_saved(known: set[int]) -> Iterator[list[int]]:
         yield most
 
 
-def measure(config: dict[str, Any], rows: int, length: int) -> Measured:
-    """A step on a rank over `rows` rows of `length` tokens."""
+def measure(config: dict[str, Any], rows: int, length: int, patches: int = 0) -> Measured:
+    """A step on a rank over `rows` rows of `length` tokens, with a picture in each of so many
+    patches.
+    """
     with open_policy(config) as policy:
         trainable = policy._engine.trainable
         chunks = trainable.chunks
@@ -113,6 +117,8 @@ def measure(config: dict[str, Any], rows: int, length: int) -> Measured:
         } | indices(policy._engine.adapters)
         data = full_rows(rows, length)
         arch = policy._engine.table.architecture
+        if patches:
+            show_pictures(data, arch.shell, patches)
         if arch.moe is not None:
             data["routed_experts"] = evenly_routed(rows, length, arch)
         with live_saved(known) as most:
@@ -154,6 +160,17 @@ def indices(adapters: Any) -> set[int]:
     parts = [] if adapters is None else [each.parts for each in adapters.modules.values()]
     places = (each.places_Q for each in parts if each is not None)
     return {tensor.untyped_storage().data_ptr() for tensor in places if tensor is not None}
+
+
+def show_pictures(data: BatchedDataDict, shell: Shell, patches: int) -> BatchedDataDict:
+    """The rows with a picture of so many patches in each, as high as it is wide."""
+    medium, side = shell.media[0], math.isqrt(patches)
+    grid, rows = torch.tensor([[1, side, side]]), data.size
+    data["input_ids"][:, 1 : 1 + shell.count_tokens(grid)] = medium.placeholder
+    data["token_mask"][:, 1 : 1 + shell.count_tokens(grid)] = 0
+    data[medium.values] = [torch.randn(patches, shell.patch_values) for _ in range(rows)]
+    data[medium.grids] = [grid] * rows
+    return data
 
 
 def _written(engine: Any) -> int:
@@ -199,6 +216,8 @@ class Case:
     sizes: dict[str, Any] = field(default_factory=dict)
     further: int = 0
     """Tokens that are predicted besides the next one."""
+    patches: int = 0
+    """Of a picture in each row."""
 
     def config(self, path: Path) -> dict[str, Any]:
         """A configuration in bf16."""
@@ -318,8 +337,20 @@ OF_RECURRENCES = {
     )
 }
 """What a scan computes again in its backward pass is held beside what is kept."""
-CASES = OF_STATES | OF_RECOMPUTATION | OF_LENGTHS | OF_RECURRENCES
-DAILY = ("one process", "qwen3_next, packed")
+OF_PICTURES = {
+    f"{family}, pictures, {name}": Case(family, of, 96, 4, together, packed, patches=256)
+    for family in ("qwen3_vl", "qwen2_5_vl")
+    for name, (of, together, packed) in {
+        "one process": (layout(1), 2, False),
+        "packed": (layout(1), 2, True),
+        "TP2+SP": (LAYOUTS["TP2+SP"], 1, False),
+        "PP2": (LAYOUTS["PP2"], 1, False),
+        "all layers": (recomputed(), 1, False),
+    }.items()
+}
+"""What towers keep is counted by a run of transformers' own code."""
+CASES = OF_STATES | OF_RECOMPUTATION | OF_LENGTHS | OF_RECURRENCES | OF_PICTURES
+DAILY = ("one process", "qwen3_next, packed", "qwen3_vl, pictures, packed")
 
 
 @pytest.mark.parametrize(
@@ -332,7 +363,7 @@ def test_plan_says_what_ranks_hold(ranks, checkpoint, tmp_path, case: str) -> No
     else:
         path = checkpoint(of.family, **of.sizes)
     raw = of.config(path)
-    found = ranks.run(of.layout.world, measure, raw, of.rows, of.length)
+    found = ranks.run(of.layout.world, measure, raw, of.rows, of.length, of.patches)
     assert_plan(PolicyConfig.parse(raw), of, found)
 
 
@@ -369,7 +400,7 @@ def assert_plan(config: PolicyConfig, of: Case, found: list[Measured]) -> None:
     """What ranks hold is what a plan of the configuration says."""
     assert_states(config, of, found)
     model, topology = ModelRows.of(bind_tables(config)[1]), topology_of(config, of.layout.world)
-    workload = BatchShape.of(config, of.length)
+    workload = BatchShape.of(config, of.length, count_tower(config, model, of.patches))
     for each in found:
         kernels, at = Kernels(transformer_engine=False, fused_activation=False), each.coords
         kept = activation_bytes(config, model, topology, workload, at.pp, kernels, at.cp)

@@ -464,6 +464,10 @@ def test_printed_parts_add_up_to_the_peak(tmp_path) -> None:
             "--model {} --gpus 8 --seq-len 40000",
             "rows of 40000 tokens are longer than the model's 32768 positions",
         ),
+        (
+            "--model {} --gpus 8 --patches 64",
+            "64 patches: this model sees no pictures, so leave them out",
+        ),
         ("--model {} --tp 2 --recompute most", "give none, full, or modules of core_attn"),
         ("--model {} --gpus 8 --gpu-memory 80", "write 80GiB"),
     ],
@@ -471,6 +475,23 @@ def test_printed_parts_add_up_to_the_peak(tmp_path) -> None:
 def test_plan_refuses_what_it_would_not_apply(tmp_path, arguments: str, message: str) -> None:
     code, _, errors = run(*arguments.format(model(tmp_path, QWEN_7B)).split())
     assert code == 2 and message in " ".join(errors.replace("│", " ").split())
+
+
+def test_pictures_cost_the_first_stage_memory_and_time(tmp_path) -> None:
+    path = model(tmp_path, PUBLISHED["Qwen3-VL-8B-Instruct"][1])
+    options = ("--model", path, "--gpus", 8, "--tp", 2, "--pp", 2, "--recompute", "full")
+    (text,), (seen,) = plans(*options), plans(*options, "--patches", 4096)
+    assert "with pictures of 4096 patches" in run(*options, "--patches", 4096)[1]
+    kept = [[stage["activation_bytes"] for stage in found["stages"]] for found in (text, seen)]
+    assert kept[1][0] > kept[0][0] + 2**32 and kept[1][1] == kept[0][1]
+    # 4096 patches pass 27 layers of 4 x 1152^2 + 2 x 1152 x 4304 weights and meet each other.
+    each = 27 * (2 * (4 * 1152**2 + 2 * 1152 * 4304) + 4 * 4096 * 1152)
+    assert seen["model_flops"] - text["model_flops"] == pytest.approx(
+        3 * 512 * 4096 * each, rel=0.1
+    )
+    assert seen["seconds"]["compute"] > text["seconds"]["compute"]
+    code, _, errors = run(*options, "--patches", 6)
+    assert code == 2 and "6 patches: 4 make a token, so give a multiple of 4" in errors
 
 
 def test_a_refit_is_of_all_gpus_also_as_json(tmp_path) -> None:

@@ -21,6 +21,8 @@ from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.flops import forward_flops, layer_flops, model_flops
+from megatron_policy.estimate.states import ModelRows
+from megatron_policy.estimate.tower import count_tower
 from tests.checkpoints import class_of_model, hf_config
 from tests.dist.cases import policy_config
 from tests.families import SAMPLES
@@ -134,6 +136,22 @@ def test_forward_and_backward_are_what_torch_counts_on_the_reference(checkpoint,
     ours = with_all_pairs(architecture, rows=2)
     assert counted(model, 2, backward=False) == ours
     assert counted(model, 2, backward=True) == 3 * ours
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_towers_cost_what_torch_counts_on_the_reference(checkpoint, family: str) -> None:
+    path = checkpoint(family)
+    config, grid = PolicyConfig.parse(policy_config(path, {})), torch.tensor([[1, 8, 12]])
+    rows = ModelRows.of(bind_model(config))
+    pixels = torch.randn(96, rows.architecture.shell.patch_values)
+    with FlopCounterMode(display=False) as counter:
+        reference(path).model.get_image_features(pixels, grid)
+    found = count_tower(config, rows, 96)
+    assert found.flops == counter.get_total_flops() and found.kept > 0 and found.trained
+    groups = [{"roles": ["vision"], "freeze": True}]
+    frozen = policy_config(path, {"optimizer": {"param_groups": groups}})
+    found = count_tower(PolicyConfig.parse(frozen), rows, 96)
+    assert found.flops == counter.get_total_flops() and found.kept == 0 and not found.trained
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", *WINDOWED])

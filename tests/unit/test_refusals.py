@@ -149,7 +149,7 @@ OTHERWISE: dict[str, str] = {
     "other policies of the process": "engines.megatron.process_groups:*",
     "the program of a host, or its own configuration, which its own check reads": "hosts.*:*",
     "a command's options or what it is given": """
-        cli.*:* convert.*:* estimate.plan:* parity.*:* pictures.*:*
+        cli.*:* convert.*:* estimate.plan:* estimate.tower:* parity.*:* pictures.*:*
     """,
     "what a model's code passes to its attention": "engines.hugging_face.attention:*",
     "what a family's code declares and no engine reads": "engines.shared:check_embedder",
