@@ -147,6 +147,7 @@ FAMILIES = {
         _built_in(nemotron_h, "NemotronHForCausalLM"),
         _built_in(olmo2, "Olmo2ForCausalLM"),
         _built_in(olmo3, "Olmo3ForCausalLM"),
+        _built_in(olmo_hybrid, "OlmoHybridForCausalLM", other_names=olmo_hybrid.OTHER_NAMES),
         _built_in(olmoe, "OlmoeForCausalLM"),
         _built_in(phi3, "Phi3ForCausalLM"),
         _built_in(qwen2, "Qwen2ForCausalLM"),
@@ -197,12 +198,6 @@ PREPARED = {
             "Qwen3_5MoeForConditionalGeneration",
             awaits="text models beside a tower",
             hf_prefix="Qwen3_5Moe",
-        ),
-        _built_in(
-            olmo_hybrid,
-            "OlmoHybridForCausalLM",
-            awaits="norms that differ from layer to layer",
-            other_names=olmo_hybrid.OTHER_NAMES,
         ),
     )
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from transformers import (
@@ -16,6 +18,7 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from tests.families import SAMPLES
 
@@ -91,7 +94,7 @@ def make_checkpoint(
     fields |= config
     model = _random_model(family, samples.surround(fields), seed).to(_dtype(dtype))
     sharding = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    model.save_pretrained(path, **sharding)
+    save_as_published(model, path, **sharding)
     if samples.own:
         file = Path(path) / "config.json"
         written = json.loads(file.read_text()) | samples.own
@@ -100,6 +103,23 @@ def make_checkpoint(
     if tokenizer:
         make_tokenizer(vocab).save_pretrained(path)
     return Path(path)
+
+
+def save_as_published(model: Any, path: Path | str, **sharding: Any) -> None:
+    """Write a model of transformers under the names that its makers publish."""
+    samples = SAMPLES.get(model.config.model_type)
+    if samples is not None and samples.publish is not None:
+        tensors = revert_weight_conversion(model, model.state_dict())
+        tensors = samples.publish(model.config, tensors)
+        sharding |= {"state_dict": tensors, "save_original_format": False}
+    model.save_pretrained(path, **sharding)
+
+
+def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """All that a checkpoint of the model has; there, experts can be one by one."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_as_published(model, folder)
+        return load_file(Path(folder, "model.safetensors"))
 
 
 def hf_config(path: Path | str) -> Any:

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
+from tests.checkpoints import saved_tensors
 from tests.exact import ROOM, UNIT, Exact, InDouble, furthest, load_hf
 from tests.losses import loss_mask, token_nll
 from tests.margins import check
@@ -308,16 +309,10 @@ class Learned:
         check("grad norm", apart, ROOM * self.rounding.grad_norm, context)
 
     def assert_same_weights(self, found: Mapping[str, torch.Tensor]) -> None:
-        """Whole weights by their names in a checkpoint; of experts, which transformers stacks, only
-        those that the model has under that name. What it has as a buffer does not learn.
-        """
-        buffers = dict(self._model(self.exact, torch.float32).named_buffers())
+        """Whole weights by their names in a checkpoint."""
+        exact = saved_tensors(self._model(self.exact, torch.float64))
         for name, tensor in found.items():
-            if name in self.exact.weights:
-                self.assert_same_weight(tensor, self.exact.weights[name], name)
-            else:
-                kept = buffers.get(name)
-                assert ".experts." in name if kept is None else torch.equal(tensor, kept), name
+            self.assert_same_weight(tensor, exact[name], name)
 
     def assert_same_weight(self, found: torch.Tensor, exact: torch.Tensor, name: str) -> None:
         """A weight, or a shard of one, is as close to what it should be as rounding allows."""

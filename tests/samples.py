@@ -146,6 +146,10 @@ class Samples:
     """
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Of random weights whose names have these parts, in place of those of all families."""
+    publish: Callable[[Any, Fields], Fields] | None = None
+    """Makes of tensors by their names, as transformers saves a model of this config, what makers
+    publish, where it writes others than it reads.
+    """
     hf_model_type: str = ""
     """Of a family that transformers only knows from its makers' code, which no checkpoint here has:
     the model_type of its class with the same fields.

@@ -27,8 +27,14 @@ TABLE: tuple[Row | Ignore, ...] = (
     *norm_rows.ALL_HEADS,
     *dense.MLP,
 )
-OTHER_NAMES = (("post_attention_layernorm", "feedforward_layer_norm"),)
-"""What releases of transformers make of a name of attention layers when they save them."""
+OTHER_NAMES = (
+    ("attention_layer_norm", "input_layernorm"),
+    ("feedforward_layer_norm", "post_attention_layernorm"),
+    ("post_attention_layernorm", "feedforward_layer_norm"),
+)
+"""What transformers and vLLM call norms of layers with delta nets in memory, and what releases of
+transformers make of a name of attention layers when they save them.
+"""
 _INITIAL = ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")
 
 
@@ -59,7 +65,7 @@ def _take_attention(fields: Fields) -> Attention:
     return Attention(
         num_attention_heads=heads,
         num_query_groups=fields.take("num_key_value_heads", heads),
-        kv_channels=fields.take("hidden_size") // heads,
+        kv_channels=fields.take("head_dim", fields.take("hidden_size") // heads),
         rope=take_rope(fields) if _has_rope(fields) else None,
         qkv_bias=bias,
         proj_bias=bias,

@@ -45,6 +45,7 @@ HYBRIDS: dict[str, Fields] = {
     "nemotron_h": SIZES | {"layers_block_type": DENSE},
     "nemotron_h, experts": SIZES | {"layers_block_type": UNEVEN},
     "nemotron_h, latent experts": SIZES | {"layers_block_type": LATENT, "moe_latent_size": 20},
+    "olmo_hybrid": SIZES | {"attention_bias": True},
     "granitemoehybrid": SIZES | {"num_local_experts": 0},
     "granitemoehybrid, experts": SIZES
     | {"position_embedding_type": "rope", "mamba_proj_bias": True},
@@ -73,6 +74,8 @@ WITH_EXPERTS = (
     ("EP2xCP2", "packed", "policy gradient"),
 )
 """Tensor-parallel ranks share experts with sequence parallelism alone."""
+REFUSED = {("olmo_hybrid", "TP4 over 2 key-value groups")}
+"""Each rank would normalise keys of which others have parts too."""
 DAILY = {
     ("lfm2", "TP2+SP"),
     ("qwen3_next", "TP2+SP"),
@@ -114,6 +117,7 @@ def test_logits_are_those_of_transformers(ranks, tmp_path: Path, model: str) -> 
         )
         for model in HYBRIDS
         for layout, batching, loss in (WITH_EXPERTS if has_experts(model) else LAYOUTS)
+        if (model, layout) not in REFUSED
     ],
 )
 def test_two_steps_are_those_of_transformers(ranks, checkpoint, model: str, cell: Cell) -> None:
@@ -178,9 +182,7 @@ def learn_twenty(config: dict[str, Any]) -> dict[str, Any]:
     with open_policy(config, init_reference_model=False) as policy:
         seen = {"logprobs": policy.logprobs(texts)}
         seen["step"] = policy.train(data, LOSSES["token"](), gbs=len(LENGTHS))
-        # As nemotron_h calls in memory what its files call the backbone.
-        named = ((name.replace("backbone.", "model."), each) for name, each in policy.export())
-        return seen | {"weights": {name: each.clone() for name, each in named}}
+        return seen | {"weights": {name: each.clone() for name, each in policy.export()}}
 
 
 PACKING = ("one process", "TP2+SP", "CP4", "TP2xCP2+SP")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.engines.hugging_face.module import sources_of
 from megatron_policy.engines.megatron import optimizer
 from megatron_policy.interfaces import LossInputType, LossType
 from megatron_policy.policy import MegatronPolicy
@@ -64,30 +64,6 @@ def step_without_gradient(config: dict[str, Any], path: Path) -> None:
         policy.export_hf(path)
 
 
-IN_MEMORY = (
-    {"backbone.": "model.", "block_sparse_moe": "mlp", ".moe_statics": ".gate.moe_statics"},
-    {"moe.input_linear.": "moe.experts.", "moe.output_linear.": "moe.experts.", ".layer.": "."},
-)
-"""Parts of names in files, and what transformers has for them: of all families but Granite 4, and
-of that.
-"""
-
-
-def decays(model: PreTrainedModel, name: str) -> bool:
-    """Whether the tensor of a checkpoint has weight decay. Its last part is a parameter of the
-    deepest module on its path that the model has: experts are one by one in files only.
-    """
-    modules = dict(model.named_modules())
-    known = (each for each, _ in model.named_parameters())
-    name = {oracle.name_on_file(model, each): each for each in known}.get(name, name)
-    for written, held in IN_MEMORY[model.config.model_type == "granitemoehybrid"].items():
-        name = name.replace(written, held)
-    *path, last = name.split(".")
-    while ".".join(path) not in modules:
-        path.pop()
-    return oracle.decays(modules[".".join(path)], last)
-
-
 @pytest.mark.parametrize("family", SAMPLES)
 def test_a_step_without_gradient_shrinks_just_the_matrices_of_every_family(
     ranks, checkpoint, tmp_path, family: str
@@ -97,7 +73,13 @@ def test_a_step_without_gradient_shrinks_just_the_matrices_of_every_family(
     model = oracle.load_hf(path)
     before, after = tensors_of(path), tensors_of(tmp_path / "stepped")
     shrunk = {name: not torch.equal(after[name], tensor) for name, tensor in before.items()}
-    assert shrunk == {name: decays(model, name) for name in before}
+    assert shrunk == {
+        name: oracle.decays(model.get_submodule(owner), parameter)
+        for held, source in sources_of(model, before).items()
+        for owner, _, parameter in [held.rpartition(".")]
+        for names in source.names
+        for name in names
+    }
     for name, tensor in before.items():
         factor = 1.0 - oracle.LR * STRONG if shrunk[name] else 1.0
         torch.testing.assert_close(after[name], tensor * factor, rtol=1e-6, atol=0)

@@ -7,7 +7,6 @@ Shapes: B rows, S positions, L tokens of one row, V vocabulary.
 from __future__ import annotations
 
 import math
-import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from megatron_policy.batch import BatchedDataDict
 from tests import oracle
+from tests.checkpoints import saved_tensors
 from tests.dist.layouts import LENGTH
 from tests.exact import InDouble, furthest, load_hf
 from tests.invariance import cases, losses
@@ -151,13 +150,6 @@ def _evaluate(loss: str, scores: losses.Scores, batch: BatchedDataDict) -> Resul
     return RESULTS[loss](seen, batch, *losses.counts(batch))
 
 
-def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """All that a checkpoint of the model has; there, experts can be one by one."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        return load_file(Path(folder, "model.safetensors"))
-
-
 def truth(cell: cases.Cell, path: Path, dtype: torch.dtype = torch.float64) -> Truth:
     """What a cell must reproduce; computed once for all cells of which it is the same."""
     return _truth(path, cell.loss, cell.rows, cell.temperature, cell.clip, dtype)
@@ -200,7 +192,7 @@ def _trained_and_read(
 
     trained = oracle.train(path, data, rows, step, dtype, clip=clip)
     model = load_hf(path, dtype)
-    start = tensors_of(model)
+    start = saved_tensors(model)
     before, closest = _before(path, rows, temperature, dtype)
     evaluated = []
     for index in range(cases.STEPS):
@@ -219,7 +211,7 @@ def _trained_and_read(
         metrics=metrics,
         gradients=trained.gradients,
         start=start,
-        weights=tensors_of(model),
+        weights=saved_tensors(model),
         closest=closest,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,18 @@ def change_tensors(file: Path, change: Callable[[Tensors], object]) -> None:
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def rename(names: Mapping[str, str]) -> Callable[[Tensors], object]:
+    """The change that puts something else in the place of these parts of names."""
+
+    def change(tensors: Tensors) -> None:
+        for name in [*tensors]:
+            for part, other in names.items():
+                if part in name:
+                    tensors[name.replace(part, other)] = tensors.pop(name)
+
+    return change
 
 
 def set_fields(file: Path, **fields: Any) -> None:

@@ -45,10 +45,10 @@ def pass_linears(mixer: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Ten
     """Stands in for a recurrence, which transformers computes in another way than token by token:
     its linear layers alone.
     """
-    last = mixer.out_proj
-    first = [c for c in mixer.children() if isinstance(c, torch.nn.Linear) and c is not last]
-    projected = torch.cat([linear(hidden_states) for linear in first], -1)
-    return last(projected[..., : last.in_features])
+    last = mixer.o_proj if hasattr(mixer, "o_proj") else mixer.out_proj
+    first = [m for m in mixer.modules() if isinstance(m, torch.nn.Linear) and m is not last]
+    own = [linear(hidden_states[..., : linear.in_features]) for linear in first]
+    return last(torch.cat(own, -1)[..., : last.in_features])
 
 
 def architecture_of(path: Path) -> Architecture:

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megatron_policy.convert import convert, verify
 from megatron_policy.converters.architecture import (
     ChannelDeltaNet,
-    DeltaNet,
     Mla,
-    Norms,
     Recurrence,
 )
 from megatron_policy.converters.files.raw_files import RawFiles
@@ -70,16 +68,6 @@ TOWER: Fields = {
     "num_position_embeddings": 16,
     "patch_size": 4,
 }
-OLMO: Fields = COMMON | {
-    "num_hidden_layers": 4,
-    "intermediate_size": 48,
-    "attention_bias": True,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-}
 KIMI: Fields = COMMON | {
     "num_key_value_heads": 4,
     "num_hidden_layers": 3,
@@ -102,7 +90,6 @@ TINY: dict[str, tuple[str, Fields]] = {
         {"text_config": QWEN35, "vision_config": TOWER, "tie_word_embeddings": True},
     ),
     "qwen3_5_moe": ("qwen3_5_moe", {"text_config": QWEN35_MOE, "vision_config": TOWER}),
-    "olmo_hybrid": ("olmo_hybrid", OLMO | {"rope_theta": None}),
     "kimi_linear": ("kimi_linear", KIMI),
 }
 QWEN35_27B: Fields = {
@@ -208,31 +195,9 @@ KIMI_48B: Fields = {
 }
 PUBLISHED: dict[str, tuple[str, Fields]] = {
     "Qwen3.5-27B": ("qwen3_5", QWEN35_27B),
-    "Olmo-Hybrid-7B": (
-        "olmo_hybrid",
-        {
-            "attention_bias": False,
-            "hidden_size": 3840,
-            "intermediate_size": 11008,
-            "linear_allow_neg_eigval": True,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 96,
-            "linear_num_key_heads": 30,
-            "linear_num_value_heads": 30,
-            "linear_value_head_dim": 192,
-            "max_position_embeddings": 65536,
-            "num_attention_heads": 30,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 30,
-            "rms_norm_eps": 1e-06,
-            "rope_parameters": {"rope_theta": None, "rope_type": "default"},
-            "tie_word_embeddings": False,
-            "vocab_size": 100352,
-        },
-    ),
     "Kimi-Linear-48B-A3B": ("kimi_linear", KIMI_48B),
 }
-OTHER_NAMES_IN_MEMORY = ("olmo_hybrid", "kimi_linear")
+OTHER_NAMES_IN_MEMORY = ("kimi_linear",)
 FP32 = (
     "self_attn.o_norm.weight",
     *("A_log", "linear_attn.norm.weight", "linear_attn.o_norm.weight"),
@@ -265,32 +230,7 @@ def make(path: Path, family: str, fields: Fields) -> Path:
                 elif tensor.dtype == torch.float32:  # as some releases keep routers
                     tensor.data = tensor.to(torch.bfloat16)
     model.save_pretrained(path, max_shard_size="40KB")
-    if family == "olmo_hybrid":
-        write_as_published(path, model)
     return path
-
-
-def write_as_published(path: Path, model: Any) -> None:
-    """Write the convolutions of queries, keys and values by their own channels: transformers cuts
-    what it has of all three into thirds. And norms of attention by the names of its class.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    for file in path.glob("*.safetensors*"):
-        tensors |= load_file(file) if file.suffix == ".safetensors" else {}
-        file.unlink()
-    config = model.config
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    for layer, kind in enumerate(config.layer_types):
-        start = f"model.layers.{layer}."
-        if kind == "full_attention":
-            norm = tensors.pop(start + "feedforward_layer_norm.weight")
-            tensors[start + "post_attention_layernorm.weight"] = norm
-            continue
-        names = [f"{start}linear_attn.{name}_conv1d.weight" for name in "qkv"]
-        whole = torch.cat([tensors[name] for name in names])
-        parts = whole.tensor_split((keys, 2 * keys))
-        tensors |= {n: part.clone() for n, part in zip(names, parts, strict=True)}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module", params=TINY)
@@ -401,17 +341,12 @@ def test_the_parts_of_layers_are_those_of_the_config(offered: None, tmp_path: Pa
         (tmp_path / name / "config.json").write_text(json.dumps(file))
         found[name] = bound(tmp_path / name).architecture
     assert found["qwen3_5, tied"].tied and not found["qwen3_5"].tied
-    model = found["olmo_hybrid"]
-    assert [layer.norms for layer in model.layers] == [Norms.BEFORE, Norms.AFTER] * 2
-    delta = model.find_part(DeltaNet)
-    assert model.ropes == () and (delta.doubled, delta.norm_epsilon) == (True, 1e-5)
     kinds = [type(layer.mixer) for layer in found["kimi_linear"].layers]
     assert kinds == [ChannelDeltaNet, Mla, ChannelDeltaNet]
     assert found["kimi_linear"].mixer.rope is None
 
 
 REFUSED: list[tuple[str, Fields, str]] = [
-    ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act = 'gelu': delta nets and MLPs have it"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False: no layer has a rotary"),
     ("kimi_linear", {"index_topk": 4}, "index_topk = 4: unknown field"),
     (
@@ -478,7 +413,6 @@ def fill_shard_of(
 
 
 ADAPTED = {
-    "olmo_hybrid": [f"linear_attn.{name}_proj" for name in "qkvgbao"],
     "kimi_linear": [f"self_attn.{name}_proj" for name in ("b", "f_a", "f_b", "g_a", "g_b")],
 }
 

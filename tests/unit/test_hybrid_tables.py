@@ -22,16 +22,17 @@ from megatron_policy.adapters.table import (
 from megatron_policy.convert import convert, verify
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConversionError
 from tests.hybrid_sizes import HYBRIDS
-from tests.unit.edited import Tensors, edit
+from tests.unit.edited import Tensors, edit, rename
 
-FP32 = ("A_log", "linear_attn.norm.weight", "mixer.D", "e_score_correction_bias")
+FP32 = ("A_log", "linear_attn.norm.weight", "o_norm.weight", "mixer.D", "e_score_correction_bias")
 """What makers keep in fp32."""
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "nemotron_h", "olmo_hybrid"])
 def test_what_makers_keep_in_fp32_comes_back_in_it(checkpoint, tmp_path: Path, family: str) -> None:
     def widen(tensors: Tensors) -> None:
         for name in tensors:
@@ -51,6 +52,29 @@ def test_what_makers_keep_in_fp32_comes_back_in_it(checkpoint, tmp_path: Path, f
     assert {n for n, t in load_file(file).items() if t.dtype == torch.float32} == wide
 
 
+IN_MEMORY = {
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+}
+"""What transformers has, which some checkpoints have, too."""
+OTHER_NAMES = [
+    ("olmo_hybrid", IN_MEMORY),
+    ("olmo_hybrid", {"post_attention_layernorm": "feedforward_layer_norm"}),
+]
+
+
+@pytest.mark.parametrize(("family", "names"), OTHER_NAMES, ids=str)
+def test_tensors_are_read_and_written_by_each_of_the_names_that_checkpoints_have(
+    checkpoint, tmp_path: Path, family: str, names: dict[str, str]
+) -> None:
+    path = edit(checkpoint(family, tokenizer=False), tmp_path / "source", rename(names))
+    with HfReader(path) as reader:
+        assert open_model(path).table.hf_shapes() == reader.shapes
+    convert(path, tmp_path / "mcore", "mcore")
+    convert(tmp_path / "mcore", tmp_path / "hf", "hf")
+    assert verify(path, tmp_path / "hf").equal
+
+
 ADAPTED = {
     "falcon_h1": ["mamba.in_proj", "mamba.out_proj", "self_attn.q_proj"],
     "lfm2": ["conv.in_proj", "conv.out_proj"],
@@ -58,6 +82,7 @@ ADAPTED = {
     "qwen3_next": ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj"],
     "nemotron_h": ["mixer.in_proj", "mixer.out_proj", "mixer.fc1_latent_proj"],
     "granitemoehybrid": ["mamba.in_proj", "mamba.out_proj"],
+    "olmo_hybrid": [f"linear_attn.{name}_proj" for name in "qkvgbao"],
     "qwen3_5_text": [f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")],
 }
 

@@ -171,6 +171,7 @@ UNREAD = "has no parameters for tensors like"
 FAR = "before any refit"
 IMAGES = "vLLM's file of this family needs torchvision"
 BF16 = "vLLM computes with the numbers of this activation in bf16, whatever the model's dtype"
+KERNEL = ("has no attribute 'set_allocator'", "vLLM's delta nets of this family need Triton")
 REFUSED: dict[str, tuple[str, str]] = {
     "apertus": (FAR, BF16),
     "apertus with biases": (FAR, BF16),
@@ -188,6 +189,8 @@ REFUSED: dict[str, tuple[str, str]] = {
         "is_act_and_mul=False is supported only",
         "vLLM has experts without gates on GPUs alone",
     ),
+    "olmo_hybrid": KERNEL,
+    "olmo_hybrid with biases": KERNEL,
     "olmoe with biases": (UNREAD, "vLLM's attention of this family has no biases"),
     "qwen2_5_vl": ("failed to be inspected", IMAGES),
     "qwen3 with biases": (UNREAD, "vLLM's output projection of this family has no bias"),

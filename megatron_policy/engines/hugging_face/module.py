@@ -52,8 +52,8 @@ def build_module(config: PolicyConfig) -> Any:
 
 @dataclass(frozen=True)
 class SourceTensors:
-    """The HF tensors that make one parameter: `names[e]` of its index e if it is `stacked`, one
-    after another along the first dimension of that index; else the only name.
+    """The HF tensors that make one parameter, one after another along its first dimension; if it is
+    `stacked`, `names[e]` make its index e. Else there is one tuple of names.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -108,19 +108,27 @@ def _make_renaming(module: Any) -> Any:
         if pattern is None:
             return target, None, 0
         (converter,) = (each for each in converters if pattern in each.source_patterns)
+        part = converter.source_patterns.index(pattern)
+        if _operations_of(converter) == [("Concatenate", 0)]:
+            return target, None, part
         _refuse_other_operations(converter, name)
         # A pattern's only number is the index: those of layers are outside it.
         number = re.search(pattern.replace(".", r"\.").replace("*", r"(\d+)"), name)
         if number is None:
             number = re.search(r"\.(\d+)\.[^\d]*$", name)
         assert number is not None, (name, pattern)
-        return target, int(number.group(1)), converter.source_patterns.index(pattern)
+        return target, int(number.group(1)), part
 
     return rename
 
 
+def _operations_of(converter: Any) -> list[tuple[str, int | None]]:
+    """The kinds of its operations with their dimensions, in order."""
+    return [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+
+
 def _refuse_other_operations(converter: Any, name: str) -> None:
-    kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+    kinds = _operations_of(converter)
     if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
         shown = ", ".join(kind for kind, _ in kinds)
         raise ConversionError(

@@ -240,6 +240,7 @@ def sharded_table(
     """
     saved = _find_saved_entries(family)
     roles = {name: entry.row.role for entry in family.exported() for name in entry.hf}
+    shapes = family.hf_shapes()
     first = decoder.layers[0]
     prefix: str = next(name for name, each in decoder.model.named_modules() if each is first)
     layers = re.escape(prefix.removesuffix("0")) + r"(\d+)\."
@@ -258,13 +259,14 @@ def sharded_table(
         if name in shares.shapes:
             split = split._replace(shape=shares.shapes[name])
         cut = shares.cut(name)
-        entries = tuple(_make_entries(name, tensor, source, saved, roles, layer, where, split, cut))
+        given = (name, tensor, source, saved, roles, shapes, layer, where, split, cut)
+        entries = tuple(_make_entries(*given))
         ranges = [entry.row.ranges for entry in entries]
         ends = (each[sharding.rank] for each in ranges if each is not None)
         lengths = tuple(last - first for first, last in ends) or None
         partial = name in shares.partial
         holdings.append(Holding(tensor, entries, source.stacked, lengths, cut, partial))
-    order = {name: number for number, name in enumerate(family.hf_shapes())}
+    order = {name: number for number, name in enumerate(shapes)}
     if order:
         holdings.sort(key=lambda each: order[each.entries[0].hf[0]])
     held: Held = []
@@ -285,7 +287,7 @@ def _find_tied_copies(
     for name, tensor in sharding.tensors():
         if name not in sources:
             continue
-        ((own,),) = sources[name].names if not sources[name].stacked else (("",),)
+        own = "" if sources[name].stacked else sources[name].names[0][0]
         original = first.setdefault(id(tensor), own)
         if original != own:
             found[own] = Ignore(own, "a copy of tied weights", equals=original)
@@ -298,6 +300,7 @@ def _make_entries(
     source: SourceTensors,
     saved: Mapping[str, tuple[Entry, int]],
     roles: Mapping[str, Role],
+    shapes: Mapping[str, Shape],
     layer: int | None,
     where: str,
     split: Split,
@@ -309,6 +312,8 @@ def _make_entries(
     for index, names in enumerate(source.names):
         rows = shape[:1] if not shape else (shape[0] // len(names),)
         parts: tuple[Shape, ...] = ((*rows, *shape[1:]),) * len(names)
+        if len(names) > 1:  # of different lengths, where a family says so
+            parts = tuple(shapes.get(name, part) for name, part in zip(names, parts, strict=True))
         within, of = _find_within(names, saved)
         role = roles.get(names[0])
         if role is None:
