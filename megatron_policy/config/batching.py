@@ -24,15 +24,19 @@ def batching_of(config: PolicyConfig, training: bool) -> Batching:
         assert tokens and rounded, "PolicyConfig.parse fills them in"
         round_to = math.lcm(rounded, multiples.row)
         made = Batching(
-            "dynamic", tokens, round_to, None, f"dynamic_batching.{name}", multiples.row
+            *("dynamic", tokens, round_to, None, f"dynamic_batching.{name}", multiples.row),
+            patches=config.max_patches_per_microbatch,
         )
     elif packing.enabled:
         tokens, round_to = getattr(packing, name), multiples.sequence
         assert tokens, "PolicyConfig.parse fills it in"
         key = f"sequence_packing.{name}"
-        made = Batching("packed", tokens, round_to, packing.algorithm, key, multiples.row)
+        made = Batching(
+            *("packed", tokens, round_to, packing.algorithm, key, multiples.row),
+            patches=config.max_patches_per_microbatch,
+        )
     else:
-        return Batching("padded")
+        return Batching("padded", patches=config.max_patches_per_microbatch)
     if made.tokens < made.row_multiple:
         raise ConfigError(
             f"policy.{made.key}={made.tokens} is less than {made.row_multiple}, the fewest "

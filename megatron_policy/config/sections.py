@@ -207,6 +207,11 @@ class PolicySection(Section):
     """The most tokens of a row, and of a prompt with its continuation: longer rows are refused, and
     `generate` stops here at the latest. The model's positions are a limit as well.
     """
+    max_patches_per_microbatch: Count | None = None
+    """Of this project: the most patches of pictures and videos that a microbatch has, those that
+    rows share counted for each of them; bounds the memory of towers. Microbatches by tokens are
+    made so, others are refused if they have more.
+    """
     rope_length: RopeLength = "maximum"
     """Of this project: which length of text decides on rotary frequencies that depend on it
     (`rope_scaling` of the types `longrope` and `dynamic`): the longest possible one, as engines

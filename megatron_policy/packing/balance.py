@@ -67,9 +67,10 @@ def levelled(
     """The same bins after exchanges that make the total cost of every owner's bins as equal as
     single moves and swaps can; `owners[b]`, counted from 0, owns bin b.
 
-    No bin exceeds `capacity` that did not before. Costs grow with sizes. With `turns`, which gives
-    the turn of each bin, exchanges are between bins of the same turn, and preferably such that its
-    costliest bin becomes no costlier; every owner then has one bin of each turn, in their order.
+    No bin exceeds `capacity` that did not before. Where costs do not grow with sizes, fewer
+    exchanges are found. With `turns`, which gives the turn of each bin, exchanges are between bins
+    of the same turn, and preferably such that its costliest bin becomes no costlier; every owner
+    then has one bin of each turn, in their order.
     """
     state = _state(bins, owners, sizes, costs, capacity, turns)
     mean = sum(state.load) / max(len(state.load), 1)

@@ -23,7 +23,8 @@ class Batching:
     `key` is the configuration key of `tokens`, for messages.
 
     `rows_per_group` rows that follow each other, from row 0 on, stay together: in one microbatch,
-    in their order.
+    in their order. The pictures of a microbatch have at most `patches` patches, those that rows
+    share counted for each of them.
     """
 
     kind: Kind
@@ -33,6 +34,7 @@ class Batching:
     key: str = "tokens"
     row_multiple: int = 1
     rows_per_group: int = 1
+    patches: int | None = None
 
     @property
     def capacity(self) -> int:
@@ -48,9 +50,22 @@ class Batching:
         widest = round_up(width, self.row_multiple)
         return min(round_up(max(length, min(width, NARROWEST)), self.round_to), widest)
 
-    def check(self, lengths: Sequence[int], width: int | None = None) -> None:
+    def room(self, positions: int, patches: int) -> int:
+        """Of the capacity of a packed microbatch, what sequences take with this many positions and
+        patches: the larger share of both. Rows that fit by it fit, but not all that fit do.
+        """
+        if self.patches is None:
+            return positions
+        return max(positions, -(-patches * self.capacity // self.patches))
+
+    def check(
+        self, lengths: Sequence[int], width: int | None = None, patches: Sequence[int] = ()
+    ) -> None:
         """BatchError naming the first row or group of rows that does not fit into a microbatch."""
         self.check_whole_groups(len(lengths), f"a batch of {len(lengths)} rows")
+        group = self.rows_per_group
+        for first in range(0, len(patches), group):
+            self.check_patches(range(first, first + group), patches[first : first + group])
         if self.kind == "padded":
             return
         for row, length in enumerate(lengths):
@@ -73,6 +88,17 @@ class Batching:
             raise BatchError(
                 f"{what} cuts a group of {group} rows, which the loss reads together (its "
                 f"rows_per_group): make it a multiple of {group * parts}"
+            )
+
+    def check_patches(self, rows: Sequence[int], patches: Sequence[int]) -> None:
+        """BatchError unless these rows, with these patches, can be one microbatch."""
+        found = sum(patches)
+        if self.patches is not None and found > self.patches:
+            these = f"row {rows[0]}" if len(rows) == 1 else f"rows {', '.join(map(str, rows))}"
+            raise BatchError(
+                f"the pictures of {these}, which make one microbatch, have {found} patches, more "
+                f"than max_patches_per_microbatch={self.patches}: raise it, make pictures smaller, "
+                "or put fewer rows into a microbatch"
             )
 
     def _check_groups(self, sizes: Sequence[int]) -> None:

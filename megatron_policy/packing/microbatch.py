@@ -21,6 +21,10 @@ ROUTED_EXPERTS = "routed_experts"
 """The key of the experts that each token takes, in data whose routers are to take them again."""
 TEMPERATURE = "temperature"
 """The key of each row's temperature `[B]`, in data that do not take the policy's."""
+PATCHES = "picture_patches"
+"""The key of the patches of each row's pictures `[B]`, in data that were checked for a model that
+sees them.
+"""
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,12 @@ def _on_device(data: BatchedDataDict) -> BatchedDataDict:
             for key, value in data.items()
         }
     )
+
+
+def count_patches(data: BatchedDataDict) -> list[int]:
+    """The patches of each row's pictures, in data that were checked."""
+    counts: list[int] = data[PATCHES].tolist() if PATCHES in data else [0] * data.size
+    return counts
 
 
 def inside(data: BatchedDataDict) -> torch.Tensor:

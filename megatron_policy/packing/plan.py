@@ -124,6 +124,32 @@ class RankPlan:
     plan: Plan
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a global batch: positions of each with its padding, patches, and their cost."""
+
+    sizes: Sequence[int]
+    patches: Sequence[int]
+    cost: Cost
+    packed: bool
+
+    def count_positions(self, rows: Sequence[int]) -> int:
+        """Of a bin of these rows if they are packed, of each of them if not."""
+        sizes = [self.sizes[row] for row in rows]
+        return sum(sizes) if self.packed else max(sizes, default=0)
+
+    def count_patches(self, rows: Sequence[int]) -> int:
+        """Of a bin of these rows."""
+        return sum(self.patches[row] for row in rows)
+
+    def sum_costs(self, rows: Sequence[int]) -> float:
+        """Of a bin of these rows."""
+        if self.packed:
+            return sum(self.cost(self.sizes[row], self.patches[row]) for row in rows)
+        pictures = self.cost(0, self.count_patches(rows))
+        return len(rows) * self.cost(self.count_positions(rows)) + pictures
+
+
 def plan_rows(
     lengths: Sequence[int],
     settings: Batching,
@@ -131,33 +157,39 @@ def plan_rows(
     multiple: int,
     cost: Cost,
     width: int | None = None,
+    patches: Sequence[int] | None = None,
 ) -> list[RankPlan]:
     """Every rank's part of the rows of one global batch, with the same number of microbatches each,
     a multiple of `multiple`. Total costs, and the costs of every rank's microbatch i, are as equal
     as the algorithm allows.
 
-    `width` is that of the tensor whose rows have these `lengths`: padding does not exceed it. Each
-    rank computes its costliest microbatch first. Rows of a group share a microbatch. BatchError
-    naming a row or a group that is too long.
+    `width` is that of the tensor whose rows have these `lengths`: padding does not exceed it; their
+    pictures have these `patches`. Each rank computes its costliest microbatch first. Rows of a
+    group share a microbatch. BatchError naming a row or a group that is too long.
     """
     assert settings.kind != "padded", "microbatches of a number of rows need no plan"
-    settings.check(lengths, width)
-    sizes = [settings.size(length, width) for length in lengths]
+    patches = [0] * len(lengths) if patches is None else patches
+    settings.check(lengths, width, patches)
     packed, group = settings.kind == "packed", settings.rows_per_group
-    groups = [range(first, first + group) for first in range(0, len(sizes), group)]
-    taken = [(sum if packed else max)(sizes[row] for row in rows) for rows in groups]
-    costs = [_cost(rows, sizes, cost, packed) for rows in groups]
+    rows = _Rows([settings.size(each, width) for each in lengths], patches, cost, packed)
+    groups = [range(first, first + group) for first in range(0, len(lengths), group)]
+    taken = [rows.count_positions(own) for own in groups]
+    seen = [rows.count_patches(own) for own in groups]
+    costs = [rows.sum_costs(own) for own in groups]
+    if packed:
+        taken = [settings.room(*own) for own in zip(taken, seen, strict=True)]
     if packed and checked_algorithm(settings.algorithm) == BALANCED and ranks > 1:
         shares = balanced_shares(taken, costs, settings.capacity, ranks, multiple)
-        return [_share(_rows_of(share, groups), sizes, cost, packed) for share in shares]
+        return [_share(_rows_of(share, groups), rows) for share in shares]
     total = ranks * multiple
     if packed:
         bins = pack(taken, settings.capacity, settings.algorithm, multiple=total, costs=costs)
     else:
-        bins = dynamic_bins(taken, settings.capacity // group, total, cost)
+        tokens = settings.capacity // group
+        bins = dynamic_bins(taken, tokens, total, cost, seen, settings.patches)
     bins = _rows_of(bins, groups)
-    assigned = assign_to_ranks([_cost(bin_, sizes, cost, packed) for bin_ in bins], ranks)
-    return [_share([bins[b] for b in numbers], sizes, cost, packed) for numbers in assigned]
+    assigned = assign_to_ranks([rows.sum_costs(bin_) for bin_ in bins], ranks)
+    return [_share([bins[b] for b in numbers], rows) for numbers in assigned]
 
 
 def _rows_of(bins: Bins, groups: Sequence[Sequence[int]]) -> Bins:
@@ -165,20 +197,13 @@ def _rows_of(bins: Bins, groups: Sequence[Sequence[int]]) -> Bins:
     return [[row for number in bin_ for row in groups[number]] for bin_ in bins]
 
 
-def _cost(bin_: Sequence[int], sizes: Sequence[int], cost: Cost, packed: bool) -> float:
-    if packed:
-        return sum(cost(sizes[row]) for row in bin_)
-    return len(bin_) * cost(max((sizes[row] for row in bin_), default=0))
-
-
-def _share(bins: Bins, sizes: Sequence[int], cost: Cost, packed: bool) -> RankPlan:
-    ordered = sorted(
-        (sorted(bin_) for bin_ in bins), key=lambda b: (-_cost(b, sizes, cost, packed), b)
-    )
+def _share(bins: Bins, rows: _Rows) -> RankPlan:
+    ordered = sorted((sorted(bin_) for bin_ in bins), key=lambda b: (-rows.sum_costs(b), b))
     spans, start = [], 0
     for bin_ in ordered:
-        taken = [sizes[row] for row in bin_]
         end = start + len(bin_)
-        spans.append(MicrobatchSpan(start, end, sum(taken) if packed else max(taken, default=0)))
+        spans.append(MicrobatchSpan(start, end, rows.count_positions(bin_)))
         start = end
-    return RankPlan(tuple(row for bin_ in ordered for row in bin_), Plan((tuple(spans),), packed))
+    return RankPlan(
+        tuple(row for bin_ in ordered for row in bin_), Plan((tuple(spans),), rows.packed)
+    )

@@ -21,6 +21,7 @@ from megatron_policy.packing.bins import decreasing
 from megatron_policy.packing.cost import Cost, sequence_cost
 from megatron_policy.packing.microbatch import (
     Microbatch,
+    count_patches,
     empty_microbatch,
     numbered,
     packed_microbatch,
@@ -185,6 +186,7 @@ class Batcher:
                     f"data's {data.size} rows, which are numbered from 0"
                 )
             part, longest = data.select_indices(own), max(lengths[row] for row in own)
+            self.training.check_patches(own, count_patches(part))
             if kind == "packed":
                 cut = packed_microbatch(part, width, [lengths[row] for row in own], self.multiples)
             else:
@@ -259,23 +261,19 @@ class Batcher:
         self, data: BatchedDataDict, rows: int, first: int = 0
     ) -> list[Microbatch]:
         """Cut into `rows` rows each; the first row of `data` is number `first`."""
-        width = data["input_ids"].size(1)
-        starts = range(first, first + data.size, rows)
-        return [
-            replace(
-                padded_microbatch(part, width, width, self.multiples),
-                rows=tuple(range(start, start + rows)),
-            )
-            for start, part in zip(starts, data.make_microbatch_iterator(rows), strict=True)
-        ]
+        width, found = data["input_ids"].size(1), list[Microbatch]()
+        for part in data.make_microbatch_iterator(rows):
+            own = tuple(range(first + len(found) * rows, first + len(found) * rows + rows))
+            self.training.check_patches(own, count_patches(part))
+            found.append(replace(padded_microbatch(part, width, width, self.multiples), rows=own))
+        return found
 
     def _plan(
         self, data: BatchedDataDict, settings: Batching
     ) -> tuple[BatchedDataDict, Plan, Sequence[int]]:
         """One global batch reordered by a plan, the plan, and each row's original index."""
-        lengths, width = check_lengths(data, settings), data["input_ids"].size(1)
-        multiple = microbatch_round(self.topology)
-        (share,) = plan_rows(lengths, settings, 1, multiple, self.cost, width)
+        rows = check_lengths(data, settings), settings, 1, microbatch_round(self.topology)
+        (share,) = plan_rows(*rows, self.cost, data["input_ids"].size(1), count_patches(data))
         return data.select_indices(share.rows), share.plan, share.rows
 
     def _cut_planned(self, data: BatchedDataDict, plan: Plan) -> list[GlobalBatch]:
@@ -285,14 +283,17 @@ class Batcher:
         width = data["input_ids"].size(1)
 
         def cost_of(batch: BatchedDataDict, span: MicrobatchSpan) -> float:
+            rows = slice(span.start, span.end)
+            pictures = self.cost(0, sum(count_patches(batch)[rows]))
             if not plan.packed:
-                return (span.end - span.start) * self.cost(span.length)
-            return sum(map(self.cost, batch["input_lengths"][span.start : span.end].tolist()))
+                return (span.end - span.start) * self.cost(span.length) + pictures
+            return sum(map(self.cost, batch["input_lengths"][rows].tolist())) + pictures
 
         def cut(batch: BatchedDataDict, span: MicrobatchSpan) -> Microbatch:
             if span.start == span.end:
                 return self._dummy(batch)
             rows = batch.slice(span.start, span.end)
+            self.training.check_patches(range(span.start, span.end), count_patches(rows))
             if not plan.packed:
                 return padded_microbatch(rows, width, min(span.length, width), self.multiples)
             lengths = rows["input_lengths"].tolist()

@@ -17,7 +17,7 @@ from megatron_policy.converters.architecture import Architecture, Shell
 from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
-from megatron_policy.packing.microbatch import inside
+from megatron_policy.packing.microbatch import count_patches, inside
 from megatron_policy.training.transformers_keys import (
     check_labels,
     refuse_unread_inputs,
@@ -156,7 +156,7 @@ def check_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:
     """
     rows, width = data["input_ids"].shape
     if batching.kind == "padded" and "input_lengths" not in data:
-        batching.check([width] * rows)
+        batching.check([width] * rows, width, count_patches(data))
         return [width] * rows
     lengths: list[int] = _lengths(data, f"which {batching.kind} microbatches go by").tolist()
     for row, length in enumerate(lengths):
@@ -165,7 +165,7 @@ def check_lengths(data: BatchedDataDict, batching: Batching) -> list[int]:
                 f"input_lengths has {length} in row {row}; it must lie between 1 and {width}, the "
                 "width of input_ids"
             )
-    batching.check(lengths, width)
+    batching.check(lengths, width, count_patches(data))
     return lengths
 
 

@@ -18,6 +18,7 @@ from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import Cost, sequence_cost
+from megatron_policy.packing.microbatch import count_patches
 from megatron_policy.packing.plan import RankPlan, consecutive, plan_rows
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.checks import (
@@ -193,13 +194,14 @@ def shard_by_plan(
     size = global_batch_size or data.size
     _check_whole(data, size)
     batching.check_whole_groups(size, f"gbs={size}")
-    width = data["input_ids"].size(1)
-    batching.check(lengths, width)
+    width, patches = data["input_ids"].size(1), count_patches(data)
+    batching.check(lengths, width, patches)
     shares: list[list[RankPlan]] = []
     for start in range(0, data.size, size):
-        part = lengths[start : start + size]
+        part = slice(start, start + size)
+        multiple = microbatch_round(topology)
         shares.append(
-            plan_rows(part, batching, topology.dp, microbatch_round(topology), cost, width)
+            plan_rows(lengths[part], batching, topology.dp, multiple, cost, width, patches[part])
         )
     shards: list[BatchedDataDict] = []
     order: list[int] = []

@@ -19,7 +19,7 @@ from megatron_policy.estimate.devices import figures_of
 from megatron_policy.estimate.flops import ForwardFlops, forward_flops
 from megatron_policy.interfaces.engine import REDUCE, Trainable
 from megatron_policy.packing.cost import Cost
-from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.packing.microbatch import Microbatch, count_patches
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.training.results import TrainResult
 
@@ -116,12 +116,13 @@ class Estimator:
             layout.sources_CTR.size(2) * sum(self.cost(part.length) for part in layout.segments)
             for layout in layouts
         )
+        pictures = self.cost(0, sum(count_patches(data)))
         flops = self._flops(lengths, 0)
         return Share(
             len(layouts),
             sum(lengths),
             sum(layout.sources_CTR.numel() for layout in layouts),
-            sum(costs),
+            sum(costs) + pictures,
             flops.total,
             flops.backward,
         )

@@ -17,7 +17,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.numbers import COLDEST, HOTTEST
 from megatron_policy.converters.architecture import Medium, Shell
 from megatron_policy.errors import BatchError
-from megatron_policy.packing.microbatch import TEMPERATURE, inside
+from megatron_policy.packing.microbatch import PATCHES, TEMPERATURE, inside
 
 LARGEST_MASK = 2**24
 """Above any real weight; sums of any number of such masks are finite in fp32."""
@@ -95,12 +95,13 @@ def take_attachments(batch: BatchedDataDict, keys: Collection[str]) -> None:
 def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
     """BatchError, naming the row, unless what each row of a checked `batch` has for the model's
     towers fits the grids beside it, and these its placeholders. What the policy has drawn is text,
-    placeholders too: by `token_mask` or, without it, all behind those that the grids count.
+    placeholders too: by `token_mask` or, without it, all behind those that the grids count. Adds
+    the number of patches of each row.
     """
     tokens_BS = batch["input_ids"]
     text_BS = inside(batch)
     drawn_BS = batch["token_mask"] != 0 if "token_mask" in batch else text_BS
-    nothing = [None] * len(tokens_BS)
+    nothing, patches_B = [None] * len(tokens_BS), torch.zeros(len(tokens_BS), dtype=torch.long)
     for medium in shell.media:
         at_BS = (tokens_BS == medium.placeholder) & text_BS
         for row, (values, grids) in enumerate(
@@ -108,6 +109,7 @@ def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
         ):
             if values is not None or grids is not None:
                 _check_grids(medium, row, values, grids, shell.merged)
+            patches_B[row] += 0 if values is None else len(values)
             wanted, found = shell.count_tokens(grids), int(at_BS[row].sum())
             if not found - int((at_BS[row] & drawn_BS[row]).sum()) <= wanted <= found:
                 raise BatchError(
@@ -116,6 +118,7 @@ def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
                     "placeholders as the model's processor does, pass what belongs to them, and do "
                     "not cut a row within a picture"
                 )
+    batch[PATCHES] = patches_B
 
 
 def _check_grids(medium: Medium, row: int, values: Any, grids: Any, merged: int) -> None:

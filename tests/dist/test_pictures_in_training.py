@@ -39,13 +39,19 @@ BATCHINGS: dict[str, dict[str, Any]] = {
     },
     "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 80}},
 }
+FEW = 40
+"""The most patches that a row has, and a microbatch of the following."""
+BATCHINGS |= {
+    f"{kind}, few patches": BATCHINGS[kind] | {"max_patches_per_microbatch": FEW}
+    for kind in ("dynamic", "packed")
+}
 RECOMPUTED = {"activation_checkpointing": True}
 CP2 = {"context_parallel_size": 2}
 LAYOUTS: dict[str, tuple[Layout, str]] = {
     "one process": (layout(1), "padded"),
     "one process, packed": (layout(1), "packed"),
-    "TP2": (layout(2, tp=2), "dynamic"),
-    "TP2+SP": (layout(2, tp=2, **SP), "packed"),
+    "TP2": (layout(2, tp=2), "dynamic, few patches"),
+    "TP2+SP": (layout(2, tp=2, **SP), "packed, few patches"),
     "PP2": (layout(2, pp=2, **RECOMPUTED), "packed"),
     "CP2": (layout(2, **CP2), "packed"),
     # The last microbatch of one rank is of text alone.
@@ -116,7 +122,12 @@ def train_on_pictures(
     config: dict[str, Any], rows: BatchedDataDict, fault: str = ""
 ) -> dict[str, Any]:
     """Two steps, what they leave, and the log-probabilities of the rows before."""
-    with patch.dict(FAMILIES, PREPARED), planted(fault), open_policy(config) as policy:
+    with (
+        patch.dict(FAMILIES, PREPARED),
+        planted(fault),
+        seen_patches() as patches,
+        open_policy(config) as policy,
+    ):
         share = own_share(policy, rows)
         keys = ("input_ids", "input_lengths", *MEDIA)
         texts = BatchedDataDict({key: share[key] for key in keys})
@@ -127,7 +138,7 @@ def train_on_pictures(
             for step in own_steps(policy, rows)
         ]
         seen["weights"] = {name: tensor.clone() for name, tensor in policy.export()}
-        return seen
+        return seen | {"patches": patches}
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +185,8 @@ def test_pictures_count_as_in_transformers(ranks, model_of, family: str, name: s
     order = BatchedDataDict({"row": torch.arange(rows.size)})
     shares = order.shard_by_batch_size(1 + max(rank["dp"] for rank in seen), GLOBAL_BATCH)
     for rank in seen:
+        if "few" in batching:
+            assert max(rank["patches"]) <= FEW
         own = shares[rank["dp"]]["row"]
         inside = torch.arange(1, rows["input_ids"].size(1)) < rows["input_lengths"][own, None]
         assert_equal("logprobs", rank["logprobs"][:, 1:][inside], exact[own][inside], name)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_policy.converters.architecture import Shell
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.packing.balance import levelled
 from megatron_policy.packing.bins import (
@@ -168,3 +169,11 @@ def test_a_long_sequence_costs_more_than_its_parts_as_attention_is_quadratic() -
     cost = sequence_cost(model(hidden_size=100, **sizes))
     assert cost(600) == pytest.approx(600 * 2)
     assert cost(0) == 0
+
+
+def test_a_patch_costs_what_the_matrices_of_the_towers_are_to_those_of_the_layers() -> None:
+    sizes = {"num_attention_heads": 2, "kv_channels": 50, "ffn_hidden_size": 400, "gated": False}
+    tensors = (("block.weight", (600, 100)), ("block.bias", (600,)))
+    shell = Shell(tensors=tensors, prefix="", media=(), merged=4)
+    cost = sequence_cost(model(hidden_size=100, shell=shell, **sizes))
+    assert cost(10, 7) == pytest.approx(cost(10) + 7 * 60_000 / (2 * 120_000))

@@ -24,6 +24,7 @@ from tests.pure.test_config import minimal
 from tests.pure.test_rows import model
 
 COST = sequence_cost(model(hidden_size=8, ffn_hidden_size=24))
+SEEING = replace(COST, patch=0.5)
 PACKED = Batching("packed", 64)
 DYNAMIC = Batching("dynamic", 64, 8)
 SETTINGS = [
@@ -138,6 +139,35 @@ def test_a_group_that_no_microbatch_holds_is_named(
 ) -> None:
     with pytest.raises(BatchError, match=message):
         plan_rows(lengths, replace(settings, rows_per_group=2), 1, 1, COST)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 64), st.integers(0, 30)), min_size=1, max_size=40),
+    ranks=st.integers(1, 4),
+)
+def test_pictures_of_a_microbatch_have_no_more_patches_than_allowed(
+    settings: Batching, rows: list[tuple[int, int]], ranks: int
+) -> None:
+    lengths, patches = zip(*rows, strict=True)
+    shares = plan_rows(lengths, replace(settings, patches=30), ranks, 1, SEEING, patches=patches)
+    assert sorted(row for share in shares for row in share.rows) == list(range(len(lengths)))
+    for _, own in (each for share in shares for each in spans_of(share)):
+        assert sum(patches[row] for row in own) <= 30
+
+
+@pytest.mark.parametrize("settings", [PACKED, DYNAMIC])
+def test_ranks_share_pictures_out_as_they_share_tokens(settings: Batching) -> None:
+    """All rows are equally long, and every fourth one has a picture."""
+    patches = [40, 0, 0, 0] * 8
+    shares = plan_rows([8] * 32, settings, 2, 1, SEEING, patches=patches)
+    assert [sum(patches[row] for row in share.rows) for share in shares] == [160, 160]
+
+
+def test_a_row_with_too_many_patches_is_named() -> None:
+    for settings in (PACKED, DYNAMIC, Batching("padded")):
+        with pytest.raises(BatchError, match=r"of row 1, .* have 31 patches, more than max"):
+            replace(settings, patches=30).check([8, 8], patches=[30, 31])
 
 
 def test_a_row_that_is_too_long_is_named_with_its_key() -> None:
