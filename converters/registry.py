@@ -208,6 +208,10 @@ model has been tried with theirs.
 REFUSED = {
     "gemma3": "it also reads images; its text part alone is of model_type gemma3_text",
     "phi4_multimodal": "it also reads images and sound; text-only Phi-4 is of model_type phi3",
+    **{
+        f"{whole}_text": f"it is the decoder of a {whole} alone; use the whole model"
+        for whole in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    },
 }
 """Relatives of supported families, and why they are not supported."""
 

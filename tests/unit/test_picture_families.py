@@ -176,6 +176,17 @@ def test_pairs_are_turned_by_the_positions_that_the_sections_say(
     assert take_rope(fields, threefold=True).axes == axes
 
 
+def test_a_decoder_alone_is_refused_by_name(offered: None, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="it is the decoder of a qwen3_vl alone; use the who"):
+        bind({"model_type": "qwen3_vl_text"})
+    path = make_model(tmp_path / "hf", "qwen2_5_vl")
+    weights = load_file(path / "model.safetensors")
+    text = {name: tensor for name, tensor in weights.items() if not name.startswith("visual.")}
+    save_file(text, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConversionError, match=r"missing: visual\.patch_embed\.proj\.weight"):
+        convert(path, tmp_path / "mcore", "mcore")
+
+
 @pytest.mark.parametrize(
     ("family", "section", "changes", "said"),
     [
