@@ -12,7 +12,7 @@ from benchmarks.checkpoints import write_model
 from benchmarks.processes import run_fresh, run_ranks
 from benchmarks.results import Measurement, ratio_of_minima
 
-_COMMON = {
+COMMON = {
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_attention_heads": 8,
@@ -22,7 +22,7 @@ _COMMON = {
     "max_position_embeddings": 4096,
     "torch_dtype": "float32",
 }
-DELTA_NETS = _COMMON | {
+DELTA_NETS = COMMON | {
     "model_type": "qwen3_next",
     "architectures": ["Qwen3NextForCausalLM"],
     "num_hidden_layers": 4,
@@ -33,7 +33,7 @@ DELTA_NETS = _COMMON | {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
-MAMBA2 = _COMMON | {
+MAMBA2 = COMMON | {
     "model_type": "nemotron_h",
     "architectures": ["NemotronHForCausalLM"],
     "layers_block_type": ["linear_attention", "mlp"] * 3 + ["full_attention", "mlp"],
@@ -55,15 +55,16 @@ def delta_nets_over_plain_loop(folder: Path, repetitions: int) -> Measurement:
     """CPU seconds of `MegatronPolicy.train` relative to the loop's, alternating in one process:
     three layers of gated delta nets and one of gated attention.
     """
-    return _over_plain_loop(folder / "delta nets", DELTA_NETS, repetitions)
+    return over_plain_loop(folder / "delta nets", DELTA_NETS, repetitions)
 
 
 def mamba2_over_plain_loop(folder: Path, repetitions: int) -> Measurement:
     """The same with three layers of Mamba2, one of attention and four MLPs."""
-    return _over_plain_loop(folder / "Mamba2", MAMBA2, repetitions)
+    return over_plain_loop(folder / "Mamba2", MAMBA2, repetitions)
 
 
-def _over_plain_loop(path: Path, config: Mapping[str, Any], repetitions: int) -> Measurement:
+def over_plain_loop(path: Path, config: Mapping[str, Any], repetitions: int) -> Measurement:
+    """The same of a model with any config."""
     arguments = ("megatron", write_model(path, config), str(2 * repetitions))
     (result,) = run_ranks(1, "benchmarks.transformers_steps", *arguments, limit_s=1200.0)
     seconds = {name: tuple(result[name]) for name in ("plain loop", "ours")}

@@ -14,6 +14,7 @@ from benchmarks import (
     lockstep,
     logprob_rows,
     packing,
+    pictures,
     recurrent,
     training,
 )
@@ -204,6 +205,13 @@ SCORECARD: tuple[Row, ...] = (
         limit=1.0,
         goal=1.1,
         measure=recurrent.growth_of_memory,
+    ),
+    Row(
+        29,
+        "training step with pictures / the same step as a plain loop of torch",
+        limit=1.0,
+        goal=1.1,
+        measure=pictures.pictures_over_plain_loop,
     ),
 )
 

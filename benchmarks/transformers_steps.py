@@ -9,6 +9,7 @@ weights must be equal as well.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.train_steps import LEARNING_RATE, RELATIVE, NextTokenLoss
 from megatron_policy.batch import BatchedDataDict
@@ -31,6 +32,9 @@ from megatron_policy.refit.exporter import stream_tensors
 
 ROWS, MICROBATCH_ROWS = 8, 2
 """Of each rank."""
+SEEN = {"pixel_values", "image_grid_thw"}
+GRID = (1, 16, 16)
+"""Patches of a picture in time, height and width."""
 DECAY = 0.01
 CLIP = 1.0
 WEIGHTS = 0.01 * LEARNING_RATE
@@ -75,7 +79,10 @@ class PlainLoop:
     """
 
     def __init__(self, path: Path, sharded: bool) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        kind: Any = AutoModelForCausalLM
+        if "vision_config" in vars(AutoConfig.from_pretrained(path)):
+            kind = AutoModelForImageTextToText
+        self.model = kind.from_pretrained(path, dtype=torch.float32)
         if sharded:
             for layer in self.model.model.layers:
                 fully_shard(layer)
@@ -86,14 +93,18 @@ class PlainLoop:
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, weight_decay=DECAY)
 
-    def step(self, tokens_BS: torch.Tensor) -> tuple[float, float]:
+    def step(self, batch: BatchedDataDict) -> tuple[float, float]:
         """Train on this rank's rows; return the mean next-token loss and the gradient norm."""
         self.model.train()
         self.optimizer.zero_grad()
-        predicted = tokens_BS[:, 1:].numel()  # on every rank, whose mean FSDP takes
+        predicted = batch["input_ids"][:, 1:].numel()  # on every rank, whose mean FSDP takes
         total = torch.zeros(())
-        for tokens in tokens_BS.split(MICROBATCH_ROWS):
-            logits = self.model(input_ids=tokens, use_cache=False).logits
+        for rows in batch.make_microbatch_iterator(MICROBATCH_ROWS):
+            tokens, seen = rows["input_ids"], {key: torch.cat(rows[key]) for key in SEEN & {*rows}}
+            if seen:
+                image = self.model.config.image_token_id
+                seen["mm_token_type_ids"] = (tokens == image).int()
+            logits = self.model(input_ids=tokens, use_cache=False, **seen).logits
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
             )
@@ -113,19 +124,12 @@ def main(engine: Engine, path: Path, steps: int) -> dict[str, Any]:
     plain = PlainLoop(path, engine.sharded)
     seconds: dict[str, list[float]] = {"plain loop": [], "ours": []}
     generator = torch.Generator().manual_seed(dist.get_rank())
-    size = ROWS, engine.length
+    config = plain.model.config
     for _ in range(steps):
-        tokens_BS = torch.randint(plain.model.vocab_size, size, generator=generator)
+        batch = _draw_batch(config, engine.length, generator)
         started = time.process_time()
-        expected = plain.step(tokens_BS)
+        expected = plain.step(batch)
         seconds["plain loop"].append(time.process_time() - started)
-        batch = BatchedDataDict(
-            {
-                "input_ids": tokens_BS,
-                "token_mask": torch.ones(size),
-                "sample_mask": torch.ones(ROWS),
-            }
-        )
         started = time.process_time()
         result = policy.train(batch, NextTokenLoss())
         got = result["loss"].item(), result["grad_norm"].item()
@@ -140,6 +144,26 @@ def main(engine: Engine, path: Path, steps: int) -> dict[str, Any]:
         f"{steps} steps of {LEARNING_RATE:g} equal within {difference:.1e}"
     )
     return seconds | {"verified": verified}
+
+
+def _draw_batch(config: Any, length: int, generator: torch.Generator) -> BatchedDataDict:
+    """Random tokens, with a picture in each row of a model that sees it."""
+    size = ROWS, length
+    words = getattr(config, "image_token_id", config.get_text_config().vocab_size)
+    batch = BatchedDataDict(
+        {
+            "input_ids": torch.randint(words, size, generator=generator),
+            "token_mask": torch.ones(size),
+            "sample_mask": torch.ones(ROWS),
+        }
+    )
+    if (vision := getattr(config, "vision_config", None)) is not None:
+        patches, values = math.prod(GRID), 3 * vision.temporal_patch_size * vision.patch_size**2
+        batch["input_ids"][:, 1 : 1 + patches // vision.spatial_merge_size**2] = words
+        pixels = torch.randn(ROWS, patches, values, generator=generator)
+        batch["pixel_values"] = list(pixels)
+        batch["image_grid_thw"] = [torch.tensor([GRID])] * ROWS
+    return batch
 
 
 def _config(engine: Engine, path: Path) -> dict[str, Any]:
