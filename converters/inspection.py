@@ -5,6 +5,7 @@ Works on inventories of names, shapes and dtypes; opens no files and reads no we
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from megatron_policy.converters.config_fields import (
     FieldUse,
     shown,
 )
+from megatron_policy.converters.families.shared.pictures import PARAMETERS, TENSORS
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.rows.shards import split_dimension, unpadded_shape
 from megatron_policy.errors import ConversionError
@@ -62,6 +64,8 @@ _STANDS_FOR = {
     "topk_group": "moe.groups_chosen",
 }
 _PARTS = ("", "mla.", "moe.", "rope.scaling.")
+_BLOCK = re.compile(r"\.(\d+)\.")
+"""The number of a block among the names of a tower."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,9 @@ def _weights(
 ) -> Iterator[Weight]:
     arch = table.architecture
     for entry in table.entries:
-        expected = entry.row.hf_shapes(arch)
+        expected, layer = entry.row.hf_shapes(arch), entry.layer
+        if entry.megatron.startswith(PARAMETERS) and (block := _BLOCK.search(entry.megatron)):
+            layer = int(block[1])
         yield Weight(
             megatron=_template(entry.row.megatron, entry, arch),
             shape=unpadded_shape(entry.row, arch),
@@ -207,13 +213,15 @@ def _weights(
                 _wrong(shapes.get(n), want, dtypes.get(n))
                 for n, want in zip(entry.hf, expected, strict=True)
             ),
-            layers=() if entry.layer is None else (entry.layer,),
+            layers=() if layer is None else (layer,),
             experts=() if entry.expert is None else (entry.expert,),
         )
 
 
 def _template(name: str, entry: Entry, arch: Architecture) -> str:
-    """A row's name with no other marks than {layer} and {expert}."""
+    """A row's name with no other marks than {layer}, or of a block of a tower, and {expert}."""
+    if entry.megatron.startswith(PARAMETERS):
+        return _BLOCK.sub(".{layer}.", name, count=1)
     number = (entry.layer or 0) - arch.num_layers
     return name.replace("{mtp}", str(number)).replace("{predicting}", "{layer}")
 
@@ -263,6 +271,8 @@ def _meanings(fields: Fields, written: Mapping[str, Any], arch: Architecture) ->
     """
     handled, flat = set(), flatten(arch)
     for use in fields.uses():
+        if use.name == TENSORS:  # which no file has
+            continue
         handled.add(use.name.split(".")[0])
         if use.outcome == TRANSLATED and not use.why:
             use = replace(use, why=_meaning(use, flat))
@@ -278,8 +288,9 @@ def _meaning(use: FieldUse, flat: Mapping[str, Any]) -> str:
 
     "" if name and value are the same, or if the field is not a single attribute.
     """
-    last = use.name.rpartition(".")[2]
-    for path in (_STANDS_FOR.get(use.name, ""), *(part + last for part in _PARTS)):
+    name = use.name.removeprefix("text_config.")
+    last = name.rpartition(".")[2]
+    for path in (_STANDS_FOR.get(name, ""), *(part + last for part in _PARTS)):
         first, *steps = path.split(".")
         value: Any = flat.get(first)
         for step in steps:
@@ -287,7 +298,7 @@ def _meaning(use: FieldUse, flat: Mapping[str, Any]) -> str:
         value = getattr(value, "value", value)  # for an enum, its value
         if value not in (None, ()):
             if value == use.value:
-                return "" if path == use.name else path
+                return "" if path == name else path
             return f"{path} = {shown(value)}"
     return ""
 

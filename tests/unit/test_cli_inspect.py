@@ -25,6 +25,21 @@ def inspect(path: Path, *options: object) -> tuple[int, str, str]:
     return run("inspect", path, *options)
 
 
+def test_both_parts_of_a_model_that_sees_pictures_are_shown(checkpoint) -> None:
+    code, said, errors = inspect(checkpoint("qwen3_vl"))
+    assert (code, errors) == (0, "")
+    for line in (
+        "  embedding.shell.visual.blocks.{layer}.attn.qkv.weight  [48, 16]  Whole, held whole by "
+        "every rank  layers 0-1",
+        "      model.visual.blocks.{layer}.attn.qkv.weight  [48, 16]  float32",
+        "  translated  text_config.intermediate_size = 128: ffn_hidden_size",
+    ):
+        assert line in said.splitlines()
+    assert "shell =" not in said
+    every = inspect(checkpoint("qwen3_vl"), "--all")[1]
+    assert "      model.visual.blocks.1.attn.qkv.weight  [48, 16]  float32" in every.splitlines()
+
+
 @pytest.mark.parametrize("family", DENSE)
 def test_every_weight_and_field_of_a_family_is_shown(checkpoint, family: str) -> None:
     path = checkpoint(family)

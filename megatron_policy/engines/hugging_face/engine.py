@@ -44,7 +44,8 @@ class CachedDecoder:
     rows: GrowingRows
     head: FusedHead | OwnHead
     cache: Any
-    positions_BT: torch.Tensor
+    positions: torch.Tensor
+    """`[B, T]`, or `[3, B, T]` if tokens have three, which models want first."""
     read: int = 0
 
     @classmethod
@@ -52,15 +53,16 @@ class CachedDecoder:
         """With an empty cache, which grows."""
         from transformers import DynamicCache
 
-        positions_BT = rows.prompts.layout.take_positions(0, rows.positions).T
-        return cls(decoder, rows, head, DynamicCache(config=decoder.model.config), positions_BT)
+        positions_TR = rows.prompts.layout.take_positions(0, rows.positions)
+        positions = positions_TR.permute(*reversed(range(positions_TR.ndim)))
+        return cls(decoder, rows, head, DynamicCache(config=decoder.model.config), positions)
 
     def logits_after(self, tokens_BT: torch.Tensor, position: int) -> torch.Tensor:
         """See `CachedModel`; all ranks that share weights call it together."""
         first, self.read = self.read, position
         logits_BV: torch.Tensor = self.decoder(
             tokens_BT[:, first:position],
-            self.positions_BT[:, first:position],
+            self.positions[..., first:position],
             lambda tokens_BS: self.rows.enter(tokens_BS, first).hidden,
             self.head.next_logits,
             self.cache,
