@@ -190,14 +190,16 @@ PREPARED = {
         _built_in(
             qwen3_5,
             "Qwen3_5ForConditionalGeneration",
-            awaits="text models beside a tower",
+            awaits="pictures",
             hf_prefix="Qwen3_5",
+            surrounded=True,
         ),
         _built_in(
             qwen3_5_moe,
             "Qwen3_5MoeForConditionalGeneration",
-            awaits="text models beside a tower",
+            awaits="pictures",
             hf_prefix="Qwen3_5Moe",
+            surrounded=True,
         ),
     )
 }

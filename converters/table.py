@@ -245,6 +245,8 @@ def draft(
             architecture = architecture.stack_experts()
         mtp_layers = mtp_layers or _count_mtp_layers(rows, architecture, tensors)
         architecture = replace(architecture, mtp_layers=mtp_layers)
+        if mtp_layers:  # which embed the tokens that follow, without pictures
+            architecture = replace(architecture, attachments=())
     except ConversionError:
         raise
     except (ArithmeticError, TypeError, ValueError) as error:
@@ -311,8 +313,7 @@ def _name_ignored(row: Ignore, architecture: Architecture) -> list[str]:
 
 def _number_layers(name: str, architecture: Architecture) -> list[str]:
     """A name with the number of each layer for multi-token prediction that it is a name of, if any:
-    counted from 0 or after all other layers, of those that the model has or leaves out. Or with the
-    number of each block of a tower.
+    counted from 0 or after all other layers, of those that the model has or leaves out.
     """
     layers, held = architecture.num_layers, architecture.mtp_layers
     end = architecture.further_layers
@@ -321,7 +322,6 @@ def _number_layers(name: str, architecture: Architecture) -> list[str]:
         ("{left_out}", range(held, end)),
         ("{predicting}", range(layers, layers + held)),
         ("{mtp_layer}", range(layers + held, layers + end)),
-        ("{block}", range(architecture.tower_blocks)),
     ):
         if mark in name:
             return [name.replace(mark, str(number)) for number in numbers]

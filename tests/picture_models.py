@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatron_policy.batch import BatchedDataDict
+from tests.families.qwen3_next import RANGES
 
 Fields = dict[str, Any]
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
@@ -50,15 +52,37 @@ VISION: Fields = {
     "initializer_range": 0.1,
 }
 WINDOWED = {"window_size": 8, "fullatt_block_indexes": [1], "tokens_per_second": 2}
-DEEP = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+PLACED = {"num_position_embeddings": 64}
+DEEP = PLACED | {"deepstack_visual_indexes": [0, 1]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROPE: Fields = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 INTERLEAVED = {"head_dim": 8, "rope_parameters": ROPE | {"mrope_interleaved": True}}
+PARTIAL = ROPE | {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
+GATED: Fields = {
+    "head_dim": 16,
+    "rms_norm_eps": 1e-3,  # as tests/families/qwen3_next.py says why
+    "rope_parameters": PARTIAL,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 TINY: dict[str, Fields] = {
     "qwen2_5_vl": {
         "text_config": TEXT | {"rope_parameters": ROPE},
         "vision_config": VISION | WINDOWED,
         "tie_word_embeddings": True,
+    },
+    "qwen3_5": {
+        "text_config": TEXT | GATED,
+        "vision_config": VISION | PLACED,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_5_moe": {
+        "text_config": TEXT | GATED | EXPERTS | {"shared_expert_intermediate_size": 24},
+        "vision_config": VISION | PLACED,
+        "tie_word_embeddings": False,
     },
     "qwen3_vl": {
         "text_config": TEXT | INTERLEAVED,
@@ -92,7 +116,24 @@ def make_model(path: Path, family: str, dtype: torch.dtype = torch.float32) -> P
                     parameter.normal_(0.0, 0.1)
                 elif parameter.ndim == 1:
                     parameter.uniform_(0.5, 1.5)
+                if family.startswith("qwen3_5") and ".language_model." in name:
+                    for part, between in RANGES.items():
+                        if part in name:
+                            parameter.uniform_(*between)
     model.to(dtype).save_pretrained(path)
+    return path
+
+
+def stack_experts(path: Path) -> Path:
+    """Write all experts of a layer in two tensors, as published Qwen3.5 has them."""
+    weights = load_file(path / "model.safetensors")
+    for start in {name.rpartition(".0.")[0] for name in weights if ".experts.0." in name}:
+        gate, up, down = (
+            torch.stack([weights.pop(f"{start}.{e}.{name}_proj.weight") for e in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        weights |= {f"{start}.gate_up_proj": torch.cat([gate, up], 1), f"{start}.down_proj": down}
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
     return path
 
 

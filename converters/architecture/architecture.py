@@ -83,8 +83,6 @@ class Architecture:
     """False of a model without a family: these are its sizes, not all that it computes."""
     head: ScalarHead | None = None
     """Gives one number for each token, in place of the logits of a vocabulary."""
-    tower_blocks: int = 0
-    """Blocks of a tower that reads pictures in checkpoints, which this model leaves out."""
     attachments: tuple[str, ...] = ()
     """Keys of a batch that its first stage reads beside the tokens: a tensor, or None, for each
     row.
@@ -93,8 +91,7 @@ class Architecture:
     """What surrounds a decoder that also sees pictures."""
 
     def __post_init__(self) -> None:
-        for blocks in (self.num_layers, self.tower_blocks or 1):
-            check_number(blocks)
+        check_number(self.num_layers)
         check_counts(self, "hidden_size", "vocab_size", "max_position_embeddings")
         check_widths(hidden_size=self.hidden_size, vocab_size=self.vocab_size)
         check_factors(self, "layernorm_epsilon", "embedding_scale", "residual_scale")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from megatron_policy.converters.architecture.rotary import (
     DynamicScaling,
@@ -31,29 +31,31 @@ def take_rope(
     partial: bool = False,
     interleaved: bool = False,
     fraction: float = 1.0,
-    threefold: bool = False,
+    threefold: Literal["", "apart", "alternating"] = "",
 ) -> Rope:
     """The rotary embedding in either spelling: `rope_parameters`, or `rope_theta` and
     `rope_scaling`.
 
     `partial` says that the family can leave part of a head unrotated; without
     `partial_rotary_factor` in the config, `fraction` of it is rotated. `threefold` says that tokens
-    have three positions, which share the pairs of a head.
+    have three positions, and how these share the pairs of a head: one position after another or, in
+    turn, height and width at every third pair as long as they have some left.
     """
     section = fields.section("rope_parameters") or fields.section("rope_scaling")
     rope = _rope(fields, section, "rope_theta", partial, interleaved, fraction)
-    return replace(rope, axes=_take_axes(section or Fields({}))) if threefold else rope
+    if not threefold:
+        return rope
+    return replace(rope, axes=_take_axes(section or Fields({}), threefold == "alternating"))
 
 
-def _take_axes(section: Fields) -> tuple[int, ...]:
-    """`mrope_section` says how many pairs each position turns: one position after another or, if
-    `mrope_interleaved`, height and width at every third pair as long as they have some left.
-    """
+def _take_axes(section: Fields, alternating: bool) -> tuple[int, ...]:
+    """`mrope_section` says how many pairs each position turns; which ones is up to the class."""
+    section.expect("mrope_interleaved", (alternating,), "the model's class turns pairs so")
     counts = section.take("mrope_section")
     if not isinstance(counts, list | tuple) or [type(each) for each in counts] != [int] * 3:
         section.refuse("mrope_section", counts, "must be a list of three numbers of pairs")
         return ()
-    if not section.take("mrope_interleaved", False):
+    if not alternating:
         return tuple(axis for axis, count in enumerate(counts) for _ in range(count))
     axes = [0] * sum(counts)
     for axis in (1, 2):

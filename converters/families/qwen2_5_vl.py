@@ -13,6 +13,7 @@ from .qwen2 import TABLE as TABLE
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen2_5_VLConfig describes."""
     text = pictures.take_text(fields)
-    attention = dense.take_attention(text, rope=take_rope(text, threefold=True), qkv_bias=True)
+    rope = take_rope(text, threefold="apart")
+    attention = dense.take_attention(text, rope=rope, qkv_bias=True)
     shell = pictures.take_shell(fields, "", "second_per_grid_ts")
     return dense.architecture(text, dense.take_windows(text, attention), **shell)

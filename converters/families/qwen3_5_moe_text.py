@@ -16,6 +16,11 @@ TABLE = qwen3_5_text.make_table(
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen3_5MoeTextConfig describes."""
+    return qwen3_5_text.make_architecture(fields, take_feed(fields))
+
+
+def take_feed(fields: Fields) -> Moe:
+    """The experts of all layers."""
     fields.expect("norm_topk_prob", (True,), "weights of chosen experts are renormalised")
     width = fields.take("shared_expert_intermediate_size")
     moe = experts.take_softmax_moe(fields, shared_ffn_hidden_size=width)
@@ -24,4 +29,4 @@ def architecture(fields: Fields) -> Architecture:
     mlp = Mlp(ffn_hidden_size=width, activation=dense.take_activation(fields, "hidden_act"))
     feed = experts.place(fields, moe, mlp=mlp)
     assert isinstance(feed, Moe)
-    return qwen3_5_text.make_architecture(fields, feed)
+    return feed

@@ -35,11 +35,17 @@ def architecture(fields: Fields) -> Architecture:
     return make_architecture(fields, dense.take_mlp(fields))
 
 
-def make_architecture(fields: Fields, feed: Feed) -> Architecture:
-    """The architecture of such a model, all of whose layers have this feed."""
-    if (rope := fields.section("rope_parameters")) is not None:
-        for name in ("mrope_section", "mrope_interleaved"):
-            rope.ignore(name, "the grids of positions are equal for text")
+def make_architecture(fields: Fields, feed: Feed, **shell: Any) -> Architecture:
+    """The architecture of such a model, all of whose layers have this feed. `shell` is what it has
+    of a model that also sees pictures, and gives tokens three positions.
+    """
+    if shell:
+        mixers = qwen3_next.take_mixers(fields, threefold="alternating")
+    else:
+        if (rope := fields.section("rope_parameters")) is not None:
+            for name in ("mrope_section", "mrope_interleaved"):
+                rope.ignore(name, "the grids of positions are equal for text")
+        mixers = qwen3_next.take_mixers(fields)
     fields.expect("attn_output_gate", (True,), "attention has gates")
     fields.expect("mtp_use_dedicated_embeddings", (False,), "layers share the embedding")
     fields.ignore("mamba_ssm_dtype", "states have fp32")
@@ -47,4 +53,4 @@ def make_architecture(fields: Fields, feed: Feed) -> Architecture:
     if further not in (0, 1):
         fields.refuse("mtp_num_hidden_layers", further, "checkpoints have one such layer at most")
     traits: dict[str, Any] = {"norm": Norm.RMS_PLUS_ONE, "further_layers": int(bool(further))}
-    return dense.architecture(fields, qwen3_next.take_mixers(fields), feed, **traits)
+    return dense.architecture(fields, mixers, feed, **traits, **shell)

@@ -4,6 +4,8 @@ multi-token prediction that the config does not count.
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_policy.converters.architecture import (
     Architecture,
     Attention,
@@ -53,13 +55,13 @@ def architecture(fields: Fields) -> Architecture:
     )
 
 
-def take_mixers(fields: Fields) -> list[Attention | DeltaNet]:
-    """The mixer of each layer."""
+def take_mixers(fields: Fields, **rope: Any) -> list[Attention | DeltaNet]:
+    """The mixer of each layer. `rope` are further arguments of `take_rope`."""
     fields.ignore("full_attention_interval", "layer_types states it for each layer")
     fields.expect("hidden_act", ("silu", "swish"), "convolutions and gates of delta nets have it")
     attention = dense.take_attention(
         fields,
-        rope=take_rope(fields, partial=True, fraction=0.25),
+        rope=take_rope(fields, partial=True, fraction=0.25, **rope),
         bias=fields.take("attention_bias", False),
         qk_norm=QkNorm.PER_HEAD,
         attention_output_gate=True,

@@ -15,7 +15,7 @@ def take_attention(text: Fields) -> Attention:
     """The attention of all layers."""
     return dense.take_attention(
         text,
-        rope=take_rope(text, threefold=True),
+        rope=take_rope(text, threefold="alternating"),
         bias=text.take("attention_bias", False),
         qk_norm=QkNorm.PER_HEAD,
     )

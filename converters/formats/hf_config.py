@@ -338,11 +338,13 @@ def _model_alone(value: Any) -> Any:
 
 
 def _check_layers(config: Mapping[str, Any]) -> None:
-    """ValueError for more layers than any model has: transformers would build a list of them."""
+    """ValueError for more layers than any model or tower has: transformers would make them."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             _check_layers(value)
-        elif "layer" in name and isinstance(value, int | float) and value > MOST_LAYERS:
+        elif not ("layer" in name or name == "depth") or not isinstance(value, int | float):
+            continue
+        elif value > MOST_LAYERS:
             raise ValueError(f"{name} is {value!r:.40}, and no model has more than {MOST_LAYERS}")
 
 

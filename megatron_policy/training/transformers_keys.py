@@ -18,7 +18,7 @@ from megatron_policy.training.value_checks import holds_integers
 IGNORED_LABEL = -100
 """What transformers leaves out of a loss."""
 
-_TEXT_ONLY = "models are text only here"
+_TEXT_ONLY = "this model reads text alone, as all that predict further tokens (MTP)"
 _FROM_THE_START = "every row is computed from its first token on"
 _REFUSED = {
     "inputs_embeds": "a model embeds input_ids itself",

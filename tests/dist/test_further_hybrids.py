@@ -32,6 +32,7 @@ from tests.dist.test_invariance import (
 )
 from tests.exact import Exact, assert_equal
 from tests.families import SAMPLES
+from tests.families.qwen3_5_text import GRIDS
 from tests.invariance.cases import Cell, config_of
 from tests.invariance.measure import run_cell
 from tests.mtp_checkpoints import add_mtp_layers
@@ -158,7 +159,9 @@ def test_a_text_model_beside_a_tower_computes_alike_and_is_exported_with_it(
     ranks, tmp_path: Path, predicting: bool
 ) -> None:
     sizes = mtp.SMALL
-    text = add_mtp_layers(make_checkpoint(tmp_path / "text", "qwen3_5_text", **sizes))
+    grids = GRIDS | {"mrope_section": [1, 1, 1]}
+    text = make_checkpoint(tmp_path / "text", "qwen3_5_text", rope_scaling=grids, **sizes)
+    add_mtp_layers(text)
     path, case = put_beside_tower(text, tmp_path / "hf"), mtp.LAYOUTS["PP2"]
     tokens = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(0))
     ((logits,),) = ranks.run(1, run_offered, logits_of, [(path, sizes["vocab"])], tokens)

@@ -30,7 +30,15 @@ from tests.dist.layouts import EXPERT_LAYOUTS, OVERLAPPED, SP, Layout, layout
 from tests.dist.resuming import paths
 from tests.exact import ROOM, Exact, InDouble, assert_equal, furthest
 from tests.losses import loss_mask, token_nll
-from tests.picture_models import IMAGE, MEDIA, hf_logprobs, load_model, make_model, make_rows
+from tests.picture_models import (
+    IMAGE,
+    MEDIA,
+    hf_logprobs,
+    load_model,
+    make_model,
+    make_rows,
+    stack_experts,
+)
 
 BATCHINGS: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -65,8 +73,14 @@ WITH_EXPERTS: dict[str, tuple[Layout, str]] = {
     "PP2": (layout(2, pp=2), "padded"),
     "EP2xCP2": (EXPERT_LAYOUTS["EP2xCP2"], "padded"),
 }
-LAYOUTS_OF = {"qwen2_5_vl": LAYOUTS, "qwen3_vl": LAYOUTS, "qwen3_vl_moe": WITH_EXPERTS}
-DAILY = {("qwen3_vl", "TP2+SP")}
+LAYOUTS_OF = {
+    "qwen2_5_vl": LAYOUTS,
+    "qwen3_5": LAYOUTS,
+    "qwen3_5_moe": WITH_EXPERTS,
+    "qwen3_vl": LAYOUTS,
+    "qwen3_vl_moe": WITH_EXPERTS,
+}
+DAILY = {("qwen3_vl", "TP2+SP"), ("qwen3_5", "CP2")}
 
 
 @cache
@@ -148,6 +162,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def made(family: str) -> tuple[Path, oracle.Learned]:
         path = make_model(tmp_path_factory.mktemp(family) / "hf", family)
+        if family == "qwen3_5_moe":
+            stack_experts(path)
         learned = oracle.Learned.of(path, rows_of(family), GLOBAL_BATCH, loss_of, load=load_model)
         return path, learned
 

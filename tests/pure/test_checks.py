@@ -61,7 +61,9 @@ def test_attachments_are_a_tensor_or_none_for_each_row_whatever_their_size() -> 
     for each in (*checked["features"], first, last):
         assert each.untyped_storage().nbytes() == each.nbytes  # it travels alone
     assert check_training_data(checked, 9, PADDED, keys)["features"][0] is not None
-    with pytest.raises(BatchError, match=r"'pixel_values', which is not read: models are text"):
+    with pytest.raises(
+        BatchError, match=r"'pixel_values', which is not read: this model reads text"
+    ):
         check_training_data(data, 9, PADDED, keys[:1])
     with pytest.raises(BatchError, match=r"'features' has shape \(3, 2\), but input_ids are"):
         check_training_data(training(features=VECTORS[:3, :2]), 9)

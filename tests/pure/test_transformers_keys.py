@@ -83,7 +83,10 @@ def test_usual_positions_and_types_pass_whatever_padding_has() -> None:
         ({"token_type_ids": changed(0 * TOKENS, 1, 3, 1)}, "has 1 in row 1 at position 3"),
         ({"inputs_embeds": torch.ones(3, 6, 4)}, "'inputs_embeds', which is not read"),
         ({"past_key_values": ((TOKENS,),)}, "'past_key_values', which is not read"),
-        ({"pixel_values": torch.ones(3, 2)}, "'pixel_values', which is not read: models are text"),
+        (
+            {"pixel_values": torch.ones(3, 2)},
+            "'pixel_values', which is not read: this model reads text",
+        ),
     ],
 )
 def test_what_a_model_would_not_compute_with_is_refused(

@@ -18,16 +18,18 @@ from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
+from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.inspection import inspect
 from megatron_policy.converters.registry import FAMILIES, PREPARED
 from megatron_policy.converters.rows import Role, fill_shard
 from megatron_policy.converters.table import Entry, Table, bind
-from megatron_policy.errors import ConversionError
-from tests.picture_models import MEDIA, TINY, TOKENS, make_model
+from megatron_policy.errors import ConfigError, ConversionError
+from tests.picture_models import MEDIA, ROPE, TINY, TOKENS, make_model, stack_experts
 
-PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+PUBLISHED: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "Qwen2.5-VL-7B": (
         "qwen2_5_vl",
+        [16, 24, 24],
         {
             "hidden_size": 3584,
             "intermediate_size": 18944,
@@ -61,8 +63,69 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "Qwen3.5-27B": (
+        "qwen3_5",
+        [11, 11, 10],
+        {
+            "text_config": {
+                "attention_bias": False,
+                "attention_dropout": 0.0,
+                "attn_output_gate": True,
+                "dtype": "bfloat16",
+                "eos_token_id": 248044,
+                "full_attention_interval": 4,
+                "head_dim": 256,
+                "hidden_act": "silu",
+                "hidden_size": 5120,
+                "initializer_range": 0.02,
+                "intermediate_size": 17408,
+                "linear_conv_kernel_dim": 4,
+                "linear_key_head_dim": 128,
+                "linear_num_key_heads": 16,
+                "linear_num_value_heads": 48,
+                "linear_value_head_dim": 128,
+                "mamba_ssm_dtype": "float32",
+                "max_position_embeddings": 262144,
+                "model_type": "qwen3_5_text",
+                "mtp_num_hidden_layers": 1,
+                "mtp_use_dedicated_embeddings": False,
+                "num_attention_heads": 24,
+                "num_hidden_layers": 64,
+                "num_key_value_heads": 4,
+                "rms_norm_eps": 1e-06,
+                "rope_parameters": {
+                    "mrope_interleaved": True,
+                    "mrope_section": [11, 11, 10],
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 10000000,
+                    "rope_type": "default",
+                },
+                "use_cache": True,
+                "vocab_size": 248320,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {
+                "deepstack_visual_indexes": [],
+                "depth": 27,
+                "hidden_act": "gelu_pytorch_tanh",
+                "hidden_size": 1152,
+                "in_channels": 3,
+                "initializer_range": 0.02,
+                "intermediate_size": 4304,
+                "model_type": "qwen3_5",
+                "num_heads": 16,
+                "num_position_embeddings": 2304,
+                "out_hidden_size": 5120,
+                "patch_size": 16,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+            },
+        },
+    ),
 }
-"""As its makers published it, with the decoder's fields at the top."""
+"""How many pairs of a head each position turns, and the config as its makers published it, that of
+Qwen2.5-VL with the decoder's fields at the top.
+"""
 
 
 @pytest.fixture
@@ -97,7 +160,7 @@ def test_names_and_shapes_are_those_of_transformers(offered: None, checkpoint: P
     shell = table.architecture.shell
     assert shell is not None and table.architecture.attachments[: len(MEDIA)] == MEDIA
     assert shell.merged == 4
-    assert shell.deep == (0 if table.family == "qwen2_5_vl" else 2)
+    assert shell.deep == (2 if table.family.startswith("qwen3_vl") else 0)
     of_shell = [e for e in table.entries if e.megatron.startswith("embedding.shell.")]
     assert len(of_shell) == len(shell.tensors)
     for entry in of_shell:
@@ -109,20 +172,21 @@ def test_names_and_shapes_are_those_of_transformers(offered: None, checkpoint: P
 def test_published_sizes_have_the_tensors_that_transformers_builds(
     offered: None, tmp_path: Path, name: str
 ) -> None:
-    family, fields = PUBLISHED[name]
+    family, sections, fields = PUBLISHED[name]
     file = {"model_type": family, "architectures": list(FAMILIES[family].hf_architectures)}
     (tmp_path / "config.json").write_text(json.dumps(file | TOKENS | fields))
     table = bound(tmp_path)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path))
     held = {n: tuple(t.shape) for n, t in model.state_dict().items()}
-    saved = {
-        n.replace("model.language_model.", "model.").replace("model.visual.", "visual."): shape
-        for n, shape in held.items()
-    }
-    assert table.hf_shapes() == saved
-    assert table.architecture.positions == 128000
-    assert [*map(table.architecture.ropes[0].axes.count, range(3))] == [16, 24, 24]
+    if family == "qwen2_5_vl":
+        held = {
+            n.replace("model.language_model.", "model.").replace("model.visual.", "visual."): shape
+            for n, shape in held.items()
+        }
+    assert table.hf_shapes() == held
+    assert table.architecture.positions == table.architecture.max_position_embeddings
+    assert [*map(table.architecture.ropes[0].axes.count, range(3))] == sections
 
 
 def test_what_a_class_always_does_is_read_as_that(offered: None, tmp_path: Path) -> None:
@@ -131,6 +195,12 @@ def test_what_a_class_always_does_is_read_as_that(offered: None, tmp_path: Path)
     assert found.find_part(Moe).scoring is Scoring.SOFTMAX_OF_CHOSEN
     assert found.expert_layers == (0, 2, 3)
     assert found.ropes[0].axes == (0, 1, 2, 0)
+
+
+def test_layers_that_predict_further_tokens_know_no_pictures(offered: None, tmp_path: Path) -> None:
+    config = read_config(make_model(tmp_path, "qwen3_5"))
+    assert bind(config).architecture.attachments == MEDIA
+    assert bind(config, mtp_layers=1).architecture.attachments == ()
 
 
 def shard_of(path: Path, entry: Entry, rank: int) -> torch.Tensor:
@@ -164,16 +234,33 @@ def test_experts_are_the_same_in_the_order_of_either_release(offered: None, tmp_
     assert all(torch.equal(back[name], tensor) for name, tensor in turned.items())
 
 
+def test_experts_in_one_tensor_are_read_as_those_in_tensors_of_their_own(
+    offered: None, tmp_path: Path
+) -> None:
+    apart = make_model(tmp_path / "apart", "qwen3_5_moe")
+    shutil.copytree(apart, stacked := tmp_path / "stacked")
+    stack_experts(stacked)
+    one, other = open_model(apart).table, open_model(stacked).table
+    assert other.architecture == one.architecture
+    with HfReader(stacked) as reader:
+        assert other.hf_shapes() == reader.shapes
+    for entry, same in zip(one.entries, other.entries, strict=True):
+        assert entry.megatron == same.megatron
+        for rank in range(2) if entry.expert is not None else ():
+            shards = shard_of(apart, entry, rank), shard_of(stacked, same, rank)
+            assert torch.equal(*shards), entry.megatron
+
+
 @pytest.mark.parametrize(
-    ("sections", "interleaved", "axes"),
-    [([2, 1, 1], False, (0, 0, 1, 2)), ([4, 2, 2], True, (0, 1, 2, 0, 1, 2, 0, 0))],
+    ("sections", "how", "axes"),
+    [([2, 1, 1], "apart", (0, 0, 1, 2)), ([4, 2, 2], "alternating", (0, 1, 2, 0, 1, 2, 0, 0))],
 )
 def test_pairs_are_turned_by_the_positions_that_the_sections_say(
-    sections: list[int], interleaved: bool, axes: tuple[int, ...]
+    sections: list[int], how: Any, axes: tuple[int, ...]
 ) -> None:
-    rope = {"rope_theta": 1e4, "mrope_section": sections, "mrope_interleaved": interleaved}
+    rope = {"rope_theta": 1e4, "mrope_section": sections}
     fields = Fields({"rope_parameters": rope, "max_position_embeddings": 64})
-    assert take_rope(fields, threefold=True).axes == axes
+    assert take_rope(fields, threefold=how).axes == axes
 
 
 def test_a_decoder_alone_is_refused_by_name(offered: None, tmp_path: Path) -> None:
@@ -192,6 +279,19 @@ def test_a_decoder_alone_is_refused_by_name(offered: None, tmp_path: Path) -> No
     [
         ("qwen2_5_vl", "", {"text_only": True}, "text_only = True: unknown field"),
         ("qwen2_5_vl", "text_config", {"gate": 1}, "text_config.gate = 1: unknown field"),
+        (
+            "qwen2_5_vl",
+            "text_config",
+            {"rope_parameters": ROPE | {"mrope_interleaved": True}},
+            "mrope_interleaved = True: the model's class turns pairs so; it can be False",
+        ),
+        (
+            "qwen3_5",
+            "text_config",
+            {"attn_output_gate": False},
+            "text_config.attn_output_gate = False: attention has gates",
+        ),
+        ("qwen3_5", "vision_config", {"depth": 10**6}, "depth is 1000000, and no model has more"),
         (
             "qwen3_vl",
             "text_config",
@@ -215,6 +315,6 @@ def test_values_that_cannot_be_honoured_are_refused_by_name(
     else:
         fields |= changes
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ConversionError) as caught:
+    with pytest.raises((ConfigError, ConversionError)) as caught:
         bound(tmp_path)
     assert said in str(caught.value)
