@@ -50,6 +50,7 @@ from megatron_policy.converters.families import (
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
+    qwen2_vl,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
@@ -158,6 +159,9 @@ FAMILIES = {
             surrounded=True,
         ),
         _built_in(qwen2_moe, "Qwen2MoeForCausalLM"),
+        _built_in(
+            qwen2_vl, "Qwen2VLForConditionalGeneration", hf_prefix="Qwen2VL", surrounded=True
+        ),
         _built_in(qwen3, "Qwen3ForCausalLM"),
         _built_in(qwen3_5_moe_text, "Qwen3_5MoeForCausalLM"),
         _built_in(qwen3_5_text, "Qwen3_5ForCausalLM", hf_prefix="Qwen3_5Text"),
@@ -212,7 +216,7 @@ REFUSED = {
     "phi4_multimodal": "it also reads images and sound; text-only Phi-4 is of model_type phi3",
     **{
         f"{whole}_text": f"it is the decoder of a {whole} alone; use the whole model"
-        for whole in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+        for whole in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
     },
 }
 """Relatives of supported families, and why they are not supported."""

@@ -168,7 +168,7 @@ def list_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
 
 def name_on_file(model: PreTrainedModel, name: str) -> str:
     """What the files of a model call the parameter `name`."""
-    if model.config.model_type != "qwen2_5_vl":
+    if model.config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
         return name
     name = name.replace("model.language_model.", "model.", 1)
     return name.replace("model.visual.", "visual.", 1)

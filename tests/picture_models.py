@@ -68,7 +68,13 @@ GATED: Fields = {
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
+OLDER = {name: value for name, value in VISION.items() if not name.endswith("hidden_size")}
 TINY: dict[str, Fields] = {
+    "qwen2_vl": {
+        "text_config": TEXT | {"rope_parameters": ROPE},
+        "vision_config": OLDER | {"embed_dim": 16, "hidden_size": TEXT["hidden_size"]},
+        "tie_word_embeddings": False,
+    },
     "qwen2_5_vl": {
         "text_config": TEXT | {"rope_parameters": ROPE},
         "vision_config": VISION | WINDOWED,

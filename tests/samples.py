@@ -85,10 +85,12 @@ VISION: Fields = {
 _OF_THE_WHOLE = ("model_type", "architectures", "torch_dtype", "transformers_version", "shell")
 
 
-def surround(text: Fields, vision: Fields, interleaved: bool) -> Fields:
+def surround(
+    text: Fields, vision: Fields, interleaved: bool, width: str = "out_hidden_size"
+) -> Fields:
     """The fields of a model that also sees pictures from those of its decoder, whose tokens have
     three positions; `vision` are those of its tower, unless `text` has them, beside the width of
-    what it gives.
+    what it gives, which is the field `width`.
     """
     top = {name: text[name] for name in _OF_THE_WHOLE if name in text}
     text = {name: value for name, value in text.items() if name not in top}
@@ -101,7 +103,7 @@ def surround(text: Fields, vision: Fields, interleaved: bool) -> Fields:
     scaling = {"rope_type": "default"} | (text.pop("rope_scaling", None) or {})
     text["rope_scaling"] = scaling | kind | {"mrope_section": sections}
     top["tie_word_embeddings"] = text.pop("tie_word_embeddings", False)
-    tower = text.pop("vision_config", vision) | {"out_hidden_size": text["hidden_size"]}
+    tower = text.pop("vision_config", vision) | {width: text["hidden_size"]}
     return {"text_config": text, "vision_config": tower, **PLACEHOLDERS, **top}
 
 

@@ -73,7 +73,9 @@ WITH_EXPERTS: dict[str, tuple[Layout, str]] = {
     "PP2": (layout(2, pp=2), "padded"),
     "EP2xCP2": (EXPERT_LAYOUTS["EP2xCP2"], "padded"),
 }
+OLDER = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2")}
 LAYOUTS_OF = {
+    "qwen2_vl": OLDER,
     "qwen2_5_vl": LAYOUTS,
     "qwen3_5": LAYOUTS,
     "qwen3_5_moe": WITH_EXPERTS,

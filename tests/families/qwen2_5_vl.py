@@ -39,7 +39,7 @@ SAMPLES = Samples(
     ),
     refused=(({"text_only": True}, "text_only = True: unknown field"),),
     published={
-        "Qwen2.5-VL-7B-Instruct": {"vision_config": TOWER | {"out_hidden_size": 3584}}
+        "Qwen2.5-VL-7B-Instruct": {"vision_config": TOWER}
         | parse_published("""8_292_166_656 parameters
             "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 128000,
             "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,

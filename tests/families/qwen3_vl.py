@@ -52,7 +52,7 @@ SAMPLES = Samples(
     refused=(({"text_only": True}, "text_only = True: unknown field"),),
     published={
         "Qwen3-VL-8B-Instruct": DECODER
-        | {"vision_config": TOWER | {"out_hidden_size": 4096}}
+        | {"vision_config": TOWER}
         | parse_published("""8_767_123_696 parameters
             "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
             "num_hidden_layers": 36, "num_key_value_heads": 8

@@ -36,7 +36,7 @@ SAMPLES = Samples(
     refused=(({"text_only": True}, "text_only = True: unknown field"),),
     published={
         "Qwen3-VL-30B-A3B-Instruct": DECODER
-        | {"vision_config": TOWER | {"out_hidden_size": 2048}}
+        | {"vision_config": TOWER}
         | parse_published("""31_070_754_032 parameters
             "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 6144,
             "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": true,

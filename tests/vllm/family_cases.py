@@ -193,6 +193,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "olmo_hybrid with biases": KERNEL,
     "olmoe with biases": (UNREAD, "vLLM's attention of this family has no biases"),
     "qwen2_5_vl": ("failed to be inspected", IMAGES),
+    "qwen2_vl": ("failed to be inspected", IMAGES),
     "qwen3 with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
     "qwen3_5_moe_text": ("failed to be inspected", IMAGES),
     "qwen3_5_moe_text with biases": ("failed to be inspected", IMAGES),

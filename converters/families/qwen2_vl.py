@@ -1,0 +1,21 @@
+"""Qwen2-VL: Qwen2 that also sees pictures and videos, as Qwen2.5-VL does, whatever the time between
+the frames of a video.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.families import qwen2_5_vl
+
+from .qwen2 import TABLE as TABLE
+
+
+def architecture(fields: Fields) -> Architecture:
+    """The architecture a Qwen2VLConfig describes."""
+    found = qwen2_5_vl.architecture(fields)
+    assert found.shell is not None
+    shell = replace(found.shell, further=())
+    return replace(found, shell=shell, attachments=shell.attachments)
