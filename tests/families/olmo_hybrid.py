@@ -113,4 +113,8 @@ SAMPLES = Samples(
             "tie_word_embeddings": false, "vocab_size": 100352
         """)
     },
+    # 30 heads are over no more than two ranks.
+    larger={"hidden_size": 4096}
+    | dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 32)
+    | dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 32),
 )
