@@ -99,6 +99,11 @@ class Mamba2(Recurrence):
         norm = self.norm and cp == 1 and tp <= self.groups
         return replace(self, num_heads=heads, groups=groups, norm=norm)
 
+    def count_exchanged(self, tp: int, cp: int) -> int:
+        """Tensor-parallel ranks that share a group exchange a part of its rows each."""
+        whole = 2 * self.state_size * (tp > self.groups)
+        return super().count_exchanged(tp, cp) - whole + whole * self.groups // tp
+
     def count_kept(self, share: RankShare, needed: bool) -> PartBytes:
         kept, own = super().count_kept(share, needed), self.split(share.tp, share.cp)
         if own.norm is self.norm or not (needed or share.training.adapted(self.first)):

@@ -108,7 +108,8 @@ class Recurrence(LayerPart):
         """Channels of a token that a context-parallel rank sends to each other one: what heads of
         its there read, and what it reads of theirs.
         """
-        return (self.projected_size + self.inner_size) // (tp * cp)
+        own = self.split(tp, cp)
+        return own.projected_size + own.inner_size
 
     def count_cached(self, tokens: int, width: int) -> int:
         """Bytes that generation keeps of a sequence, however long: the last inputs of the

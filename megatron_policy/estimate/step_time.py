@@ -18,7 +18,7 @@ from megatron_policy.converters.architecture import Architecture, Layer, Moe, Re
 from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.devices import DeviceFigures
 from megatron_policy.estimate.flops import BACKWARD, forward_flops, model_flops
-from megatron_policy.estimate.memory import BatchShape
+from megatron_policy.estimate.memory import BatchShape, kernels_of
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import WIDTHS, ModelRows, Precisions, States
 from megatron_policy.parallel.topology import Topology
@@ -112,7 +112,8 @@ def pass_seconds(
     computes activations again that are not kept.
     """
     sequences, tower = batch_shape.rows_together, batch_shape.tower
-    flops = forward_flops(arch, [batch_shape.length] * sequences, adapters=adapters)
+    lengths = [batch_shape.length] * sequences
+    flops = forward_flops(arch, lengths, adapters=adapters)
     rate = device.bf16_flops * topology.tp * topology.cp
     settings = config.megatron_cfg
     number = settings.recompute_num_layers or 1
@@ -128,11 +129,13 @@ def pass_seconds(
                 of = flops.layers[layer]
                 forward += of.total
                 backward += again * of.total + of.backward
-                scans = isinstance(arch.layers[layer].mixer, Recurrence)
-                backward += of.attention * scans  # they are their own unit of recomputation
+                mixers = arch.layers[layer].mixers
+                recurrent = (mixer for mixer in mixers if isinstance(mixer, Recurrence))
+                scans = sum(mixer.count_core_flops(lengths) for mixer in recurrent)
+                backward += scans  # they are their own unit of recomputation
                 if settings.recompute_granularity == "selective":
                     modules = settings.recompute_modules or ()
-                    backward += of.attention * ("core_attn" in modules and not scans)
+                    backward += (of.attention - scans) * ("core_attn" in modules)
                     feed = arch.layers[layer].feed
                     again = feed is not None and feed.computed_again
                     backward += of.mlp * ("mlp" in modules and again)
@@ -177,7 +180,10 @@ def _traffic(
     if settings.sequence_parallel and not settings.peft.enabled:
         collectives += pairs
     # Keys and values visit all ranks, or tokens those that have their heads; gradients come back.
-    exchanged = find_most(lambda layer: _count_exchanged(layer, at))
+    # Transformer Engine also sends keys and values again to find these.
+    attending = passes + kernels_of(config, arch, accelerated=True).transformer_engine
+    attending += "core_attn" in (settings.recompute_modules or ())
+    exchanged = find_most(partial(_count_exchanged, at, passes, attending))
     # A pass sends each token to its experts and back; the ranks that split an expert gather what
     # each got.
     spread = _share(at.ep) + (at.expert_tp - 1)
@@ -189,7 +195,7 @@ def _traffic(
     reduced = dense + states.expert_gradients * _share(at.edp)
     return {
         "tp": microbatches * int(collectives * hidden * _share(at.tp)),
-        "cp": microbatches * (passes + 1) * (at.cp - 1) * token * exchanged,
+        "cp": microbatches * (at.cp - 1) * token * exchanged,
         "ep": microbatches * passes * routed,
         # Each chunk sends its output on, and a gradient back.
         "pp": microbatches * (2 * at.vpp * hidden // split) * (at.pp > 1),
@@ -197,9 +203,15 @@ def _traffic(
     }
 
 
-def _count_exchanged(layer: Layer, at: Topology) -> int:
-    """Channels of a token that context-parallel ranks exchange."""
-    return sum(mixer.count_exchanged(at.tp, at.cp) for mixer in layer.mixers)
+def _count_exchanged(at: Topology, passes: int, attending: int, layer: Layer) -> int:
+    """Channels of a token that context-parallel ranks exchange in so many passes through the layer,
+    and through its attention.
+    """
+    return sum(
+        mixer.count_exchanged(at.tp, at.cp)
+        * (passes if isinstance(mixer, Recurrence) else attending)
+        for mixer in layer.mixers
+    )
 
 
 def _count_routed(hidden_size: int, layer: Layer) -> int:

@@ -81,7 +81,7 @@ BASE = {
 @cache
 def table_of(name: str) -> Table:
     with TemporaryDirectory() as path:
-        config = PUBLISHED[name][1] if name == STACKED else MODELS[name][0]
+        config = MODELS[name][0] if name in MODELS else PUBLISHED[name][1]
         return bind(read_config(model(Path(path), config)))
 
 
@@ -187,6 +187,17 @@ def test_recomputation_trades_memory_for_time() -> None:
         none, some, full = (by_kind[topology, kind] for kind in (None, "selective", "full"))
         assert none.peak > some.peak > full.peak
         assert none.time.compute < some.time.compute < full.time.compute
+
+
+def test_a_scan_beside_attention_is_computed_again_with_core_attention_or_without() -> None:
+    base, device = BASE | {"model_name": "Falcon-H1-1.5B"}, SHORT["H100"]
+    rows = rows_of("Falcon-H1-1.5B")
+    again = {"activation_checkpointing": True, "recompute_granularity": "selective"}
+    configs = (base, base | {"megatron_cfg": BASE["megatron_cfg"] | again})
+    plans = [plan_of(PolicyConfig.parse(config), rows, 1, device, 4096) for config in configs]
+    attention = sum(layer.mixers[0].count_core_flops([4096]) for layer in rows.architecture.layers)
+    more = BASE["train_global_batch_size"] * attention / device.bf16_flops
+    assert plans[1].time.compute - plans[0].time.compute == pytest.approx(more)
 
 
 def test_experts_are_not_among_the_mlps_that_are_computed_again() -> None:
