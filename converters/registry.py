@@ -137,6 +137,7 @@ FAMILIES = {
         _built_in(
             deepseek_v3, "DeepseekV3ForCausalLM", hf_model_type="deepseek_v3", name="kimi_k2"
         ),
+        _built_in(kimi_linear, "KimiLinearForCausalLM", other_names=kimi_linear.OTHER_NAMES),
         _built_in(lfm2, "Lfm2ForCausalLM"),
         _built_in(lfm2_moe, "Lfm2MoeForCausalLM"),
         _built_in(llama, "LlamaForCausalLM"),
@@ -185,12 +186,6 @@ FAMILIES = {
 PREPARED = {
     family.name: family
     for family in (
-        _built_in(
-            kimi_linear,
-            "KimiLinearForCausalLM",
-            awaits="delta nets whose channels decay by themselves",
-            other_names=kimi_linear.OTHER_NAMES,
-        ),
         _built_in(
             qwen3_5,
             "Qwen3_5ForConditionalGeneration",

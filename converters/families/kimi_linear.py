@@ -74,7 +74,8 @@ def architecture(fields: Fields) -> Architecture:
         layers=layers,
         hidden_size=fields.take("hidden_size"),
         vocab_size=fields.take("vocab_size"),
-        max_position_embeddings=fields.take("model_max_length"),
+        max_position_embeddings=fields.take("model_max_length", None)
+        or fields.take("max_position_embeddings"),
         layernorm_epsilon=fields.take("rms_norm_eps"),
         tied=False,
     )

@@ -46,8 +46,14 @@ _ROUTER = ".mlp.router."
 PREFIX = "base_model.model."
 """What PEFT puts before the name of the module that it adapts."""
 A, B = ".lora_A.weight", ".lora_B.weight"
-_RENAMED = ("backbone.", "model.")
-"""What the names of Nemotron-H's tensors begin with, and the paths of transformers' modules."""
+_RENAMED = (
+    ("backbone.", "model."),
+    (".self_attn.f_", ".self_attn.forget_gate.f_"),
+    (".block_sparse_moe.shared_experts.", ".mlp.shared_experts."),
+)
+"""Parts of names of tensors, of Nemotron-H first, then of Kimi Linear, and what the paths of
+transformers' modules have in their place.
+"""
 _IN, _OUT, _INNER = ".adapter.a", ".adapter.b", ".base_layer"
 _SHOWN = 5
 
@@ -240,8 +246,10 @@ def strip_weight(name: str) -> str:
 
 def name_module(weight: str) -> str:
     """The path, in transformers, of the module with the HF tensor of this name: PEFT goes by it."""
-    path, (saved, own) = strip_weight(weight), _RENAMED
-    return own + path.removeprefix(saved) if path.startswith(saved) else path
+    path = strip_weight(weight)
+    for saved, own in _RENAMED:
+        path = path.replace(saved, own)
+    return path
 
 
 def is_stacked(entry: Entry) -> bool:

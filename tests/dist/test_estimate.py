@@ -330,7 +330,7 @@ OF_RECURRENCES = {
         "every module": (recomputed(ALL), 128, 4, 1, False, {}),
         "two layers at once": (recomputed(recompute_num_layers=2), 128, 4, 1, False, {}),
     }.items()
-    for family in ("qwen3_next", "nemotron_h", "lfm2")
+    for family in ("qwen3_next", "nemotron_h", "lfm2", "olmo_hybrid", "kimi_linear")
 } | {
     "qwen3_next, gated attention": Case(
         "qwen3_next", layout(1), 256, 4, sizes={"layer_types": ["full_attention"] * 4}

@@ -49,7 +49,8 @@ def config_of(path: Path, keys: dict[str, Any]) -> dict[str, Any]:
 MIXING = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
-    **dict.fromkeys(("granitemoehybrid", "nemotron_h", "olmo_hybrid"), "linear_attention"),
+    **dict.fromkeys(("granitemoehybrid", "kimi_linear"), "linear_attention"),
+    **dict.fromkeys(("nemotron_h", "olmo_hybrid"), "linear_attention"),
     "falcon_h1": "hybrid",
 }
 """Families with other layers than attention, by their names in transformers."""

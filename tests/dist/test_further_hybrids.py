@@ -1,6 +1,5 @@
-"""Further models whose layers hand a state on, which are not offered yet: their logits, and two
-steps of training under every kind of layout and batching, are those of transformers. And layers for
-multi-token prediction of Qwen's models, and a text model beside a tower.
+"""Layers for multi-token prediction of Qwen's models with delta nets, and a text model beside a
+tower, which is not offered yet.
 """
 
 from __future__ import annotations
@@ -17,61 +16,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatron_policy.converters.registry import FAMILIES, PREPARED
-from tests import margins
 from tests.checkpoints import make_checkpoint
 from tests.dist import test_mtp_training as mtp
 from tests.dist.cases import GLOBAL_BATCH, logits_of, policy_config
-from tests.dist.layouts import SIZES
 from tests.dist.test_export import assert_same_tensors, export
-from tests.dist.test_hybrids import LAYOUTS, WITH_EXPERTS
-from tests.dist.test_invariance import (
-    assert_microbatches_are_what_the_cell_says,
-    compared,
-    rows_of,
-    tolerances,
-)
 from tests.exact import Exact, assert_equal
-from tests.families import SAMPLES
 from tests.families.qwen3_5_text import GRIDS
-from tests.invariance.cases import Cell, config_of
-from tests.invariance.measure import run_cell
 from tests.mtp_checkpoints import add_mtp_layers
 from tests.mtp_oracle import learned
-from tests.samples import RECURRENT, Samples
 
-FURTHER = {
-    "kimi_linear": Samples(
-        architecture="KimiLinearForCausalLM",
-        experts=True,
-        tiny={
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 10,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 16,
-            "n_group": 4,
-            "topk_group": 2,
-            "linear_num_heads": 4,
-            "linear_head_dim": 12,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-        },
-        read=(),
-        published={},
-        ranges=RECURRENT,
-    ),
-}
-SEEDS = {"kimi_linear": 7}
-"""Such that no token is about to take another expert, and that few logits are nearly alike."""
 PREDICTED_DAILY = {("qwen3_next", "TP2+SP")}
-DAILY = {("TP2+SP", "kimi_linear"), ("CP2", "kimi_linear")}
 
 
 @pytest.fixture(autouse=True)
 def offered() -> Iterator[None]:
-    with patch.dict(FAMILIES, PREPARED), patch.dict(SAMPLES, FURTHER):
+    with patch.dict(FAMILIES, PREPARED):
         yield
 
 
@@ -79,38 +38,6 @@ def run_offered(run: Callable[..., Any], *args: Any) -> Any:
     """`run` on a rank that takes these families."""
     with patch.dict(FAMILIES, PREPARED):
         return run(*args)
-
-
-@pytest.mark.parametrize("family", FURTHER)
-def test_logits_are_those_of_transformers(ranks, tmp_path: Path, family: str) -> None:
-    given = SIZES | {"seed": SEEDS.get(family, 0)}
-    path = make_checkpoint(tmp_path / "hf", family, tokenizer=False, **given)
-    for length in (1, 31):
-        tokens = torch.randint(0, 128, (2, length), generator=torch.Generator().manual_seed(0))
-        ((logits,),) = ranks.run(1, run_offered, logits_of, [(path, SIZES["vocab"])], tokens)
-        assert_equal("logits", logits, Exact.of(path, lambda m, t=tokens: m(t).logits), length)
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(
-            Cell(layout, batching, loss, family),
-            id=f"{family}, {layout}, {batching}",
-            marks=[pytest.mark.daily] * ((layout, family) in DAILY),
-        )
-        for family in FURTHER
-        for layout, batching, loss in (WITH_EXPERTS if FURTHER[family].experts else LAYOUTS)
-    ],
-)
-def test_two_steps_are_those_of_transformers(ranks, checkpoint, cell: Cell) -> None:
-    path = checkpoint(cell.family, **SIZES | {"seed": SEEDS.get(cell.family, 0)})
-    given = (run_cell, cell, config_of(cell, path), rows_of(cell, path))
-    results = ranks.run(cell.of.world, run_offered, *given)
-    assert_microbatches_are_what_the_cell_says(cell, results)
-    found, allowed = compared(cell, path, results), tolerances(cell, path)
-    for name, value in found.items():
-        margins.check(name, value, allowed[name], found)
 
 
 PREDICTING = [

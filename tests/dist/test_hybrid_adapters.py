@@ -31,6 +31,14 @@ KINDS = {
         of_peft("qwen3_next", ["in_proj", "linear_qkv"], [*DELTA[:2], *ATTENTION[:3]], shared=True),
         load=partial(peft_models.Loads, shared=True),
     ),
+    "channel delta net": of_peft(
+        "kimi_linear",
+        [
+            *("q_proj", "v_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),
+            *("o_proj", "shared_experts.down_proj"),
+        ],
+    ),
+    "separate delta net": of_peft("olmo_hybrid", ["q_proj", "a_proj", "g_proj", "o_proj"]),
     "Mamba2": of_peft("nemotron_h", ["in_proj", "q_proj", "o_proj", "up_proj", "down_proj"]),
     "short convolution": of_peft("lfm2", ["in_proj", "out_proj", "w1", "w2"]),
 }
@@ -42,6 +50,9 @@ CASES = {
     "delta net, some, TP2+SP": ("delta net, some", LAYOUTS["TP2+SP"]),
     "delta net, fused, TP2+SP": ("delta net, fused", LAYOUTS["TP2+SP"]),
     "delta net, fused, one process": ("delta net, fused", LAYOUTS["one process"]),
+    "channel delta net, TP2+SP": ("channel delta net", LAYOUTS["TP2+SP"]),
+    "channel delta net, CP2": ("channel delta net", CP2),
+    "separate delta net, TP2": ("separate delta net", LAYOUTS["TP2"]),
     "Mamba2, TP2": ("Mamba2", LAYOUTS["TP2"]),
     "Mamba2, TP2xCP2+SP": ("Mamba2", LAYOUTS["TP2xCP2+SP"]),
     "short convolution, TP2": ("short convolution", LAYOUTS["TP2"]),

@@ -37,6 +37,7 @@ UNEVEN = ["moe", "linear_attention", "full_attention", "moe", "mlp", "linear_att
 LATENT = ["moe", "linear_attention", "full_attention", "moe"]
 HYBRIDS: dict[str, Fields] = {
     "falcon_h1": SIZES,
+    "kimi_linear": SIZES,
     "lfm2": SIZES | {"conv_bias": True},
     "lfm2_moe": SIZES | {"conv_bias": True},
     "qwen3_next": SIZES | {"attention_bias": True},
@@ -77,7 +78,9 @@ WITH_EXPERTS = (
 REFUSED = {("olmo_hybrid", "TP4 over 2 key-value groups")}
 """Each rank would normalise keys of which others have parts too."""
 DAILY = {
+    ("kimi_linear", "CP2"),
     ("lfm2", "TP2+SP"),
+    ("olmo_hybrid", "FSDP2 x 2"),
     ("qwen3_next", "TP2+SP"),
     ("nemotron_h", "CP2"),
     ("nemotron_h, latent experts", "EP2xTP2+SP"),
@@ -93,7 +96,8 @@ def family_of(model: str) -> str:
 
 
 def has_experts(model: str) -> bool:
-    return "experts" in model or model in ("lfm2_moe", "qwen3_next", "qwen3_5_moe_text")
+    alone = ("kimi_linear", "lfm2_moe", "qwen3_next", "qwen3_5_moe_text")
+    return "experts" in model or model in alone
 
 
 @pytest.mark.parametrize("model", HYBRIDS)

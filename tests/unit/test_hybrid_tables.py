@@ -32,11 +32,13 @@ FP32 = ("A_log", "linear_attn.norm.weight", "o_norm.weight", "mixer.D", "e_score
 """What makers keep in fp32."""
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "nemotron_h", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "qwen3_5_text", "nemotron_h", "olmo_hybrid", "kimi_linear"]
+)
 def test_what_makers_keep_in_fp32_comes_back_in_it(checkpoint, tmp_path: Path, family: str) -> None:
     def widen(tensors: Tensors) -> None:
         for name in tensors:
-            if name.endswith(FP32):
+            if name.endswith(FP32) or "self_attn.dt_bias" in name:
                 tensors[name] = torch.randn(tensors[name].shape)
 
     path = edit(checkpoint(family, dtype="bfloat16", tokenizer=False), tmp_path / "source", widen)
@@ -58,6 +60,7 @@ IN_MEMORY = {
 }
 """What transformers has, which some checkpoints have, too."""
 OTHER_NAMES = [
+    ("kimi_linear", {".mlp.": ".block_sparse_moe."}),
     ("olmo_hybrid", IN_MEMORY),
     ("olmo_hybrid", {"post_attention_layernorm": "feedforward_layer_norm"}),
 ]
@@ -82,6 +85,10 @@ ADAPTED = {
     "qwen3_next": ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj"],
     "nemotron_h": ["mixer.in_proj", "mixer.out_proj", "mixer.fc1_latent_proj"],
     "granitemoehybrid": ["mamba.in_proj", "mamba.out_proj"],
+    "kimi_linear": [
+        *(f"self_attn.{name}_proj" for name in ("b", "g_a", "g_b")),
+        *(f"self_attn.forget_gate.{name}_proj" for name in ("f_a", "f_b")),
+    ],
     "olmo_hybrid": [f"linear_attn.{name}_proj" for name in "qkvgbao"],
     "qwen3_5_text": [f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")],
 }

@@ -181,6 +181,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         FAR,
         "vLLM's router for CPUs leaves out correction biases of a softmax, without an error",
     ),
+    "kimi_linear": (
+        "--mamba-block-size can only be set with",
+        "vLLM has models of this family for NVIDIA's and AMD's GPUs alone",
+    ),
     "minimax_m2": (
         "AssertionError",
         "vLLM's router for CPUs has no sigmoid of experts without groups, and an empty message",

@@ -191,7 +191,8 @@ def line_of(case: Case, seen: Seen) -> family_page.Line:
     """What the page says of a case."""
     if case.name in REFUSED_HERE:
         said = why_not(seen).rpartition("RefitError: ")[2]
-        said = said.partition(": it computes")[0].partition(". Please check")[0]
+        for end in (": it computes", ". Please check", " [type="):
+            said = said.partition(end)[0]
         return family_page.Line(reason=f"{REFUSED_HERE[case.name][1]}: `{' '.join(said.split())}`")
     return family_page.Line(
         model=seen["class"],

@@ -196,7 +196,13 @@ def rows_of_channel_delta_net(block: str) -> tuple[RowBase, ...]:
             hf_dims=(1, 1, "num_heads", 1),
             **_PER_HEAD,
         ),
-        Columns(own + "dt_bias", (block + "dt_bias",), ("inner_size",), role=Role.BIAS),
+        Columns(
+            own + "dt_bias",
+            (block + "dt_bias",),
+            ("inner_size",),
+            role=Role.BIAS,
+            keeps_dtype=True,  # as makers and engines have it
+        ),
         Whole(own + "out_norm.weight", (block + "o_norm.weight",), ("head_dim",), **of_head),
         _make_output(own, block, "o_proj"),
     )

@@ -113,7 +113,8 @@ def _make_renaming(module: Any) -> Any:
             return target, None, part
         _refuse_other_operations(converter, name)
         # A pattern's only number is the index: those of layers are outside it.
-        number = re.search(pattern.replace(".", r"\.").replace("*", r"(\d+)"), name)
+        literal = pattern.replace(r"\.", ".").replace(".", r"\.")
+        number = re.search(literal.replace("*", r"(\d+)"), name)
         if number is None:
             number = re.search(r"\.(\d+)\.[^\d]*$", name)
         assert number is not None, (name, pattern)

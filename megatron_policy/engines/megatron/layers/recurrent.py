@@ -311,12 +311,16 @@ class RecurrentMixer(MegatronModule, ABC):
 
 
 def _divide_rows(tensor: ShardedTensor, parts: list[tuple[str, int]]) -> ShardedTensorFactory:
-    """The tensor as one for each of these names, with so many rows of this rank each."""
+    """The tensor as one for each of these names, with so many rows of this rank each, as far as it
+    reaches: later sections come from other projections.
+    """
     empty = tensor.without_data()
 
     def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
         whole, first, found = replace(empty, key=key, data=data, replica_id=replica_id), 0, []
         for name, rows in parts:
+            if first == len(data):
+                break
             (part,) = whole.narrow(0, first, rows)
             found.append(replace(part, key=f"{key}.{name}"))
             first += rows
