@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,9 @@ from megatron_policy.packing.microbatch import Microbatch
 _TYPES = "mm_token_type_ids"
 """The argument of composite models that says of each token which medium's it is, or 0."""
 _FEATURES, _POSITIONS = "inputs_embeds", "position_ids"
-_DEEP, _AT = "deepstack_visual_embeds", "visual_pos_masks"
-_READ = {_FEATURES, _POSITIONS, _DEEP, _AT}
+DEEP, DEEP_AT = "deepstack_visual_embeds", "visual_pos_masks"
+"""The arguments of decoders with features for their first layers, and with where they are."""
+_READ = {_FEATURES, _POSITIONS, DEEP, DEEP_AT}
 _SEEN = 8
 """Numbers of a tensor by which two are told apart before all are compared."""
 _WITHOUT_EFFECT = {"use_cache", "return_dict"}
@@ -40,10 +42,9 @@ class _Zeros(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
-        self.dtype = torch.float32
 
     def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        return ids_BS.new_zeros((*ids_BS.shape, self.width), dtype=self.dtype)
+        return ids_BS.new_zeros((*ids_BS.shape, self.width), dtype=torch.float32)
 
 
 class _Decoder(torch.nn.Module):
@@ -96,16 +97,24 @@ def parameters_on_meta() -> Iterator[None]:
 
 def build_composite(config: PolicyConfig) -> torch.nn.Module:
     """The composite model of `config.model_name` without its decoder: parameters are on the meta
-    device, buffers as its own code makes them, on the CPU.
+    device, buffers as its own code makes them, on the CPU. See `take_surroundings`.
+    """
+    from transformers import AutoModel
+
+    settings = transformers_config(config.model_name, config.hf_config_overrides)
+    with parameters_on_meta():
+        return take_surroundings(AutoModel.from_config(settings, dtype=torch.float32))
+
+
+def take_surroundings(whole: Any) -> torch.nn.Module:
+    """A composite model with the modules of `whole`, but for its decoder.
 
     ConfigError if its class is not called with the type of each token.
     """
-    from transformers import AutoModel, __version__
+    from transformers import __version__
 
-    settings = transformers_config(config.model_name, config.hf_config_overrides)
-    composite: Any
-    with parameters_on_meta():
-        composite = AutoModel.from_config(settings, dtype=torch.float32)
+    composite: Any = copy(whole)
+    composite._modules = dict(whole._modules)
     if _TYPES not in inspect.signature(composite.forward).parameters:
         raise ConfigError(
             f"the {type(composite).__name__} of transformers {__version__} does not take {_TYPES}: "
@@ -134,8 +143,6 @@ def fill_composite(
     for module in composite.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(made.device))
-        if isinstance(module, _Zeros):
-            module.dtype = made.dtype
 
 
 class _WithoutPictures(torch.autograd.Function):
@@ -229,8 +236,8 @@ class PictureEmbedder:
             return self.place(microbatch, torch.cat([values_USD.flatten(0, 1), last])[source_BS])
 
         where = self.place(microbatch, source_BS >= 0).unsqueeze(-1)
-        hidden = torch.where(where, give(given[_FEATURES]), hidden)
-        deep = (give(_spread(each_ND, given[_AT])) for each_ND in given.get(_DEEP, ()))
+        hidden = torch.where(where, give(given[_FEATURES]).to(hidden.dtype), hidden)
+        deep = (give(_spread(each_ND, given[DEEP_AT])) for each_ND in given.get(DEEP, ()))
         return _hand_back(Entering(hidden, tuple(deep)))
 
     def _media(self, microbatch: Microbatch, row: int) -> tuple[torch.Tensor | None, ...]:

@@ -26,7 +26,16 @@ from megatron_policy.engines.megatron.layers.norm import make_replica
 from megatron_policy.engines.shell import PictureEmbedder
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, own_steps, policy_config
-from tests.dist.layouts import EXPERT_LAYOUTS, OVERLAPPED, SP, Layout, layout
+from tests.dist.layouts import (
+    EXPERT_LAYOUTS,
+    FSDP1_LAYOUTS,
+    FSDP2_LAYOUTS,
+    FSDP2_TENSOR_LAYOUTS,
+    OVERLAPPED,
+    SP,
+    Layout,
+    layout,
+)
 from tests.dist.resuming import paths
 from tests.exact import ROOM, Exact, InDouble, assert_equal, furthest
 from tests.losses import loss_mask, token_nll
@@ -73,16 +82,26 @@ WITH_EXPERTS: dict[str, tuple[Layout, str]] = {
     "PP2": (layout(2, pp=2), "padded"),
     "EP2xCP2": (EXPERT_LAYOUTS["EP2xCP2"], "padded"),
 }
+SHARDED: dict[str, tuple[Layout, str]] = {
+    "FSDP2": (Layout(1, megatron={"dtensor_cfg": {}}), "packed"),
+    # The last microbatch of one rank is of text alone.
+    "FSDP2 x 2": (FSDP2_LAYOUTS["FSDP2 x 2"], "padded"),
+    "FSDP2 x 4": (FSDP2_LAYOUTS["FSDP2 x 4"], "dynamic"),
+    "FSDP2 CP2": (FSDP2_LAYOUTS["FSDP2 CP2"], "packed"),
+    "FSDP2 TP2+SP x 2": (FSDP2_TENSOR_LAYOUTS["FSDP2 TP2+SP x 2"], "packed"),
+    "FSDP1 x 2": (FSDP1_LAYOUTS["FSDP1 x 2"], "dynamic"),
+}
+"""Of the engine over transformers' own modules."""
 OLDER = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2")}
 LAYOUTS_OF = {
     "qwen2_vl": OLDER,
-    "qwen2_5_vl": LAYOUTS,
+    "qwen2_5_vl": LAYOUTS | SHARDED,
     "qwen3_5": LAYOUTS,
     "qwen3_5_moe": WITH_EXPERTS,
-    "qwen3_vl": LAYOUTS,
-    "qwen3_vl_moe": WITH_EXPERTS,
+    "qwen3_vl": LAYOUTS | SHARDED,
+    "qwen3_vl_moe": WITH_EXPERTS | {"FSDP2 x 2": SHARDED["FSDP2 x 2"]},
 }
-DAILY = {("qwen3_vl", "TP2+SP"), ("qwen3_5", "CP2")}
+DAILY = {("qwen3_vl", "TP2+SP"), ("qwen3_5", "CP2"), ("qwen3_vl", "FSDP2 x 2")}
 
 
 @cache
@@ -104,8 +123,9 @@ def planted(fault: str) -> Iterator[None]:
                 patch.object(PictureEmbedder, "positions", lambda self, microbatch: None)
             )
         if fault == "nothing deep":
+            spread = shell._spread
             stack.enter_context(
-                patch.object(shell, "_spread", lambda each, at: each.new_zeros(*at.shape, 1))
+                patch.object(shell, "_spread", lambda each, at: 0 * spread(each, at))
             )
         if fault == "partial gradients":
 
@@ -232,12 +252,21 @@ def test_pictures_in_bf16_are_as_near_to_exact_arithmetic_as_in_transformers(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("fault", ["plain positions", "nothing deep", "partial gradients"])
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("plain positions", "TP2+SP"),
+        ("nothing deep", "TP2+SP"),
+        ("partial gradients", "TP2+SP"),
+        ("plain positions", "FSDP2 x 2"),
+        ("nothing deep", "FSDP2 x 2"),
+    ],
+)
 def test_a_planted_fault_is_ten_times_further_away_than_all_rounding(
-    ranks, model_of, fault: str
+    ranks, model_of, fault: str, name: str
 ) -> None:
     (path, hf), rows = model_of("qwen3_vl"), rows_of("qwen3_vl")
-    config = configured(path, *LAYOUTS["TP2+SP"], rows)
+    config = configured(path, *LAYOUTS_OF["qwen3_vl"][name], rows)
     for rank in ranks.run(2, train_on_pictures, config, rows, fault):
         apart = {
             of: max(
@@ -254,13 +283,16 @@ def test_a_planted_fault_is_ten_times_further_away_than_all_rounding(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("saver", ["TP2+SP", "PP2"])
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [("TP2+SP", "PP2"), ("PP2", "FSDP2 x 2"), ("FSDP2 x 2", "FSDP1 x 2"), ("FSDP1 x 2", "TP2+SP")],
+)
 def test_training_goes_on_from_a_checkpoint_under_another_layout(
-    ranks, model_of, tmp_path: Path, saver: str
+    ranks, model_of, tmp_path: Path, saver: str, loader: str
 ) -> None:
     (path, hf), rows = model_of("qwen3_vl"), rows_of("qwen3_vl")
-    loader = {"TP2+SP": "PP2", "PP2": "TP2+SP"}[saver]
-    first, then = (configured(path, *LAYOUTS[name], rows) for name in (saver, loader))
+    layouts = LAYOUTS_OF["qwen3_vl"]
+    first, then = (configured(path, *layouts[name], rows) for name in (saver, loader))
     ranks.run(2, go_on_from, first, then, rows, tmp_path)
     for weights in ranks.run(2, go_on_from, None, then, rows, tmp_path):
         hf.assert_same_weights(weights)

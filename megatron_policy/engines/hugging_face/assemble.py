@@ -43,9 +43,11 @@ from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion
 from megatron_policy.engines.hugging_face.tensor_split import split
 from megatron_policy.engines.hugging_face.text_length import TextLength, untold
 from megatron_policy.engines.shared import check_embedder, describe_head, leave_unfilled
+from megatron_policy.engines.shell import PictureEmbedder, take_surroundings
 from megatron_policy.errors import ConfigError
-from megatron_policy.interfaces.embedder import TokenEmbedder
+from megatron_policy.interfaces.embedder import Embedder, TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
+from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.topology import Coords, Placement, Topology
 from megatron_policy.weights.load import DTYPES, Held, load_parameters
 
@@ -71,10 +73,10 @@ def build(
 ) -> FsdpEngine:
     """Build and load this rank's part of the model; see `EngineBuilder`."""
     copies = model_copies(config, topology.world_size)
-    module = build_module(config)
+    module = build_module(config, table.architecture.shell is not None)
     _refuse_mixing(config, module)
     names = tuple(table.hf_shapes()) or _names(config, source_dtypes)
-    sources = sources_of(module, names)
+    sources = sources_of(module, names, turned=_can_be_turned(table))
     refuse_unmatched(module, sources, names)
     groups = make_groups(topology, copies, timeout_s)
     try:
@@ -95,7 +97,7 @@ def check_build(config: PolicyConfig, table: Table, topology: Topology) -> None:
     The tensors of a model without a family are those of its files: how ranks would cut them is not
     checked.
     """
-    module = build_module(config)
+    module = build_module(config, table.architecture.shell is not None)
     _refuse_mixing(config, module)
     refuse_schedule(config, make_optimizer(config, []))
     decoder = Decoder(module)
@@ -105,7 +107,7 @@ def check_build(config: PolicyConfig, table: Table, topology: Topology) -> None:
         if tp > 1:
             plan_of(config.dtensor_cfg, module)
         return
-    sources = sources_of(module, names)
+    sources = sources_of(module, names, turned=_can_be_turned(table))
     refuse_unmatched(module, sources, names)
     region: Any = TensorRegion(_Ranks(tp), parallel_sizes(config).sequence_parallel)  # type: ignore[arg-type]
     _tensor_parallel(config, table, region, decoder, sources)
@@ -114,6 +116,12 @@ def check_build(config: PolicyConfig, table: Table, topology: Topology) -> None:
         for name, source in sources.items():
             if source.stacked:
                 split_dimension(tuple(module.get_parameter(name).shape), True, ranks)
+
+
+def _can_be_turned(table: Table) -> bool:
+    """Whether experts can be in the files with inputs before outputs."""
+    moe = table.architecture.moe
+    return not table.entries or (moe is not None and moe.inputs_first)
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,7 @@ def _build(
     text = TextLength.of(module, config.rope_length, config.max_total_sequence_length)
     region = TensorRegion(groups.batch.tp, parallel_sizes(config).sequence_parallel)
     shares = _tensor_parallel(config, table, region, decoder, sources)
-    embed = module.get_input_embeddings().forward
+    embedder = _embedder(table, decoder, groups, region)
     choose_experts(decoder.model, DTYPES[config.precision])
     sharding = _shared_out(config, decoder, groups, sources)
     own = sharded_table(decoder, table, sources, sharding, shares)
@@ -173,13 +181,28 @@ def _build(
         torch.float32,
         decoder,
         sharding,
-        TokenEmbedder(embed),
+        embedder,
         _head(config, table, groups, decoder, region),
         trainable,
         PendingReads(),
         Recorder() if trainable is None else trainable.stopwatch.recorder,
         text,
     )
+
+
+def _embedder(table: Table, decoder: Decoder, groups: FsdpGroups, region: TensorRegion) -> Embedder:
+    """What embeds tokens within `Decoder.forward`, where FSDP has gathered the weights."""
+    text = TokenEmbedder(decoder.model.get_input_embeddings().forward)
+    shell = table.architecture.shell
+    if shell is None:
+        return text
+
+    def place(microbatch: Microbatch, values_BS: torch.Tensor) -> torch.Tensor:
+        own_TR = microbatch.layout.take(values_BS, groups.batch.cp.rank())
+        own_RT = own_TR.transpose(0, 1).contiguous()
+        return own_RT.chunk(region.size, 1)[region.rank] if region.splits_tokens else own_RT
+
+    return PictureEmbedder(text, shell, take_surroundings(decoder.model.base_model), place)
 
 
 def _tensor_parallel(
@@ -311,7 +334,8 @@ def _refuse_mixing(config: PolicyConfig, module: Any) -> None:
         )
     if key in (None, "dynamic_batching"):
         return
-    kinds = set(getattr(module.config, "layer_types", None) or _WHOLE_SEQUENCES)
+    settings = module.config.get_text_config()
+    kinds = set(getattr(settings, "layer_types", None) or _WHOLE_SEQUENCES)
     others = sorted(kinds - _WHOLE_SEQUENCES)
     attends = getattr(module, "_supports_attention_backend", False)
     if others or not attends or getattr(module, "_is_stateful", False):

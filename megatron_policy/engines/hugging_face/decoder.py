@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 
+from megatron_policy.engines.shell import DEEP, DEEP_AT
 from megatron_policy.errors import ConfigError
+from megatron_policy.interfaces.embedder import Entering
 
-Embed = Callable[[torch.Tensor], torch.Tensor]
-"""From tokens `[R, T]` to what the model's code is to take for their embedding."""
+Embed = Callable[[torch.Tensor], Entering]
+"""From tokens `[R, T]` to what the model's code is to take for their embedding, and what it is to
+add to the outputs of its first layers.
+"""
 Finish = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states `[T, R, D]` to what a forward pass returns."""
 
@@ -43,37 +47,48 @@ class Decoder(torch.nn.Module):
     def forward(
         self,
         tokens_RT: torch.Tensor,
-        positions_RT: torch.Tensor,
+        positions: torch.Tensor,
         embed: Embed,
         finish: Finish,
         cache: Any = None,
     ) -> torch.Tensor:
-        """What `finish` makes of the hidden states. `cache` is one of transformers, or None.
+        """What `finish` makes of the hidden states. Tokens have one position each, `[R, T]`, or
+        three, `[3, R, T]`. `cache` is one of transformers, or None.
 
         The model is given the tokens, not their embedding: some read them in other places too.
         """
-        with _computing(self.model.get_input_embeddings(), embed):
+        entering = embed(tokens_RT)
+        deep = {}
+        if entering.deep:
+            # The features at all tokens that the mask names, one after another.
+            features = [each_RTD.flatten(0, 1) for each_RTD in entering.deep]
+            everywhere_RT = torch.ones_like(entering.hidden[..., 0], dtype=torch.bool)
+            deep = {DEEP: features, DEEP_AT: everywhere_RT}
+        with _computing(self.model.get_input_embeddings(), lambda _: entering.hidden):
             output = self.base(
                 input_ids=tokens_RT,
-                position_ids=positions_RT,
+                position_ids=positions,
                 # Without one, transformers looks for packed sequences, and waits for the device.
                 attention_mask=None if cache is not None else torch.ones_like(tokens_RT),
                 past_key_values=cache,
                 use_cache=cache is not None,
+                **deep,
             )
         return finish(output.last_hidden_state.transpose(0, 1))
 
     @property
     def layers(self) -> list[torch.nn.Module]:
         """The layers of the decoder, in order: of the lists of modules, the one with most."""
-        lists = [m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)]
+        lists = [m for m in self.base.modules() if isinstance(m, torch.nn.ModuleList)]
         inner = {id(m) for each in lists for m in each.modules() if m is not each}
         outer = [list(each) for each in lists if id(each) not in inner]
         return max(outer, key=len)
 
 
 @contextmanager
-def _computing(module: torch.nn.Module, forward: Embed) -> Iterator[None]:
+def _computing(
+    module: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
     """In this context `module` computes `forward` in place of what it computes itself."""
     own = vars(module).pop("forward", None)
     module.forward = forward

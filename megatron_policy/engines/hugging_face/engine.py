@@ -23,7 +23,7 @@ from megatron_policy.engines.hugging_face.sharding import Sharding
 from megatron_policy.engines.hugging_face.table import local_part
 from megatron_policy.engines.hugging_face.text_length import TextLength
 from megatron_policy.engines.shared import GrowingRows, collect_storages
-from megatron_policy.interfaces.embedder import Embedder
+from megatron_policy.interfaces.embedder import Embedder, Entering
 from megatron_policy.interfaces.engine import Loss, NewCache
 from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.pending_reads import PendingReads
@@ -63,7 +63,7 @@ class CachedDecoder:
         logits_BV: torch.Tensor = self.decoder(
             tokens_BT[:, first:position],
             self.positions[..., first:position],
-            lambda tokens_BS: self.rows.enter(tokens_BS, first).hidden,
+            lambda tokens_BS: self.rows.enter(tokens_BS, first),
             self.head.next_logits,
             self.cache,
         )
@@ -149,20 +149,22 @@ class FsdpEngine:
         layout, rank = microbatch.layout, self.groups.cp.rank()
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
         positions_BS = self.embedder.positions(microbatch)
-        positions_RT = layout.take_positions(rank, positions_BS).T.contiguous()
+        positions_TR = layout.take_positions(rank, positions_BS)
+        # Models that have three positions of a token want these first of all.
+        positions = positions_TR.permute(*reversed(range(positions_TR.ndim))).contiguous()
 
         def made(hidden_TRD: torch.Tensor) -> torch.Tensor:
             return finish(Output(hidden_TRD, microbatch, self.head, self.groups.cp))
 
-        def embed(tokens_RT: torch.Tensor) -> torch.Tensor:
-            return self.embedder.enter(tokens_RT, microbatch).hidden
+        def embed(tokens_RT: torch.Tensor) -> Entering:
+            return self.embedder.enter(tokens_RT, microbatch)
 
         try:
             with (
                 nullcontext() if gradients else torch.no_grad(),
                 self.text.of_batch(microbatch.text_length),
             ):
-                value: torch.Tensor = self.sharding.root(tokens_RT, positions_RT, embed, made)
+                value: torch.Tensor = self.sharding.root(tokens_RT, positions, embed, made)
         except BaseException:
             self.sharding.reshard()
             raise

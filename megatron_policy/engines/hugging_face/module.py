@@ -21,26 +21,28 @@ from megatron_policy.errors import ConfigError, ConversionError
 _SHOWN = 8
 
 
-def build_module(config: PolicyConfig) -> Any:
-    """The causal language model of `config.model_name`: its parameters are fp32 and on the meta
-    device, its buffers as its own code makes them, on the CPU.
+def build_module(config: PolicyConfig, surrounded: bool) -> Any:
+    """The causal language model of `config.model_name`, or that which also sees pictures if its
+    decoder is `surrounded`: parameters are fp32 and on the meta device, buffers as its own code
+    makes them, on the CPU.
 
     ConfigError if transformers cannot build it.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     settings = transformers_config(config.model_name, config.hf_config_overrides)
     asked = transformers_settings(config).attn_implementation
-    cls = AutoModelForCausalLM._model_mapping.get(type(settings), None)
+    auto: Any = AutoModelForImageTextToText if surrounded else AutoModelForCausalLM
+    cls = auto._model_mapping.get(type(settings), None)
     # Whether the class lets attention be computed by others than itself.
     open_to_others = asked != "auto" or getattr(cls, "_supports_attention_backend", False)
-    name = register_attention(asked) if open_to_others else None
+    name: Any = register_attention(asked) if open_to_others else None
+    if surrounded and name is not None:
+        name = {"text_config": name}  # a tower's is not causal
     section = parallel_sizes(config).section
     try:
         with parameters_on_meta():
-            module = AutoModelForCausalLM.from_config(
-                settings, attn_implementation=name, dtype=torch.float32
-            )
+            module = auto.from_config(settings, attn_implementation=name, dtype=torch.float32)
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"transformers cannot build the model of {config.model_name}: {error}. If it says that "
@@ -60,13 +62,16 @@ class SourceTensors:
     stacked: bool = False
 
 
-def sources_of(module: Any, hf_names: Iterable[str]) -> dict[str, SourceTensors]:
+def sources_of(
+    module: Any, hf_names: Iterable[str], *, turned: bool = True
+) -> dict[str, SourceTensors]:
     """Which of the HF tensors `hf_names` make each parameter and persistent buffer of the module,
-    by the name that it has there; what nothing is made of is left out.
+    by the name that it has there; what nothing is made of is left out. Those of which transformers
+    transposes what earlier releases have saved can be `turned`, or are known not to be.
 
     ConversionError where transformers changes tensors in a way that is not supported.
     """
-    rename = _make_renaming(module)
+    rename = _make_renaming(module, turned)
     found: dict[str, dict[tuple[int, int], str]] = {}
     stacked: set[str] = set()
     for name in hf_names:
@@ -89,7 +94,7 @@ def _group_by_index(places: dict[tuple[int, int], str]) -> tuple[tuple[str, ...]
     )
 
 
-def _make_renaming(module: Any) -> Any:
+def _make_renaming(module: Any, turned: bool) -> Any:
     """A function from the name of an HF tensor to that of its parameter, its index in the stack or
     None, and its number among what is joined there.
     """
@@ -111,6 +116,8 @@ def _make_renaming(module: Any) -> Any:
         part = converter.source_patterns.index(pattern)
         if _operations_of(converter) == [("Concatenate", 0)]:
             return target, None, part
+        if not turned and all(getattr(each, "check_dims", False) for each in converter.operations):
+            return target, None, 0
         _refuse_other_operations(converter, name)
         # A pattern's only number is the index: those of layers are outside it.
         literal = pattern.replace(r"\.", ".").replace(".", r"\.")

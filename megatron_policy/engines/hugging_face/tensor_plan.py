@@ -47,10 +47,16 @@ _ATTENTION |= {f"{_LAYER}self_attn.o_proj": "rowwise"}
 _MLP = {f"{_LAYER}mlp.{name}_proj": "colwise" for name in ("gate", "up")}
 _MLP |= {f"{_LAYER}mlp.down_proj": "rowwise"}
 _EXPERTS = {f"{_LAYER}mlp.experts": "moe_tp_experts"}
+_SURROUNDED = {
+    name.replace("model.", "model.language_model.", 1): style
+    for name, style in (_ATTENTION | _MLP).items()
+}
 _OURS: dict[str, dict[str, str]] = {
     "glm4_moe_lite": _MLP | _EXPERTS,
     "gpt_oss": _ATTENTION | _EXPERTS | {f"{_LAYER}self_attn": "local_sinks"},
     "hunyuan_v1_dense": _ATTENTION | _MLP,
+    "qwen2_5_vl": _SURROUNDED,
+    "qwen3_vl": _SURROUNDED,
 }
 """By transformers' name of the model, where its own plan has nothing but the ends, or styles that
 are not supported: latent attention stays whole.

@@ -75,7 +75,7 @@ class _Splitting:
         self._joined = {
             id(each) for child, pure in self._blocks if pure for each in child.modules()
         }
-        self._copies = _count_key_copies(model.config, plan, region.size)
+        self._copies = _count_key_copies(model.config.get_text_config(), plan, region.size)
 
     def _is_pure(self, child: Module) -> bool:
         """Whether its linear layers are all cut, so that only its ends exchange activations."""
@@ -218,7 +218,7 @@ class _Splitting:
             self._partial |= {id(p) for p in self._decoder.model.parameters()} - inside
 
     def _count_queries_of_key(self) -> int:
-        settings = self._decoder.model.config
+        settings = self._decoder.model.config.get_text_config()
         heads = settings.num_attention_heads
         groups = getattr(settings, "num_key_value_heads", None) or heads
         queries: int = heads // max(groups, self._region.size)

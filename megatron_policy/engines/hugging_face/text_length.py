@@ -57,7 +57,7 @@ def untold(model: Any) -> str | None:
     """
     if any(_find_kinds(module) for module in model.modules()):
         return None
-    return next(map(_name_type, _find_by_length(model.config)), None)
+    return next(map(_name_type, _find_by_length(model.config.get_text_config())), None)
 
 
 def _find_kinds(module: Any) -> list[Mapping[str, Any]]:
