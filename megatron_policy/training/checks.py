@@ -20,6 +20,7 @@ from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import count_patches, inside
 from megatron_policy.training.transformers_keys import (
     check_labels,
+    check_medium_types,
     refuse_unread_inputs,
     take_model_inputs,
 )
@@ -68,6 +69,7 @@ def check_batch(
     take_model_inputs(batch)
     batch["input_ids"] = check_tokens(batch, vocab_size)
     check_temperature(batch)
+    check_medium_types(batch, () if shell is None else shell.media)
     if shell is not None:
         check_pictures(batch, shell)
     return batch

@@ -14,6 +14,7 @@ from megatron_policy.config import PolicyConfig, RolloutMismatchConfig
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.layout import microbatch_round, microbatches
 from megatron_policy.converters.architecture import Architecture, ScalarHead, Shell
+from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.interfaces import LossFunction
 from megatron_policy.packing.batching import Batching
@@ -37,6 +38,7 @@ from megatron_policy.training.replay import Replay, RouterReplay
 from megatron_policy.training.results import TrainResult
 from megatron_policy.training.rollout_mismatch import check_rollouts
 from megatron_policy.training.speed import merge_speeds
+from megatron_policy.training.value_checks import narrow_pixels
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class BatchDispatcher:
     attachments: tuple[str, ...] = ()
     shell: Shell | None = None
     mismatch: RolloutMismatchConfig = field(default_factory=RolloutMismatchConfig)
+    dtype: torch.dtype = torch.float32
+    """In which towers compute."""
 
     @classmethod
     def of(
@@ -97,6 +101,7 @@ class BatchDispatcher:
             architecture.attachments,
             architecture.shell,
             config.rollout_mismatch,
+            dtype_named(config.precision),
         )
 
     def to_train(
@@ -145,6 +150,7 @@ class BatchDispatcher:
         training = for_loss(self.training, loss_fn)
         keys = self.attachments
         data = check_training_data(data, self.vocab_size, training, keys, self.shell)
+        self._narrow(data)
         self.longest.check(data)
         data = self.replay.prepare(data)
         check_loss_inputs(loss_fn, data, self.vocab_size)
@@ -155,12 +161,17 @@ class BatchDispatcher:
         """Each rank's rows of the whole batch; BatchError naming invalid data."""
         _refuse_plan(data)
         data = check_batch(data, self.vocab_size, self.attachments, self.shell)
+        self._narrow(data)
         lengths = check_lengths(data, self.scoring)
         self.longest.check(data)
         data = self.replay.prepare(data, replay)
         if self.scoring.kind == "padded":
             return ShardedBatch(shard_evenly(data, self.topology.dp), data.size)
         return shard_by_plan(data, lengths, self.scoring, self.topology, self.cost)
+
+    def _narrow(self, data: BatchedDataDict) -> None:
+        if self.shell is not None:
+            narrow_pixels(data, self.shell, self.dtype)
 
     def to_generate(self, prompts: BatchedDataDict) -> ShardedBatch:
         """Each rank's prompts; BatchError naming one that cannot be continued."""

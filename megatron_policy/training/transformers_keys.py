@@ -5,12 +5,13 @@ Shapes: B rows, S positions.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.architecture import Medium
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.microbatch import counted, inside
 from megatron_policy.training.value_checks import holds_integers
@@ -77,6 +78,30 @@ def take_model_inputs(batch: BatchedDataDict) -> None:
                 f"token_type_ids has {types_BS[found]} in row {found[0]} at position {found[1]}: "
                 "models have one type of token here. Leave the key out"
             )
+
+
+def check_medium_types(batch: BatchedDataDict, media: Sequence[Medium]) -> None:
+    """BatchError, naming the row, for `mm_token_type_ids` that are not the number of each token's
+    medium, from 1 on in the order of `media`, and 0 for text. What the policy has drawn is text,
+    and rows that do not count are not compared.
+    """
+    if "mm_token_type_ids" not in batch:
+        return
+    types_BS, tokens_BS = _of_tokens(batch, "mm_token_type_ids"), batch["input_ids"]
+    wanted_BS = torch.zeros_like(types_BS)
+    for number, medium in enumerate(media, start=1):
+        wanted_BS[tokens_BS == medium.placeholder] = number
+    compared_BS = inside(batch)
+    if "sample_mask" in batch:
+        compared_BS = compared_BS & (batch["sample_mask"] != 0).unsqueeze(-1)
+    drawn_BS = batch["token_mask"] != 0 if "token_mask" in batch else compared_BS
+    wrong_BS = (types_BS != wanted_BS) & ~(drawn_BS & (types_BS == 0))
+    if (found := _first(wrong_BS & compared_BS)) is not None:
+        raise BatchError(
+            f"mm_token_type_ids has {types_BS[found]} in row {found[0]} at position {found[1]}, "
+            f"where token {tokens_BS[found]} makes it {wanted_BS[found]}: pass the model's "
+            "processor's, or leave the key out"
+        )
 
 
 def check_labels(batch: BatchedDataDict, reads_logprobs: bool) -> None:

@@ -7,7 +7,7 @@ Shapes: B rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -76,20 +76,41 @@ def take_attachments(batch: BatchedDataDict, keys: Collection[str]) -> None:
     """Make what is under each of `keys` a list with a tensor, or None, for each row, without the
     rest of a larger tensor of which it is a part. BatchError for other entries.
     """
+
+    def take(each: torch.Tensor) -> torch.Tensor:
+        part = each.untyped_storage().nbytes() > each.nbytes
+        return each.detach().clone() if part else each.detach()
+
     for key in keys:
-        if key not in batch:
-            continue
-        rows: list[Any] = list(batch[key])
+        rows: list[Any] = list(batch.get(key, ()))
         for row, each in enumerate(rows):
-            if isinstance(each, torch.Tensor):
-                part = each.untyped_storage().nbytes() > each.nbytes
-                rows[row] = each.detach().clone() if part else each.detach()
-            elif each is not None:
+            if each is not None and not isinstance(each, torch.Tensor):
                 raise BatchError(
                     f"{key!r} has a {type(each).__name__} in row {row}: the model reads a tensor "
                     "there, or None in a row that has nothing"
                 )
-        batch[key] = rows
+        if key in batch:
+            batch[key] = _change_rows(rows, take)
+
+
+def narrow_pixels(batch: BatchedDataDict, shell: Shell, dtype: torch.dtype) -> None:
+    """Make what the towers read `dtype`, in which they compute, where that is narrower: they begin
+    with it, so nothing changes but the bytes that travel.
+    """
+    for medium in shell.media:
+        if medium.values in batch:
+            batch[medium.values] = _change_rows(
+                batch[medium.values],
+                lambda each: each.to(dtype) if each.element_size() > dtype.itemsize else each,
+            )
+
+
+def _change_rows(
+    rows: Sequence[torch.Tensor | None], change: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Each row's tensor changed; one that several rows have stays one, which travels once."""
+    known = {id(each): None if each is None else change(each) for each in rows}
+    return [known[id(each)] for each in rows]
 
 
 def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:

@@ -7,6 +7,7 @@ Shapes: B rows, S positions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -24,6 +25,7 @@ from megatron_policy.engines import shell
 from megatron_policy.engines.megatron import assemble
 from megatron_policy.engines.megatron.layers.norm import make_replica
 from megatron_policy.engines.shell import PictureEmbedder
+from megatron_policy.errors import BatchError
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, own_steps, policy_config
 from tests.dist.layouts import (
@@ -154,6 +156,17 @@ def go_on_from(
         return {name: tensor.clone() for name, tensor in policy.export()}
 
 
+def refuse_pictures(policy: Any, step: BatchedDataDict, mbs: int) -> str:
+    """What is said of a step in which the last replica lacks pixels."""
+    pixels = step["pixel_values"]
+    if policy.coords.dp == policy.topology.dp - 1:
+        pixels = [None if each is None else each[4:] for each in pixels]
+    with pytest.raises(BatchError) as error:
+        broken = BatchedDataDict({**step, "pixel_values": pixels})
+        policy.train(broken, LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=mbs)
+    return str(error.value)
+
+
 def train_on_pictures(
     config: dict[str, Any], rows: BatchedDataDict, fault: str = ""
 ) -> dict[str, Any]:
@@ -169,6 +182,7 @@ def train_on_pictures(
         texts = BatchedDataDict({key: share[key] for key in keys})
         seen: dict[str, Any] = {"dp": policy.coords.dp, "logprobs": policy.logprobs(texts)}
         mbs = 4 if policy.topology.dp == 1 else 1
+        seen["refused"] = refuse_pictures(policy, own_steps(policy, rows)[0], mbs)
         seen["steps"] = [
             policy.train(step, LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=mbs)
             for step in own_steps(policy, rows)
@@ -223,6 +237,7 @@ def test_pictures_count_as_in_transformers(ranks, model_of, family: str, name: s
     order = BatchedDataDict({"row": torch.arange(rows.size)})
     shares = order.shard_by_batch_size(1 + max(rank["dp"] for rank in seen), GLOBAL_BATCH)
     for rank in seen:
+        assert re.search("(20|36) patches in row .* count (24|40)|rank has ref", rank["refused"])
         if "few" in batching:
             assert max(rank["patches"]) <= FEW
         own = shares[rank["dp"]]["row"]

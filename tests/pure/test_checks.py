@@ -90,6 +90,8 @@ SHELL = Shell(
 )
 GRID = torch.tensor([[1, 2, 4], [1, 2, 2]])
 
+TYPES = torch.tensor([[0] * 6, [1, 1, 0, 1, 0, 0], [2, 0, 0, 0, 0, 0]])
+
 
 def pictured(**changes: object) -> BatchedDataDict:
     """Three rows: of text, with two pictures of two tokens and one, and with a film of one token
@@ -110,7 +112,11 @@ def pictured(**changes: object) -> BatchedDataDict:
 
 
 def test_pictures_that_fit_their_placeholders_pass_and_what_was_drawn_is_text() -> None:
-    for changes in ({}, {"token_mask": None}):
+    drawn = TYPES + torch.tensor([[0] * 6, [0] * 6, [0, 0, 0, 2, 1, 0]])
+    for changes in (
+        *({}, {"token_mask": None}, {"mm_token_type_ids": TYPES}, {"mm_token_type_ids": drawn}),
+        {"mm_token_type_ids": TYPES.flip(0), "sample_mask": torch.zeros(3)},
+    ):
         check_batch(pictured(**changes), 9, SHELL.attachments, SHELL)
     check_training_data(pictured(), 9, PADDED, SHELL.attachments, SHELL)
 
@@ -131,6 +137,8 @@ def test_pictures_that_fit_their_placeholders_pass_and_what_was_drawn_is_text() 
         ({"image_grid_thw": [None, GRID - 1, None]}, "multiples of 2"),
         ({"image_grid_thw": [None, GRID + 1, None]}, "multiples of 2"),
         ({"image_grid_thw": [None, GRID.float(), None]}, "in row 1: pass integers"),
+        ({"mm_token_type_ids": TYPES.flip(0)}, "has 2 in row 0 .* 0, where token 1 makes it 0"),
+        ({"mm_token_type_ids": TYPES * (TYPES != 2)}, "has 0 in row 2 .* token 8 makes it 2"),
     ],
 )
 def test_pictures_that_do_not_fit_are_named_with_their_row(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import RolloutMismatchConfig
+from megatron_policy.converters.architecture import Medium, Shell
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import sequence_cost
@@ -99,6 +100,21 @@ def test_attachments_go_with_their_rows_and_without_those_of_others(training: Ba
                 assert features.shape == (1000,) and bool((features == row).all())
                 assert picture is None if row % 3 else torch.equal(picture[0], features)
             assert len(pickle.dumps(shard)) < 2 * 4000 * (shard.size + 1)
+
+
+def test_pixels_travel_once_for_all_rows_that_share_them_in_the_dtype_of_the_towers() -> None:
+    shell = Shell((("tower", (1,)),), "", (Medium(9, "pixels", "grids"),), 4)
+    dealer = replace(dealer_of(PADDED), attachments=shell.attachments, shell=shell)
+    data = numbered(8, 3) | {"input_lengths": torch.full((8,), 3), "sample_mask": torch.ones(8)}
+    data["input_ids"][:, 0], data["token_mask"] = 9, torch.tensor([[0, 1, 1]]).repeat(8, 1)
+    data["pixels"] = [torch.rand(4, 1000)] * 8
+    data["grids"] = [torch.tensor([[1, 2, 2]])] * 8
+    for dtype in (torch.float32, torch.bfloat16):
+        narrow = replace(dealer, dtype=dtype)
+        for shard in (*narrow.to_train(data, TokenNLL(), 8, 1), *narrow.to_score(data).shards):
+            assert len(pickle.dumps(shard)) < 4000 * dtype.itemsize + 4000
+            for pixels in pickle.loads(pickle.dumps(shard))["pixels"]:
+                assert torch.equal(pixels, data["pixels"][0].to(dtype))
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5))
