@@ -13,9 +13,10 @@ from megatron_policy.memory.states import SEND_WEIGHTS
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.policy.session import Session
 from megatron_policy.refit.delivery import Transport, deliver
-from megatron_policy.refit.detached import DetachedRefits
+from megatron_policy.refit.detached import DetachedRefits, WholeSets
 from megatron_policy.refit.exporter import stream_tensors
 from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.transports.delta_stream import DeltaStream
 from megatron_policy.refit.transports.deltas import DeltaDirectory
 from megatron_policy.refit.transports.disk import (
     DEFAULT_MAX_SHARD_BYTES,
@@ -23,6 +24,9 @@ from megatron_policy.refit.transports.disk import (
     export_directory,
 )
 from megatron_policy.refit.transports.peft import PeftDirectory
+
+Destination = Transport | DeltaDirectory | DeltaStream
+"""To where weights are sent, and whether all of them or what has changed."""
 
 
 class WeightExports:
@@ -74,9 +78,7 @@ class WeightExports:
         stream = stream_tensors(exporter, exporter.plan(dtype=dtype))
         return self._session.memory.during("export()", SEND_WEIGHTS, stream)
 
-    def refit(
-        self, transport: Transport | DeltaDirectory, *, adapters: bool = False
-    ) -> RefitManifest:
+    def refit(self, transport: Destination, *, adapters: bool = False) -> RefitManifest:
         """Send the weights to an engine, merged with adapters if there are any, or the `adapters`
         alone, by PEFT's names; a transport sends one of them, always the same. Returns what this
         rank sent and how fast. RefitError, on every rank, if any rank's engine refused or did not
@@ -88,12 +90,14 @@ class WeightExports:
         steps = self._session.state.steps
         if isinstance(transport, DeltaDirectory):
             sent = transport.deliver(exporter, steps)
+        elif isinstance(transport, DeltaStream):
+            sent = self._detached.deliver(exporter, transport, steps)
         else:
             sent = deliver(exporter, transport, steps)
         self._metrics.sent(sent)
         return sent
 
-    def begin_refit(self, transport: Transport | DeltaDirectory, *, adapters: bool = False) -> None:
+    def begin_refit(self, transport: Destination, *, adapters: bool = False) -> None:
         """Begin a refit as `refit` does, of the weights as they are now, and return when they are
         copied to host memory: training, and all else, may go on while engines receive. One that is
         under way is finished first, as by `finish_refit`. `megatron-policy plan --refit` says the
@@ -107,7 +111,8 @@ class WeightExports:
             )
         self.finish_refit()
         exporter = self._session.exporter.select(adapters=adapters)
-        self._detached.begin(exporter, transport, self._session.state.steps)
+        source = transport if isinstance(transport, DeltaStream) else WholeSets(transport)
+        self._detached.begin(exporter, source, self._session.state.steps)
 
     def finish_refit(self) -> RefitManifest | None:
         """Wait for the refit that `begin_refit` has begun; return what this rank sent and how fast,

@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from megatron_policy.coordination.operation import REFITS
 from megatron_policy.device import make_side_stream, on_side_stream, queued
@@ -30,6 +31,54 @@ from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.ranks import RefitRanks
 
 _log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Copies what a refit sends, and then sends it."""
+
+    def begin(
+        self,
+        exporter: Exporter,
+        ranks: RefitRanks,
+        pool: PinnedMemoryPool,
+        step: int,
+        *,
+        beside: bool,
+    ) -> Callable[[], RefitManifest]:
+        """Copy, and return what sends the weights as they are now, after `step` optimizer steps,
+        with those `ranks`, which exchange host memory. With `beside`, where all that it needs is in
+        the pool, the weights can change meanwhile. Both are collective over all ranks; RefitError
+        on all of them if any failed.
+        """
+
+
+class WholeSets:
+    """All weights, over a transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def begin(
+        self,
+        exporter: Exporter,
+        ranks: RefitRanks,
+        pool: PinnedMemoryPool,
+        step: int,
+        *,
+        beside: bool,
+    ) -> Callable[[], RefitManifest]:
+        """See `Source`."""
+        began, plan = time.perf_counter(), self._transport.plan(exporter)
+        planned = None if plan is None else plan.in_rounds
+        frozen, failure = exporter, None
+        ranks.begin()
+        try:
+            frozen = exporter.freeze(planned, ranks, pool)
+        except Exception as error:
+            failure = error
+        ranks.agree(failure)
+        frozen.begin()
+        return lambda: carry_out(frozen, self._transport, planned, step, began)
 
 
 class DetachedRefits:
@@ -46,31 +95,23 @@ class DetachedRefits:
         self._sent: RefitManifest | None = None
         self._failure: Exception | None = None
 
-    def begin(self, exporter: Exporter, transport: Transport, step: int) -> None:
+    def deliver(self, exporter: Exporter, source: Source, step: int) -> RefitManifest:
+        """Send, and return when that is done. Collective, after `finish`."""
+        return source.begin(exporter, self._join(exporter), self._pool, step, beside=False)()
+
+    def begin(self, exporter: Exporter, source: Source, step: int) -> None:
         """Begin to send what the exporter exports, as it is after `step` optimizer steps. When it
         returns, the weights can change or move.
 
         Collective, after `finish`. RefitError on all ranks if one has no memory for its copy.
         """
         assert self._thread is None, "one is under way"
-        began, plan = time.perf_counter(), transport.plan(exporter)
-        planned = None if plan is None else plan.in_rounds
-        if self._ranks is None:
-            self._ranks = exporter.ranks.apart()
-        self._pool.reset()
-        frozen, failure = exporter, None
-        self._ranks.begin()
-        try:
-            frozen = exporter.freeze(planned, self._ranks, self._pool)
-        except Exception as error:
-            failure = error
-        self._ranks.agree(failure)
-        frozen.begin()
+        deliver = source.begin(exporter, self._join(exporter), self._pool, step, beside=True)
         point = queued()
 
         def send() -> RefitManifest:
             with on_side_stream(point, self._stream):
-                return carry_out(frozen, transport, planned, step, began)
+                return deliver()
 
         self._step = step
         # A process that fails must not wait for an engine before it ends.
@@ -96,6 +137,13 @@ class DetachedRefits:
         """Leave the process groups, after `finish`."""
         if self._ranks is not None:
             self._ranks.close()
+
+    def _join(self, exporter: Exporter) -> RefitRanks:
+        """The ranks that exchange host memory; what was copied for the last refit can go."""
+        if self._ranks is None:
+            self._ranks = exporter.ranks.apart()
+        self._pool.reset()
+        return self._ranks
 
     def _run(self, send: Callable[[], RefitManifest]) -> None:
         try:

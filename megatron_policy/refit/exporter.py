@@ -24,12 +24,13 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.engine import Adapters, TrainingEngine
 from megatron_policy.memory.pinned_pool import PinnedMemoryPool
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.manifest import ServedModel
+from megatron_policy.refit.manifest import ServedModel, WeightVersion
 from megatron_policy.refit.plan import RefitPlan, RefitTensor
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.ranks import RefitRanks
 from megatron_policy.refit.rounds import Kept, make_rounds, stream_together
 from megatron_policy.refit.sources import Filled, Place, Sources, stream_alone
+from megatron_policy.refit.streams import Streams, plan_streams
 
 _KEPT_PLANS = 64
 
@@ -114,10 +115,11 @@ class Exporter:
         self.served_model = served_model
         """What an engine has to set up for what is exported."""
         self._sources, self._model, self._alone = sources, model, alone
-        self.published: dict[Path, Any] = {}
-        """What a transport keeps from one refit to the next, by its directory."""
+        self.published: dict[object, Any] = {}
+        """What is kept from one refit by deltas to the next: by directory, or by `DeltaStream`."""
         self._plans: dict[object, RefitPlan] = {}
         self._kept: Sequence[Kept] | None = None
+        self._streams: Sequence[Streams] = ()
 
     @property
     def probe(self) -> Tensor:
@@ -153,31 +155,43 @@ class Exporter:
         if plan is None:
             return frozen
         groups = ranks.join_groups()
-        self._sources.restart()
+        self.restart()
         frozen._kept = [
             make_rounds(each, self._sources, groups.of(each.of_experts), groups.pp).keep(pool)
             for each in plan.exchanges
         ]
-        self._sources.restart()
+        self.restart()
         synchronize()
         return frozen
 
+    def versioned(self, version: WeightVersion, streams: Sequence[Streams] = ()) -> Exporter:
+        """This exporter, which says which weights it exports; with `streams` it exports these, what
+        ranks have changed, in place of tensors.
+        """
+        other = copy(self)
+        other.served_model, other._streams = replace(self.served_model, version=version), streams
+        return other
+
     def view(self, entry: Entry, region: Region) -> Tensor:
         """Those elements of this rank's parameter as it is now, merged with its adapter; what is
-        merged is kept until the next operation begins or ends.
+        merged is kept until the next operation begins or ends, or `restart`.
         """
         return self._sources.view(entry, region)
 
+    def restart(self) -> None:
+        """Forget what was merged: adapters may have changed, or nobody needs it now."""
+        self._sources.restart()
+
     def begin(self) -> None:
         """Begin an operation of all ranks; see `RefitRanks.begin`."""
-        self._sources.restart()
+        self.restart()
         self.ranks.begin()
 
     def agree(self, failure: Exception | None) -> None:
         """End an operation, collectively: RefitError on all ranks, with reasons, if any failed.
         What was merged is no longer needed.
         """
-        self._sources.restart()
+        self.restart()
         self.ranks.agree(failure)
 
     def plan(
@@ -193,6 +207,9 @@ class Exporter:
         `as_stored` keeps the checkpoint's dtypes, whatever engines get.
         """
         size = bucket_bytes or self.bucket_bytes
+        if self._streams:
+            stages = (self.coords.pp,) if own_stage else range(self.topology.pp)
+            return plan_streams(self._streams, stages, size)
         dtype = None if as_stored else dtype or self.dtype
         key = (names, own_stage, size, dtype)
         if key not in self._plans:
@@ -212,7 +229,7 @@ class Exporter:
         ranks that gather together must iterate to the end, even those that place nothing.
         RefitError if one of them does not take part in time.
         """
-        if self.topology.world_size > 1 or self._kept is not None:
+        if self.topology.world_size > 1 or self._kept is not None or self._streams:
             return self.ranks.watch(self._exchange(plan, place))
         return chain.from_iterable(
             stream_alone(exchange, self._sources, place) for exchange in plan.exchanges
@@ -224,6 +241,8 @@ class Exporter:
             if exchange.gathers or exchange.in_rounds:
                 group = groups.of(exchange.of_experts)
                 kept = None if self._kept is None else self._kept[number]
+                if self._streams:
+                    kept = self._streams[number].keep(exchange, self.coords.pp)
                 # Nothing keeps the buffer of these rounds while the next exchange makes its own.
                 yield from stream_together(
                     exchange, make_rounds(exchange, self._sources, group, groups.pp, kept), place

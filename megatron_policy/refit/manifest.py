@@ -7,13 +7,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
+from megatron_policy.formats.manifest_values import count, text
 
 FORMAT = 1
 _NAMED = 8  # most names of one kind that an error lists
@@ -22,9 +23,33 @@ Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 
 
+StagedVersion = tuple[str, int] | None
+"""The chain and the version of the weights that an engine has staged, if they are of one."""
+
+
+def read_version(value: Any) -> StagedVersion:
+    """A version from JSON; ValueError for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError(f"expected a chain and a number, found {value!r:.40}")
+    return text(value[0]), count(value[1])
+
+
+@dataclass(frozen=True)
+class WeightVersion:
+    """Which weights of a chain of versions a set makes an engine have: it is all of version
+    `number`, or what makes any version from `since` on into that.
+    """
+
+    chain: str
+    number: int
+    since: int | None = None
+
+
 @dataclass(frozen=True)
 class ServedModel:
-    """What an engine has to set up to serve weights, besides their tensors."""
+    """What an engine has to know of a set of weights to serve them, besides their tensors."""
 
     hf_config_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the model's config.json that were given other values in training."""
@@ -32,19 +57,30 @@ class ServedModel:
     """The fields of PEFT's `adapter_config.json` (`r`, `lora_alpha`, `target_modules`, ...) if the
     tensors are adapters alone; None for whole models.
     """
+    version: WeightVersion | None = None
+    """Which weights they are, for engines that take what has changed; None if that is not said."""
 
     def plain(self) -> dict[str, Any]:
         """The fields that say something, for JSON."""
         of_adapters = {} if self.adapters is None else {"adapters": dict(self.adapters)}
         overrides = dict(self.hf_config_overrides)
-        return of_adapters | ({"hf_config_overrides": overrides} if overrides else {})
+        said = of_adapters | ({"hf_config_overrides": overrides} if overrides else {})
+        return said | ({"version": asdict(self.version)} if self.version else {})
 
     @classmethod
     def from_plain(cls, fields: Any) -> ServedModel:
         """The inverse of `plain`; ValueError for anything else."""
         if not isinstance(fields, dict) or not all(isinstance(p, dict) for p in fields.values()):
             raise ValueError("what it says of the model is not fields")
-        return cls(fields.get("hf_config_overrides", {}), fields.get("adapters"))
+        version = None
+        if (stated := fields.get("version")) is not None:
+            since = stated.get("since")
+            version = WeightVersion(
+                text(stated.get("chain")),
+                count(stated.get("number")),
+                None if since is None else count(since),
+            )
+        return cls(fields.get("hf_config_overrides", {}), fields.get("adapters"), version)
 
     def differences(self, other: ServedModel) -> list[str]:
         """Fields that differ from those of `other`, with both values."""

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor
 
 from megatron_policy.converters.rows.regions import Region
-from megatron_policy.converters.table import Entry
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.memory.pinned_pool import PinnedMemoryPool, PoolSlice, page_locked
 from megatron_policy.refit.buffers import Buffer, BufferSlice, align
@@ -105,7 +104,7 @@ class Rounds:
         """Copy elements `begin` to `end` of every rank's run from the buffer to `target`."""
         typed, start = target.elements(item.tensor.dtype)
         for rank in range(self._exchange.shards):
-            _, parts = self._share(item, rank)
+            parts = self._share(item, rank)
             sent = self._sent(item, begin, end, rank)
             for place, hf, _ in overlaps(parts, begin, end):
                 into = typed.as_strided(hf.size, hf.stride, start + hf.offset)
@@ -130,19 +129,18 @@ class Rounds:
         return not self._several or item.tensor.stage == self._pp.rank
 
     def _pack(self, item: Item, begin: int, end: int) -> None:
-        entry, parts = self._share(item, self._own)
+        entry = item.entries[self._own // self._exchange.split]
         sent = self._sent(item, begin, end, self._own)
-        for place, hf, own in overlaps(parts, begin, end):
+        for place, hf, own in overlaps(self._share(item, self._own), begin, end):
             _piece(sent, place, hf).copy_(self._sources.view(entry, own))
 
-    def _share(self, item: Item, rank: int) -> tuple[Entry, tuple[Segment, ...]]:
-        """The parameter of which a rank sends its share of the item, and the share. The ranks are
-        numbered as `Topology` does: shards fastest, then the owners of experts.
+    def _share(self, item: Item, rank: int) -> tuple[Segment, ...]:
+        """A rank's share of the item. The ranks are numbered as `Topology` does: shards fastest,
+        then the owners of experts.
         """
         owner, shard = divmod(rank, self._exchange.split)
-        entry = item.entries[owner]
-        architecture = self._sources.architecture
-        return entry, segments(entry.row, architecture, item.part, shard, self._exchange.split)
+        row, architecture = item.entries[owner].row, self._sources.architecture
+        return segments(row, architecture, item.part, shard, self._exchange.split)
 
     def _sent(self, item: Item, begin: int, end: int, rank: int) -> Tensor:
         """The buffer's elements for that range of the item's run in one rank's stream."""
@@ -200,6 +198,14 @@ class OwnerRounds(Rounds):
         ]
 
 
+class ByteRounds(Rounds):
+    """The rounds of items of bytes, `[ranks, bytes]`, which are not of a parameter."""
+
+    def _share(self, item: Item, rank: int) -> tuple[Segment, ...]:
+        count = item.elements
+        return (Segment(*2 * (Region((count,), (1,), rank * count),), 0, count),)
+
+
 def make_rounds(
     exchange: Exchange,
     sources: Sources,
@@ -209,6 +215,8 @@ def make_rounds(
 ) -> Rounds:
     """The rounds of an exchange over the ranks that hold its items between them."""
     kind = OwnerRounds if exchange.owners > 1 else Rounds
+    if any(not item.entries for item in exchange.items):
+        kind = ByteRounds
     return kind(exchange, sources, group, pp, kept)
 
 

@@ -16,9 +16,8 @@ from megatron_policy.workers.checks import refuse_unknown
 from megatron_policy.workers.cluster.group import WorkerGroup
 
 if TYPE_CHECKING:
-    from megatron_policy.refit.delivery import Transport
+    from megatron_policy.policy.weight_exports import Destination
     from megatron_policy.refit.manifest import RefitInfo, RefitManifest
-    from megatron_policy.refit.transports.deltas import DeltaDirectory
 
 T = TypeVar("T")
 
@@ -30,9 +29,7 @@ class RefitDriver:
         self._workers, self._metrics, self._secret = workers, metrics, new_secret()
         self._begun = False
 
-    def refit(
-        self, transport: Transport | DeltaDirectory, *, adapters: bool = False
-    ) -> RefitManifest:
+    def refit(self, transport: Destination, *, adapters: bool = False) -> RefitManifest:
         """Send the weights, or the `adapters` alone, as `MegatronPolicy.refit` does on each worker;
         returns what all of them have sent. For a group that engines joined, call
         `broadcast_weights_for_collective`.
@@ -42,7 +39,7 @@ class RefitDriver:
         sent = self._workers.run_all("refit", transport=transport, adapters=adapters)
         return self._join(sent)
 
-    def begin_refit(self, transport: Transport | DeltaDirectory, *, adapters: bool = False) -> None:
+    def begin_refit(self, transport: Destination, *, adapters: bool = False) -> None:
         """Begin a refit of the weights as they are now, as `MegatronPolicy.begin_refit` does on
         each worker, and return when they are copied to host memory. For a group that engines
         joined, call `broadcast_weights_for_collective(detached=True)`.
@@ -225,8 +222,8 @@ class _ProbedWorkers:
         return hand_over()
 
 
-def _refuse_groups(transport: Transport | DeltaDirectory) -> None:
-    if isinstance(transport, CollectiveTransport):
+def _refuse_groups(transport: Destination) -> None:
+    if isinstance(getattr(transport, "transport", transport), CollectiveTransport):
         raise ConfigError(
             "a group's transport cannot be sent to the workers: call init_collective and "
             "broadcast_weights_for_collective"

@@ -45,22 +45,23 @@ def list_shares(
     plan: RefitPlan, architecture: Architecture, topology: Topology, rank: int
 ) -> Iterator[OwnShare]:
     """The shares of a rank. Those of all ranks cover every element of every tensor once. Pure."""
-    at, of_experts = topology.coords(rank), topology.expert_coords(rank)
+    at = topology.coords(rank)
     for exchange in plan.exchanges:
-        if exchange.of_experts:
-            first = of_experts.edp == 0
-            owner, shard = of_experts.ep, of_experts.etp
-        else:
-            first, owner, shard = at.dp == at.cp == 0, 0, at.tp
-        if first:
-            yield from _shares(exchange, architecture, at.pp, owner, shard)
+        first = topology.expert_coords(rank).edp if exchange.of_experts else at.dp + at.cp
+        if first == 0:
+            yield from list_group_shares(exchange, architecture, topology, rank)
 
 
-def _shares(
-    exchange: Exchange, architecture: Architecture, stage: int, owner: int, shard: int
+def list_group_shares(
+    exchange: Exchange, architecture: Architecture, topology: Topology, rank: int
 ) -> Iterator[OwnShare]:
+    """The shares of a rank in an exchange. Those of the ranks that exchange it, in all stages,
+    cover every element of its tensors once. Pure.
+    """
+    at, of_experts = topology.coords(rank), topology.expert_coords(rank)
+    owner, shard = (of_experts.ep, of_experts.etp) if exchange.of_experts else (0, at.tp)
     for item in exchange.items:
-        if item.tensor.stage != stage or (exchange.owners > 1 and item.owner != owner):
+        if item.tensor.stage != at.pp or (exchange.owners > 1 and item.owner != owner):
             continue
         entry = item.entries[owner if exchange.sharing > 1 else 0]
         parts = segments(entry.row, architecture, item.part, shard, exchange.split)

@@ -4,22 +4,28 @@ arrives, checks that the set is complete, and only then hands it to the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megatron_policy import device
 from megatron_policy.errors import RefitError
+from megatron_policy.refit.deltas.message import decode_message
+from megatron_policy.refit.deltas.patching import OtherWeightsError, Patches
 from megatron_policy.refit.digest import Digests, algorithm_for
 from megatron_policy.refit.manifest import (
     Form,
     RefitInfo,
     RefitManifest,
     ServedModel,
+    StagedVersion,
+    WeightVersion,
     describe_problems,
     with_digests,
 )
+from megatron_policy.refit.streams import read_streams
 
 Load = Callable[[list[tuple[str, Tensor]]], object]
 """Copies weights, by Hugging Face name, into an engine, which must not keep the tensors."""
@@ -51,7 +57,7 @@ class EngineState:
     mixed: bool = False
     model: ServedModel | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
-    version: tuple[str, int] | None = None
+    version: StagedVersion = None
     """The chain of deltas that the staged set is of, and its version; None if it is of none."""
 
 
@@ -67,28 +73,43 @@ class WeightAssembler:
         self._forms: Mapping[str, Form] | None = engine.expected
         self._model = None if engine.expected is None else engine.expected.model
         self._begun = False
+        self._version: WeightVersion | None = None
+        self._streams: dict[str, Tensor] = {}  # of what has changed, in place of weights
 
     @property
-    def staged(self) -> bool:
-        """Whether tensors are kept until the set is complete."""
-        return self._engine.staged
+    def receives_in_place(self) -> bool:
+        """Whether a transport may put its own memory in `kept`, and fill it before it calls `take`.
+        Weights that are to be changed later are kept in host memory.
+        """
+        return self._engine.staged and not (self._version and device.is_accelerated())
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """The staged tensors of the last refit or this one. A transport may put its own memory
-        here and fill it before it calls `take`.
-        """
-        return self._engine.kept
+        """The staged tensors of the last refit or this one."""
+        return self._streams if self._of_changes else self._engine.kept
+
+    @property
+    def version(self) -> StagedVersion:
+        """The chain and the version of the weights that the engine has staged, if there is one."""
+        return self._engine.version if self._engine.staged else None
+
+    @property
+    def _of_changes(self) -> bool:
+        """Whether this refit is of what has changed."""
+        return self._version is not None and self._version.since is not None
 
     def announce(self, announced: Mapping[str, Form]) -> None:
         """Take the names, shapes and dtypes that the trainer announces; of a `RefitInfo` also what
         it says of their model.
         """
-        expected = self._engine.expected
-        if expected is not None:
+        expected, model = self._engine.expected, getattr(announced, "model", None)
+        self._version = None if model is None else model.version
+        if self._of_changes:
+            self._check_version()
+        elif expected is not None:
             self._compare(expected, announced)
         self._forms = dict(announced)
-        self._agree(announced.model if isinstance(announced, RefitInfo) else None)
+        self._agree(model)
 
     def form(self, name: str) -> Form:
         """The shape and dtype that the tensor must have."""
@@ -110,16 +131,25 @@ class WeightAssembler:
     def finish(self, manifest: RefitManifest) -> RefitManifest:
         """Check that the whole set arrived as it was sent, and let the engine load it."""
         self.stage(manifest)
-        self._check_step(manifest.step)
-        if self._engine.staged:
-            self._load(list(self._engine.kept.items()))
-        self._accept(manifest.step, manifest.model)
+        if self._of_changes:
+            self.patch(self._read_streams(), manifest.step)
+        else:
+            self._check_step(manifest.step)
+            if self._engine.staged:
+                self._load(list(self._engine.kept.items()))
+            self._accept(manifest.step, manifest.model)
+        if self._version is not None:
+            self._engine.version = self._version.chain, self._version.number
         return manifest
 
     def stage(self, manifest: RefitManifest) -> RefitManifest:
         """Check that the whole set arrived as it was sent. `reload` follows."""
         engine = self._engine
-        if engine.expected is not None:
+        if manifest.model.version != self._version:
+            raise self.refusal(
+                f"the trainer has announced {self._version} and sent {manifest.model.version}"
+            )
+        if engine.expected is not None and not self._of_changes:
             sent = manifest.tensors.items()
             self._compare(engine.expected, {n: (tuple(s.shape), s.dtype) for n, s in sent})
         self._agree(manifest.model)
@@ -137,16 +167,50 @@ class WeightAssembler:
             manifest.check(with_digests(self.arrived, found))
         except RefitError as error:
             raise self.refusal(str(error)) from error
-        if engine.staged:
+        if engine.staged and not self._of_changes:
             engine.kept = {name: engine.kept[name] for name in manifest.tensors}
         return manifest
 
-    def reload(self, step: int) -> None:
-        """Let the engine load the staged set, which was changed to that of a later step."""
-        self._check_step(step)
-        self._model = self._model or self._engine.model
-        self._load(list(self._engine.kept.items()))
-        self._accept(step, self._model)
+    def patch(self, messages: Iterable[bytes], step: int) -> None:
+        """Change the staged set to that of a later step, and let the engine load it; after a
+        failure what is staged is what it was.
+        """
+        engine, patches = self._engine, Patches(self._engine.kept)
+        try:
+            for message in messages:
+                patches.apply(decode_message(message))
+            patches.check()
+            self._check_step(step)
+        except BaseException as error:
+            patches.undo()
+            if isinstance(error, OtherWeightsError):
+                engine.version = None  # whole ones are taken next
+            if isinstance(error, RefitError):
+                raise self.refusal(str(error)) from error
+            raise
+        self._model = self._model or engine.model
+        try:
+            self._load(list(engine.kept.items()))
+            self._accept(step, self._model)
+        except BaseException:
+            patches.undo()
+            raise
+
+    def _read_streams(self) -> Iterable[bytes]:
+        try:
+            return read_streams(self._streams)
+        except ValueError as error:
+            raise self.refusal(f"what has changed cannot be read: {error}") from error
+
+    def _check_version(self) -> None:
+        """Refuse changes of other weights than those that are staged."""
+        sent, own = self._version, self.version
+        assert sent is not None and sent.since is not None
+        if own is None or own[0] != sent.chain or not sent.since <= own[1] <= sent.number:
+            raise self.refusal(
+                f"the trainer sends what has changed since version {sent.since} of its weights, "
+                f"which this engine lacks (it has {own})"
+            )
 
     def _keep(self, name: str, tensor: Tensor) -> Tensor:
         form = (tuple(tensor.shape), tensor.dtype)
@@ -154,17 +218,20 @@ class WeightAssembler:
             raise self.refusal(f"the trainer sent {name} twice")
         if self._forms is not None and self.form(name) != form:
             raise self.refusal(f"{name} is {form}, but must be {self.form(name)}")
+        held = tensor
         if self._engine.staged:  # in the memory of the last refit if it fits
-            kept, old = self._engine.kept, self._engine.kept.get(name)
-            self._engine.version = None
-            if old is None or (old.shape, old.dtype, old.device) != (*form, tensor.device):
-                kept[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            tensor = kept[name].copy_(tensor)
+            kept, old = self.kept, self.kept.get(name)
+            where = tensor.device if self._version is None else torch.device("cpu")
+            if not self._of_changes:
+                self._engine.version = None
+            if old is None or (old.shape, old.dtype, old.device) != (*form, where):
+                kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
+            held = kept[name].copy_(tensor)
         if self._digests is None:
             self._digests = Digests(algorithm_for(tensor))
         self.arrived[name] = form
-        self._digests.add(name, tensor)
-        return tensor
+        self._digests.add(name, held if held.device == tensor.device else tensor)
+        return held
 
     def _load(self, tensors: list[tuple[str, Tensor]]) -> None:
         self._engine.mixed, self._engine.model = True, self._model

@@ -25,6 +25,7 @@ from megatron_policy.refit.transports.collective.handshake import (
     ACCEPTED,
     CALL,
     OFF,
+    QUESTION,
     REFUSED,
     encode,
     extract_manifest,
@@ -156,6 +157,11 @@ class CollectiveGroup:
         missing = f"the trainer has not continued its refit within {limit:g} s"
         content = self._store.get(note_key(number, "offer"), _left(deadline), missing)
         offer = parse_note("offer", content, layout=str, senders=int, bucket_bytes=int, model=dict)
+        if QUESTION in offer:
+            self._store.put(
+                note_key(number, "at", self._engine), encode({"at": [assembler.version]})
+            )
+            return None
         if self._layout[0] != (digest := offer["layout"]):
             content = self._store.get(layout_key(digest), _left(deadline), missing)
             self._layout = digest, StreamLayout.decode(content)
@@ -215,10 +221,10 @@ class CollectiveGroup:
             with raise_peer_failure(lambda: self._trainer_errors(call)):
                 pending[sender].wait()
             # If each chunk has its own memory, receive the next one while this one is read.
-            if assembler.staged:
+            if assembler.receives_in_place:
                 start(sender, number + 1)
             assembler.take(readers[sender].complete(*chunks[sender][number]))
-            if not assembler.staged:
+            if not assembler.receives_in_place:
                 start(sender, number + 1)
 
     def _manifest(self, call: _Call, limit: float) -> RefitManifest:
@@ -272,7 +278,7 @@ def make_readers(
     """One reader for each stream. A staged assembler keeps the memory that chunks are received in,
     so nothing is copied; a later refit of the same streams reuses that memory.
     """
-    if not assembler.staged:
+    if not assembler.receives_in_place:
         return [ChunkReader(stream, chunk_bytes, where) for stream in streams]
     readers: list[Reader] = []
     for stream in streams:

@@ -1,10 +1,12 @@
-"""The engine's side of a refit from a directory that a trainer has published."""
+"""The engine's side of refits from a directory that a trainer has published: a checkpoint, or a
+chain of versions.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_policy.adapters.peft_files import (
@@ -17,11 +19,14 @@ from megatron_policy.converters.formats.hf_files import HfReader, is_peft
 from megatron_policy.converters.formats.hf_names import MANIFEST, SINGLE
 from megatron_policy.errors import ConfigError, ConversionError, RefitError
 from megatron_policy.formats.manifest import read_manifest
+from megatron_policy.refit.deltas.chain import MANIFEST as CHAIN
+from megatron_policy.refit.deltas.chain import Chain, Version, read_chain, read_file
 from megatron_policy.refit.digest import HOST
 from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel, TensorDigest
-from megatron_policy.refit.receive.assembler import WeightAssembler
+from megatron_policy.refit.receive.assembler import EngineState, WeightAssembler
 
 _PORTION = 256 * 2**20  # bytes given to the engine at a time
+_ATTEMPTS = 3  # what is read can be replaced meanwhile, by what is newer
 
 
 def receive_directory(
@@ -47,6 +52,65 @@ def receive_directory(
             return end(assembler, manifest)
     except (ConfigError, ConversionError, OSError) as error:
         raise RefitError(f"the weights in {root} are refused: {error}") from error
+
+
+def receive_deltas(
+    engine: EngineState,
+    assembler_of: Callable[..., WeightAssembler],
+    path: str | os.PathLike[str],
+) -> int:
+    """Bring an engine to the newest version in `path`; returns its step. See `Receiver`."""
+    if not engine.staged:
+        raise ConfigError(
+            "deltas change weights that the receiver has staged: make it with staged=True, or "
+            "receive whole weights"
+        )
+    root, failure = expanded(path), None
+    for _ in range(_ATTEMPTS):
+        chain = read_chain(root)
+        if chain is None:
+            raise RefitError(f"{root} has no {CHAIN}: the trainer has published nothing there")
+        try:
+            return _follow(engine, assembler_of, root, chain)
+        except FileNotFoundError as error:
+            failure = error
+            if read_chain(root) == chain:
+                break
+    raise assembler_of().refusal(f"a file of the newest version is gone: {failure}")
+
+
+def _follow(
+    engine: EngineState, assembler_of: Callable[..., WeightAssembler], root: Path, chain: Chain
+) -> int:
+    name, number = engine.version or ("", 0)
+    pending = chain.after(number) if name == chain.name else None
+    newer = number < chain.whole[-1].number
+    if pending is None or (newer and not _can_read(root, chain, pending)):
+        number = chain.whole[-1].number
+        at = chain.place_whole(root, number)
+        if not at.is_dir():
+            raise FileNotFoundError(at)
+        receive_directory(assembler_of, at, WeightAssembler.stage)
+        pending = chain.after(number)
+        assert pending is not None, "a chain leads from its whole versions to the newest"
+    elif not pending and not engine.mixed:
+        return chain.newest.step
+    files = ((version, file) for version in pending for file in version.files)
+    messages = (read_file(root, chain, version.number, file) for version, file in files)
+    assembler_of().patch(messages, chain.newest.step)
+    engine.version = (chain.name, chain.newest.number)
+    return chain.newest.step
+
+
+def _can_read(root: Path, chain: Chain, pending: Sequence[Version]) -> bool:
+    """Whether these deltas are as they were written."""
+    try:
+        for version in pending:
+            for file in version.files:
+                read_file(root, chain, version.number, file)
+    except (OSError, RefitError):
+        return False
+    return True
 
 
 def _portions(reader: HfReader) -> Iterator[list[str]]:

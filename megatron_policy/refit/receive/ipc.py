@@ -31,26 +31,38 @@ _Places = Mapping[str, tuple[tuple[int, ...], int]]
 def receive_stream(assembler: WeightAssembler, address: str, timeout_s: float) -> RefitManifest:
     """Receive one refit from the trainer that listens at the address; see `Receiver`."""
     try:
-        line, accepted = ReplySocket(address, "trainer", timeout_s), None
-        try:
-            while accepted is None:
-                content = line.receive()
-                try:
-                    accepted = carry_out(protocol.parse_request(content), assembler)
-                except Exception as error:
-                    line.send(protocol.encode_refusal(error))
-                    raise
-                line.send(protocol.ACK)
-            return accepted
-        finally:
-            line.close(min(timeout_s, _LINGER_S))
+        while (accepted := _converse(assembler, address, timeout_s)) is None:
+            pass  # the trainer has only asked
+        return accepted
     except BaseException:
         remove_if_dead(address)
         raise
 
 
+def _converse(assembler: WeightAssembler, address: str, timeout_s: float) -> RefitManifest | None:
+    """Reply to a trainer until its refit ends, or to its question alone."""
+    line, accepted = ReplySocket(address, "trainer", timeout_s), None
+    try:
+        while accepted is None:
+            content = line.receive()
+            try:
+                request = protocol.parse_request(content)
+                if isinstance(request, protocol.Question):
+                    line.send(protocol.encode_version(assembler.version))
+                    return None
+                accepted = carry_out(request, assembler)
+            except Exception as error:
+                line.send(protocol.encode_refusal(error))
+                raise
+            line.send(protocol.ACK)
+        return accepted
+    finally:
+        line.close(min(timeout_s, _LINGER_S))
+
+
 def carry_out(
-    request: protocol.PackMessage | RefitInfo | RefitManifest, assembler: WeightAssembler
+    request: protocol.PackMessage | RefitInfo | RefitManifest | protocol.Question,
+    assembler: WeightAssembler,
 ) -> RefitManifest | None:
     """Carry out a request of the stream; return the manifest if it was the last."""
     match request:
@@ -58,6 +70,8 @@ def carry_out(
             return assembler.finish(request)
         case RefitInfo():
             assembler.announce(request)
+        case protocol.Question():
+            raise assembler.refusal("this engine cannot say which weights it has: send whole ones")
         case pack:
             open_exported(pack.handle, lambda at: assembler.take([*_unpack(assembler, pack, at)]))
     return None

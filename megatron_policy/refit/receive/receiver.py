@@ -135,6 +135,6 @@ class Receiver:
         weights and what was published since them; returns the step. Nothing is loaded if there is
         nothing new. ConfigError without `staged`: deltas change weights that were staged.
         """
-        from megatron_policy.refit.receive.deltas import receive_deltas
+        from megatron_policy.refit.receive.disk import receive_deltas
 
         return receive_deltas(self._engine, self.assembler, path)

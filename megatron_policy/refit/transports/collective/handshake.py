@@ -6,6 +6,7 @@ Each refit has one handshake, with a number <n>. The keys:
     layout/<digest>      the tensors of all senders; written when they change
     <n>/offer            which layout of which model, in chunks of how many bytes
     <n>/ready/<e>        engine e is ready, and which groups it is still in; or it refuses
+    <n>/at/<e>           which weights engine e has staged, where the offer is only a question
     <n>/go/<s>           sender s: which group it sends in, and to which engine processes
     <n>/sent/<s>         sender s: its manifest; or why it gave up
     <n>/verdict/<e>      engine e has accepted everything; or why not
@@ -30,13 +31,15 @@ import xxhash
 from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.manifest import ServedModel
+from megatron_policy.refit.manifest import ServedModel, StagedVersion, read_version
 from megatron_policy.refit.transports.collective.stream import StreamLayout
 
 CALL = "call"
 ACCEPTED = b""
 OFF, REFUSED = "failed", "refused"
 """Fields that replace a message's content: why there is none."""
+QUESTION = "question"
+"""The field of an offer that is none."""
 
 _SENT, _GAVE_UP = b"+", b"-"
 _MOMENT_S = 1.0
@@ -70,7 +73,7 @@ def parse_note(what: str, content: bytes, **kinds: type) -> dict[str, Any]:
     except (ValueError, RecursionError):
         values = None
     if isinstance(values, dict):
-        for other in (OFF, REFUSED):  # these replace the content
+        for other in (OFF, REFUSED, QUESTION):  # these replace the content
             if isinstance(values.get(other), str):
                 return values
         if all(type(values.get(name)) is kind for name, kind in kinds.items()):
@@ -141,14 +144,23 @@ class Sender:
             self._store.drop([layout_key(self._layout)])
             self._store.put(layout_key(digest), content)
             self._layout = digest
-        # Once a handshake begins, everyone has read the notes of the one before.
-        before = self._number - 1
-        keys = [note_key(before, "offer")]
-        keys += [note_key(before, what, s) for what in ("go", "sent") for s in range(senders)]
-        keys += [note_key(before, w, e) for w in ("ready", "verdict") for e in range(self._engines)]
-        self._store.drop(keys)
         sizes = {"senders": senders, "bucket_bytes": bucket_bytes}
-        offer = {"layout": digest, **sizes, "model": model.plain()}
+        self._put_offer({"layout": digest, **sizes, "model": model.plain()})
+
+    def ask(self) -> list[StagedVersion]:
+        """Ask the engines, in a handshake of its own, which weights they have staged; only sender 0
+        does. RefitError if one does not answer in time.
+        """
+        self._put_offer({QUESTION: "at"})
+        missing = "did not say within {:g} s which weights it has: is it running, and receiving?"
+        answers = [
+            parse_note("at", content, at=list) for content in self._from_engines("at", missing)
+        ]
+        return [read_version(*answer["at"]) for answer in answers]
+
+    def _put_offer(self, offer: dict[str, Any]) -> None:
+        # Once a handshake begins, everyone has read the notes of the one before.
+        self._store.drop([str(self._number - 1)])
         self._announce()  # first: an engine waiting for the offer then finds it announced
         self._put("offer", None, encode(offer))
 

@@ -17,7 +17,7 @@ from megatron_policy.coordination.process_group import BoundedProcessGroup, Pend
 from megatron_policy.coordination.timeouts import ENGINE_SHARE, checked_timeout
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit.buffers import BufferSlice
-from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.manifest import RefitManifest, StagedVersion
 from megatron_policy.refit.transports.collective.handshake import (
     Sender,
     raise_peer_failure,
@@ -143,6 +143,14 @@ class CollectiveTransport:
         except BaseException as error:
             member.give_up(str(error))
             raise
+
+    def ask(self, exporter: Exporter) -> list[StagedVersion]:
+        """The engines' versions, on rank 0; see `AskingTransport`."""
+        member = self._group.member
+        if member is None:
+            return []
+        member.begin()  # on all senders, which number handshakes alike
+        return member.ask() if member.sender == 0 else []
 
     def _plan(self, exporter: Exporter, own_stage: bool) -> RefitPlan:
         return exporter.plan(

@@ -6,11 +6,13 @@ The trainer sends requests (ZeroMQ REQ, bound at `ipc:///tmp/<device id>.sock`),
     {"say": "announce", "version": 3, "tensors": {name: [dtype, shape]}, "model": ..}
     {"say": "pack", "handle": .., "names": [..], "used_bytes": ..}
     {"say": "complete", "manifest": ..}     the end: `RefitManifest.encode()`
+    {"say": "ask"}                          before a refit, over a connection of its own
 
 A pack is the tensors of these names, in this order, row-major, each at a multiple of 512 bytes in
 the memory that the handle opens; `used_bytes` is where the next one would start. The reply `ack`
 means that a pack was consumed, or the end accepted; `refused: ` and a reason in UTF-8 ends the
-refit. A pack's memory is reused after the reply to it.
+refit. A pack's memory is reused after the reply to it. The reply to a question is `at: ` and the
+version of the weights that the engine has staged, `[chain, number]`, or null.
 
 A host's own receiver gets pickles, as it expects (NeMo RL 0.5 and later,
 `stream_weights_via_ipc_zmq`): `(handle, names, used_bytes)`, and an end marker. We never read
@@ -28,13 +30,20 @@ from typing import Any
 from megatron_policy.device import shared as on_gpu
 from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.manifest import Form, RefitInfo, RefitManifest, ServedModel
+from megatron_policy.refit.manifest import (
+    Form,
+    RefitInfo,
+    RefitManifest,
+    ServedModel,
+    StagedVersion,
+    read_version,
+)
 from megatron_policy.refit.transports.ipc.shared_memory import Handle, make_rebuild, read_handle
 
 VERSION = 3
 ACK = b"ack"
-_ANNOUNCE, _PACK, _COMPLETE = "announce", "pack", "complete"
-_REFUSED = b"refused: "
+_ANNOUNCE, _PACK, _COMPLETE, _ASK = "announce", "pack", "complete", "ask"
+_REFUSED, _AT = b"refused: ", b"at: "
 _HOST_MEMORY = "host memory"
 _SAME = "Use the same version of megatron_policy on both sides"
 
@@ -46,6 +55,10 @@ class PackMessage:
     handle: Any
     names: Sequence[str]
     used_bytes: int
+
+
+class Question:
+    """Which weights the engine has staged."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,27 @@ class Dialect:
         return pickle.dumps(self.end)
 
 
-def parse_request(content: bytes) -> PackMessage | RefitInfo | RefitManifest:
+def encode_question() -> bytes:
+    """The request that asks for the engine's version."""
+    return _encode(_ASK)
+
+
+def encode_version(version: StagedVersion) -> bytes:
+    """The reply to a question."""
+    return _AT + json.dumps(version).encode()
+
+
+def parse_version(answer: bytes) -> StagedVersion:
+    """The inverse of `encode_version`; RefitError for anything else."""
+    if not answer.startswith(_AT):
+        check_answer(answer)
+    try:
+        return read_version(json.loads(answer.removeprefix(_AT)))
+    except (ValueError, RecursionError) as error:
+        raise RefitError(f"the engine's answer cannot be read: {answer[:80]!a}. {_SAME}") from error
+
+
+def parse_request(content: bytes) -> PackMessage | RefitInfo | RefitManifest | Question:
     """Decode a request of our dialect. RefitError for anything else."""
     try:
         match json.loads(content):
@@ -95,6 +128,8 @@ def parse_request(content: bytes) -> PackMessage | RefitInfo | RefitManifest:
                     for name, (dtype, shape) in tensors.items()
                 }
                 return RefitInfo(forms, model)
+            case {"say": "ask"}:
+                return Question()
             case {"say": "complete", "manifest": str(manifest)}:
                 return RefitManifest.decode(manifest.encode())
             case {"say": "pack", "handle": handle, "names": list(names), "used_bytes": size}:

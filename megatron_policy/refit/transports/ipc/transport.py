@@ -12,9 +12,9 @@ import torch
 from megatron_policy import device
 from megatron_policy.config.numbers import SMALLEST_BUFFER_BYTES
 from megatron_policy.coordination.timeouts import ENGINE_SHARE
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.buffers import BufferSlice
-from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.manifest import RefitManifest, StagedVersion
 from megatron_policy.refit.plan import Pack, RefitPlan, RefitTensor, pack_tensors
 from megatron_policy.refit.transports.ipc import protocol
 from megatron_policy.refit.transports.ipc.protocol import Dialect
@@ -99,11 +99,8 @@ class IpcStream:
 
     def open(self, exporter: Exporter, plan: RefitPlan) -> _Session | None:
         """Bind this rank's socket, if it has an engine. RefitError if it cannot."""
-        if self._addresses is None:
-            address = address_of(device.device_id())
-        elif exporter.rank in self._addresses:
-            address = self._addresses[exporter.rank]
-        else:
+        address = self._address_on(exporter.rank)
+        if address is None:
             return None
         on_host = exporter.device.type == "cpu"
         half = (self._buffer_bytes or (HOST_BUFFER_BYTES if on_host else GPU_BUFFER_BYTES)) // 2
@@ -120,6 +117,25 @@ class IpcStream:
             session.close()
             raise
         return session
+
+    def ask(self, exporter: Exporter) -> list[StagedVersion]:
+        """The version of this rank's engine, if it has one; see `AskingTransport`."""
+        address = self._address_on(exporter.rank)
+        if address is None:
+            return []
+        if self._dialect.end is not None:
+            raise RefitError("a host's own receiver takes whole weights: refit with the stream")
+        line = self._connect(address, exporter.timeout_s * ENGINE_SHARE)
+        try:
+            line.send(protocol.encode_question)
+            return [protocol.parse_version(line.receive())]
+        finally:
+            line.close()
+
+    def _address_on(self, rank: int) -> str | None:
+        if self._addresses is None:
+            return address_of(device.device_id())
+        return self._addresses.get(rank)
 
 
 class _PackBuffers:

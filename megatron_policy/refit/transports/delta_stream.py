@@ -1,0 +1,216 @@
+"""Refits that send what has changed over a transport of whole tensors, and whole ones to engines
+that need them.
+
+Before each refit engines are asked which weights they have. If all have some that this policy has
+sent, and the ranks still have the changes since, these are sent, as tensors of bytes; else all
+weights.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_policy.errors import ConfigError
+from megatron_policy.refit.delivery import Transport, carry_out
+from megatron_policy.refit.deltas.changes import SentCopy, list_group_shares
+from megatron_policy.refit.deltas.message import encode_message
+from megatron_policy.refit.manifest import RefitManifest, StagedVersion, WeightVersion, read_version
+from megatron_policy.refit.plan import RefitPlan
+from megatron_policy.refit.streams import Streams, measure_stream
+
+if TYPE_CHECKING:
+    from megatron_policy.memory.pinned_pool import PinnedMemoryPool
+    from megatron_policy.refit.exporter import Exporter
+    from megatron_policy.refit.ranks import RefitRanks
+
+_MOST_VERSIONS = 64
+_FAILED, _WHOLE = "failed", "whole"
+
+
+class AskingTransport(Transport, Protocol):
+    """A transport whose engines can be asked."""
+
+    def ask(self, exporter: Exporter) -> list[StagedVersion]:
+        """Which weights the engines have that this rank serves. RefitError if one is silent."""
+
+
+class _Sent:
+    """What a rank has of the weights that were sent: a copy, and the changes that led to it."""
+
+    def __init__(self, exporter: Exporter, plan: RefitPlan | None) -> None:
+        """`plan` is what the transport gathers on this rank: its own shares of it are copied."""
+        self.plan = plan
+        self.chain, self.number = "", 0
+        self._kinds = [False, *([True] if exporter.topology.experts_apart else [])]
+        architecture, at = exporter.table.architecture, (exporter.topology, exporter.rank)
+        self.copies = [
+            SentCopy(
+                [
+                    share
+                    for exchange in (plan.exchanges if plan else ())
+                    if exchange.of_experts == kind
+                    for share in list_group_shares(exchange, architecture, *at)
+                ],
+                exporter.view,
+            )
+            for kind in self._kinds
+        ]
+        self._changes: list[list[bytes]] = []
+
+    @property
+    def oldest(self) -> int:
+        """The version since which the changes are here."""
+        return self.number - len(self._changes)
+
+    def advance(self) -> None:
+        """Make it the weights as they are now. Only so many changes are kept that sending them is
+        worth it; after a failure it is of no use.
+        """
+        self._changes.append([encode_message(copy.advance()) for copy in self.copies])
+        self.number += 1
+        most = sum(copy.nbytes for copy in self.copies) // 2
+        while len(self._changes) > _MOST_VERSIONS or self._nbytes > most:
+            self._changes.pop(0)
+
+    def begin_chain(self, name: str) -> None:
+        """Begin a chain of versions with the weights as they are."""
+        self.chain, self.number = name, 0
+        self._changes.clear()
+
+    def since(self, number: int) -> list[list[bytes]]:
+        """The messages of each kind of group that lead from that version on."""
+        later = self._changes[number - self.oldest :]
+        return [list(messages) for messages in zip(*later, strict=True)] or [
+            [] for _ in self._kinds
+        ]
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(len(message) for messages in self._changes for message in messages)
+
+
+class DeltaStream:
+    """A transport's engines, to which only the elements are sent whose bits have changed since
+    their version; and all weights to all of them if one has none of this policy, or if the changes
+    are half as large as the weights.
+
+    A policy keeps, in host memory, one copy of what it has sent so: with transports in turn that
+    gather other things, each refit sends all weights.
+    """
+
+    def __init__(self, transport: AskingTransport) -> None:
+        """`transport` is an `IpcStream` or that of a `Collective`. ConfigError for another."""
+        if not hasattr(transport, "ask"):
+            raise ConfigError(
+                f"{type(transport).__name__} cannot ask its engines which weights they have: "
+                "give DeltaStream an IpcStream or a Collective's transport; for a directory there "
+                "is DeltaDirectory"
+            )
+        self.transport = transport
+
+    def begin(
+        self,
+        exporter: Exporter,
+        ranks: RefitRanks,
+        pool: PinnedMemoryPool,
+        step: int,
+        *,
+        beside: bool,
+    ) -> Callable[[], RefitManifest]:
+        """Copy what has changed, and `beside` training all weights to the pool too, which an engine
+        may need; see `Source`.
+        """
+        began, plan = time.perf_counter(), self.transport.plan(exporter)
+        sent: _Sent | None = exporter.published.pop(DeltaStream, None)
+        planned = plan.in_rounds if plan is not None and beside else plan
+        frozen, failure = exporter, None
+        exporter.restart()
+        ranks.begin()
+        try:
+            with ranks.alive():
+                if sent is not None and sent.plan is plan:
+                    sent.advance()
+                else:
+                    sent = None  # before another copy is made
+                    sent = _Sent(exporter, plan)
+                frozen = exporter.freeze(planned if beside else None, ranks, pool)
+        except Exception as error:
+            failure = error
+        exporter.restart()
+        ranks.agree(failure)
+        assert sent is not None
+        exporter.published[DeltaStream] = sent
+
+        def send() -> RefitManifest:
+            since = self._agree_on_version(frozen, sent)
+            version = WeightVersion(sent.chain, sent.number, since)
+            if since is None:
+                frozen.ranks.leave_together()
+                whole = (frozen if beside else exporter).versioned(version)
+                whole.begin()
+                return carry_out(whole, self.transport, planned, step, began)
+            changes = frozen.versioned(version, _join_streams(frozen, sent.since(since)))
+            carried = carry_out(changes, self.transport, self.transport.plan(changes), step, began)
+            return replace(carried, tensors={}, changed_bytes=carried.total_bytes)
+
+        return send
+
+    def _agree_on_version(self, exporter: Exporter, sent: _Sent) -> int | None:
+        """Since which version to send what has changed; None for all weights. Collective; begins an
+        operation.
+        """
+        ranks, failure, asked = exporter.ranks, None, list[StagedVersion]()
+        exporter.begin()
+        try:
+            with ranks.alive():
+                asked = self.transport.ask(exporter)
+        except Exception as error:
+            failure = error
+        own = [failure is not None, [sent.chain, sent.number], sent.oldest, asked]
+        words = ranks.gather_text(json.dumps(own))
+        decided = ranks.broadcast_text(_decide(words) if exporter.rank == 0 else None)
+        if decided == _FAILED:
+            exporter.agree(failure)  # raises on every rank
+        kind, _, value = decided.partition(" ")
+        if kind != _WHOLE:
+            return int(value)
+        if value:
+            sent.begin_chain(value)
+        return None
+
+
+def _decide(words: Sequence[str]) -> str:
+    """What all ranks do, by what each has said: `whole` and, if they are not of one chain, the name
+    of a new one; or `since` and a version.
+    """
+    failed, at, oldest, asked = zip(*map(json.loads, words), strict=True)
+    if any(failed):
+        return _FAILED
+    first, engines = read_version(at[0]), [read_version(e) for each in asked for e in each]
+    if first is None or not first[0] or any(read_version(each) != first for each in at):
+        return f"{_WHOLE} {secrets.token_hex(8)}"
+    chain, number = first
+    numbers = [engine[1] for engine in engines if engine is not None and engine[0] == chain]
+    if len(numbers) < len(engines) or not max(oldest) <= min(numbers, default=number) <= number:
+        return _WHOLE
+    return f"since {min(numbers, default=number)}"
+
+
+def _join_streams(exporter: Exporter, messages: Sequence[Sequence[bytes]]) -> list[Streams]:
+    """This rank's streams, with the lengths of all ranks'. Collective."""
+    topology, ranks = exporter.topology, exporter.ranks
+    own = json.dumps([measure_stream(each) for each in messages])
+    lengths = json.dumps([json.loads(each) for each in ranks.gather_text(own)])
+    of_ranks = json.loads(ranks.broadcast_text(lengths if exporter.rank == 0 else None))
+    sizes = (topology.tp, topology.ep * topology.expert_tp)
+    per_stage = topology.world_size // topology.pp
+    of_stages = [of_ranks[n : n + per_stage] for n in range(0, len(of_ranks), per_stage)]
+    return [
+        Streams(bool(kind), sizes[kind], each, [max(rank[kind] for rank in of) for of in of_stages])
+        for kind, each in enumerate(messages)
+    ]
