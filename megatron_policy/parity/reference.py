@@ -37,7 +37,9 @@ def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> ModelOu
 
     The model is released afterwards. ConfigError if transformers cannot load it or compute with it.
     """
-    hf, shell = _load(model, dtype), open_headers(model)[1].architecture.shell
+    hf = _load(model, dtype)
+    surrounded = family_of(hf.config.model_type).surrounded
+    shell = open_headers(model)[1].architecture.shell if surrounded else None
     given = _describe_batch(draw_batch(job, shell), shell)
     layers: dict[int, torch.Tensor] = {}
     if per_layer:

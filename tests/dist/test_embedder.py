@@ -196,8 +196,8 @@ def marked_models(summed: bool = True, also: tuple[str, ...] = ()) -> Iterator[N
                 chunk.embedding.picture.weight.sequence_parallel &= summed
         return chunks
 
-    def module_with_picture(config: Any) -> Any:
-        module = build_module(config)
+    def module_with_picture(config: Any, surrounded: bool) -> Any:
+        module = build_module(config, surrounded)
         size = module.config.hidden_size
         module.picture = torch.nn.Linear(FEATURES, size, bias=False, device="meta")
         return module

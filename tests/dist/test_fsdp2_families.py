@@ -131,7 +131,7 @@ def test_experts_whose_sizes_grouped_products_refuse_are_computed_one_by_one(
     checkpoint, caplog, family: str, ffn: int, dtype: Any, chosen: str
 ) -> None:
     path = checkpoint(family, **SIZES | {"ffn": ffn})
-    module = build_module(PolicyConfig.parse(config_of(path, {})))
+    module = build_module(PolicyConfig.parse(config_of(path, {})), surrounded=False)
     before = getattr(module.config, "_experts_implementation", None)
     choose_experts(module, dtype)
     if before is None:
