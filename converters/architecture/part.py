@@ -149,7 +149,8 @@ class RankShare:
     """Of attention with this window, whose scores are computed or not."""
     norm: Callable[[int], int]
     """Bytes that a norm keeps of a vector of this size, without its output."""
-    slabs: Slabs
+    slabs: Callable[[Callable[[Slabs], int]], Slabs]
+    """Of a scan that holds so many numbers of what it computes at once."""
 
     def tokens(self, place: Place, chosen: int = 1) -> int:
         """How many tokens there are; the tensor-parallel ranks of an expert gather theirs."""

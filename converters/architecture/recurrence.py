@@ -133,7 +133,7 @@ class Recurrence(LayerPart):
         """Bytes that convolution, scan and gate keep besides the projections' outputs and inputs,
         and the most that is held when one of them is computed again.
         """
-        slabs, given = share.slabs, self.inner_size * tokens * share.width
+        slabs, given = share.slabs(self.count_slab), self.inner_size * tokens * share.width
         past = slabs.sequences * (self.taps - 1)
         kept = given + (tokens + past) * self.convolved_size * share.width
         kept += FP32 * (self.steps_size * tokens + self.memory_size * slabs.states)

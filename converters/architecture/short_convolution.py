@@ -71,7 +71,7 @@ class ShortConvolution(Recurrence):
 
     def count_scan(self, tokens: int, share: RankShare) -> tuple[int, int]:
         """All is computed again: the convolution's input, and its output."""
-        past = share.slabs.sequences * (self.taps - 1)
+        past = share.slabs(self.count_slab).sequences * (self.taps - 1)
         return 0, (2 * tokens + past) * self.channels * share.width
 
     def count_memory_flops(self) -> int:

@@ -9,9 +9,9 @@ Recomputation in Large Transformer Models".
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 
 from megatron_policy.converters.architecture import (
@@ -39,7 +39,7 @@ from megatron_policy.packing.multiples import round_up
 from megatron_policy.packing.tiles import tiles
 from megatron_policy.packing.tokens import PackedSequence, causal_pieces
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.recurrence.chunks import SIZE, TOGETHER
+from megatron_policy.recurrence.chunks import SIZE, count_together
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,16 @@ def _count_tiles(
     )
 
 
-def count_slabs(batch: MicrobatchShape, cp: int) -> Slabs:
+def count_slabs(batch: MicrobatchShape, cp: int, count: Callable[[Slabs], int]) -> Slabs:
     """The slabs of `Chunks.of` all sequences of the microbatch, also those of other
-    context-parallel ranks.
+    context-parallel ranks; `count` says how many numbers a scan holds of one.
     """
+    together = count_together(count(Slabs(1, SIZE, 1, 0)))
     sequences = max(1, batch.tokens * cp // batch.length)
     steps = -(-batch.length // SIZE)
-    if sequences > TOGETHER:  # each step is cut
-        return Slabs(sequences, SIZE, TOGETHER, (steps - 1) * sequences)
-    joined = TOGETHER // sequences
+    if sequences > together:  # each step is cut
+        return Slabs(sequences, SIZE, together, (steps - 1) * sequences)
+    joined = together // sequences
     kept = (-(-steps // joined) - 1) * sequences
     return Slabs(sequences, SIZE, min(steps, joined) * sequences, kept)
 
@@ -271,7 +272,7 @@ class LayerActivations:
             training=training,
             tiles=count,
             norm=self._norm,
-            slabs=count_slabs(batch, at.cp),
+            slabs=partial(count_slabs, batch, at.cp),
         )
 
     def kind(self, number: int) -> tuple[Layer, int]:

@@ -21,7 +21,9 @@ SIZE = 64
 on; kernels have this size too.
 """
 TOGETHER = 32
-"""Chunks that are computed at once, and whose intermediate results are held at once."""
+"""Chunks that are computed at once, at most; their intermediate results are held at once."""
+HELD = 2**26
+"""Of these results, how many there are at most, in fp32, unless one chunk has more."""
 
 
 def sequences_of(lengths: Iterable[int], rows: int = 1) -> tuple[range, ...]:
@@ -34,6 +36,11 @@ def sequences_of(lengths: Iterable[int], rows: int = 1) -> tuple[range, ...]:
         for row in range(rows)
         for start, end in pairwise(ends)
     )
+
+
+def count_together(held: int) -> int:
+    """How many chunks are computed at once, each with so many intermediate results."""
+    return max(1, min(TOGETHER, HELD // max(1, held)))
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

@@ -330,11 +330,20 @@ OF_RECURRENCES = {
         "every module": (recomputed(ALL), 128, 4, 1, False, {}),
         "two layers at once": (recomputed(recompute_num_layers=2), 128, 4, 1, False, {}),
     }.items()
-    for family in ("qwen3_next", "nemotron_h", "lfm2", "olmo_hybrid", "kimi_linear")
+    for family in ("qwen3_next", "nemotron_h", "lfm2", "falcon_h1", "olmo_hybrid", "kimi_linear")
 } | {
+    "nemotron_h, smaller slabs": Case(
+        "nemotron_h",
+        layout(1),
+        2304,
+        1,
+        sizes=LONG
+        | {"max_position": 4096, "mamba_num_heads": 64, "mamba_head_dim": 64}
+        | {"ssm_state_size": 128},
+    ),
     "qwen3_next, gated attention": Case(
         "qwen3_next", layout(1), 256, 4, sizes={"layer_types": ["full_attention"] * 4}
-    )
+    ),
 }
 """What a scan computes again in its backward pass is held beside what is kept."""
 OF_PICTURES = {
@@ -383,11 +392,12 @@ def test_what_is_computed_at_once_holds_what_its_part_says(groups: int) -> None:
         taps=4,
     )
     mamba = Mamba2(num_heads=heads, head_dim=values, groups=groups, state_size=keys, taps=4)
-    slabs = count_slabs(MicrobatchShape(tokens, length, tokens), cp=1)
+    batch = MicrobatchShape(tokens, length, tokens)
     for part, scan, inputs in (
         (delta, delta_rule, (*narrow, x, -steps[0], steps[1])),
         (mamba, state_space, (x, steps[0], head[0], *narrow, head[1])),
     ):
+        slabs = count_slabs(batch, 1, part.count_slab)
         leaves = [each.clone().requires_grad_() for each in inputs]
         with live_saved(set()) as most:
             given, _ = scan(*leaves, chunks)

@@ -34,7 +34,7 @@ from megatron_policy.estimate.activations import LayerActivations, MicrobatchSha
 from megatron_policy.estimate.flops import forward_flops
 from megatron_policy.packing.cost import sequence_cost
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.recurrence.chunks import Chunks, sequences_of
+from megatron_policy.recurrence.chunks import HELD, TOGETHER, Chunks, sequences_of
 from megatron_policy.recurrence.delta_rule import delta_rule
 from megatron_policy.recurrence.state_space import state_space
 from tests.pure.test_layout import config
@@ -221,15 +221,16 @@ def test_plain_values_tell_kinds_of_layers_apart_and_those_of_attention_are_as_b
     assert same.keys().isdisjoint(new)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_scan_keeps_what_it_reads_and_gives_and_states_between_slabs(tp: int) -> None:
+@pytest.mark.parametrize(("tp", "slabs"), [(1, 11), (2, 5)])
+def test_a_scan_keeps_what_it_reads_and_gives_and_states_between_slabs(tp: int, slabs: int) -> None:
     tokens, width = 2**13, 2
-    batch = MicrobatchShape(tokens, tokens // 2, tokens)  # two sequences, of four slabs each
+    # Of two sequences, in 64 steps of two chunks. Half as many heads are computed in larger slabs.
+    batch = MicrobatchShape(tokens, tokens // 2, tokens)
     kernels = Kernels(transformer_engine=False, fused_activation=False)
     kept = LayerActivations(MODEL, Topology(tp=tp), width, False, kernels).saved(0, batch).mixer
     projected, given = 12352 * width * tokens, 2 * 4096 * width * tokens
     convolved, steps = 8192 * width * (tokens + 2 * 3), 4 * 2 * 32 * tokens
-    states = 4 * 2 * 3 * DELTA.memory_size
+    states = 4 * 2 * (slabs - 1) * DELTA.memory_size
     assert kept.inner == (projected + given + convolved + steps + states) // tp
     # What is computed again is not kept, but for a while it is held.
     assert kept.total == kept.kept(("core_attn",)) < kept.again(()) == kept.again(("core_attn",))
@@ -242,9 +243,11 @@ def test_a_scan_keeps_what_it_reads_and_gives_and_states_between_slabs(tp: int) 
 
 @pytest.mark.parametrize("sequences", [1, 3, 8, 32, 33, 70])
 @pytest.mark.parametrize("length", [1, 64, 65, 700, 64 * 33])
-def test_slabs_are_counted_as_scans_cut_them(sequences: int, length: int) -> None:
-    cut = Chunks.of(sequences_of([length] * sequences)).slabs
-    found = count_slabs(MicrobatchShape(sequences * length // 2, length, length), cp=2)
+@pytest.mark.parametrize("together", [TOGETHER, 5])
+def test_slabs_are_counted_as_scans_cut_them(sequences: int, length: int, together: int) -> None:
+    cut = Chunks.of(sequences_of([length] * sequences), together=together).slabs
+    batch = MicrobatchShape(sequences * length // 2, length, length)
+    found = count_slabs(batch, 2, lambda slabs: slabs.chunks * HELD // together)
     if sequences * length % 2 == 0:
         assert found.sequences == sequences
         assert found.chunks == max(each.chunks.stop - each.chunks.start for each in cut)

@@ -27,12 +27,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_policy.converters.architecture import HeadRows, Recurrence
+from megatron_policy.converters.architecture.part import Slabs
 from megatron_policy.device import current_device, is_accelerated, to_device
 from megatron_policy.engines.megatron.layers.norm import make_shard
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 from megatron_policy.errors import ConfigError
 from megatron_policy.extras import EXTRAS
-from megatron_policy.recurrence.chunks import Chunks, sequences_of
+from megatron_policy.recurrence.chunks import (
+    SIZE,
+    TOGETHER,
+    Chunks,
+    count_together,
+    sequences_of,
+)
 from megatron_policy.recurrence.context_parallel import HeadExchange, share_heads
 from megatron_policy.recurrence.convolution import Windows, convolve, convolve_step
 from megatron_policy.recurrence.kernels import LARGEST_KEY, PACKAGE, Line
@@ -59,6 +66,8 @@ class TokenSpan:
     """None: the sequences begin here."""
     by_kernels: bool = False
     """Whether kernels go through them, of which one token has no need."""
+    together: int = TOGETHER
+    """Chunks that a scan computes at once."""
 
     @property
     def is_step(self) -> bool:
@@ -83,8 +92,9 @@ class TokenSpan:
     @property
     def chunks(self) -> Chunks | Line:
         """What a scan goes through."""
-        make = _make_line if self.by_kernels else _make_chunks
-        return make(self.lengths, self.rows, current_device())
+        if self.by_kernels:
+            return _make_line(self.lengths, self.rows, current_device())
+        return _make_chunks(self.lengths, self.rows, self.together, current_device())
 
     def windows(self, taps: int) -> Windows | Line:
         """What a convolution with so many taps goes through."""
@@ -95,8 +105,10 @@ class TokenSpan:
 
 # All layers of a microbatch, and those of one stage of several microbatches, ask for the same.
 @lru_cache(maxsize=16)
-def _make_chunks(lengths: tuple[int, ...], rows: int, device: torch.device) -> Chunks:
-    return Chunks.of(sequences_of(lengths, rows)).moved(to_device)
+def _make_chunks(
+    lengths: tuple[int, ...], rows: int, together: int, device: torch.device
+) -> Chunks:
+    return Chunks.of(sequences_of(lengths, rows), together=together).moved(to_device)
 
 
 @lru_cache(maxsize=16)
@@ -186,6 +198,8 @@ class RecurrentMixer(MegatronModule, ABC):
         sizes = tuple(self._cut(section) for section in self.sections)
         self.whole = HeadShare(sizes)
         self.columns_CF, self.own = self._share(sizes)
+        held = part.split(ranks, self.cp.size()).count_slab(Slabs(1, SIZE, 1, 0))
+        self.together = count_together(held)
 
     def _cut(self, section: HeadRows) -> tuple[int, int]:
         """This rank's part of a section; where heads are fewer than ranks, some rows of a head."""
@@ -229,7 +243,8 @@ class RecurrentMixer(MegatronModule, ABC):
             projected_TRF, share = exchange.to_heads(projected_TRF, self.columns_CF), self.own
         positions, rows, _columns = projected_TRF.shape
         lengths = (positions,) if packed_seq_params is None else packed_seq_params.lengths
-        span = TokenSpan(lengths, rows, self._read_past(inference_context), self.by_kernels)
+        past = self._read_past(inference_context)
+        span = TokenSpan(lengths, rows, past, self.by_kernels, self.together)
         mixed_NV, state = self.mix(projected_TRF.flatten(0, 1), share, span)
         if inference_context is not None:
             inference_context.key_value_memory_dict[self.layer_number] = state
