@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_policy.config import PolicyConfig
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, saved_tensors
 from tests.dist.cases import policy_config, train_two_steps
 from tests.dist.layouts import FSDP2_LAYOUTS, LAYOUTS, SIZES, VOCAB
 from tests.dist.test_estimate import Case, assert_states, measure
@@ -29,12 +29,14 @@ from tests.dist.test_layouts import (
     expected,
     shards_of,
 )
+from tests.exact import load_hf
 from tests.margins import check
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-KEPT = ("A_log", "mixer.D", "linear_attn.norm.weight")
+KEPT = ("A_log", "self_attn.dt_bias", "mixer.D", "linear_attn.norm.weight", "o_norm.weight")
 """What makers keep in fp32."""
 DENSE: dict[str, dict[str, Any]] = {
+    "kimi_linear": {"mlp_layer_types": ["dense"] * 4, "linear_head_dim": 24},
     "lfm2": {},
     "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3], "initializer_range": 0.05},
     "nemotron_h": {
@@ -65,11 +67,12 @@ def mixed(tmp_path: Path) -> Callable[..., Path]:
 
 def learn(path: Path, precision: str) -> Expected:
     """What one process learns, under the names of the checkpoint."""
-    hf, held = expected(path, HALVES[precision]), tensors_of(path)
+    hf = expected(path, HALVES[precision])
 
     def rename(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        names = ((n, n.replace("model.", "backbone.", 1)) for n in tensors)
-        return {n if n in held else other: tensors[n] for n, other in names}
+        model = load_hf(path, next(iter(tensors.values())).dtype)
+        model.load_state_dict(tensors, strict=False)
+        return saved_tensors(model)
 
     exact, rounded = (
         replace(trained, weights=rename(trained.weights)) for trained in (hf.exact, hf.rounded)
@@ -85,6 +88,7 @@ def learn(path: Path, precision: str) -> Expected:
         ("nemotron_h", "TP2+SP", "bfloat16"),
         ("nemotron_h", "DP2 distributed optimizer, both overlaps", "float16"),
         ("lfm2", "PP2xVPP2", "bfloat16"),
+        ("kimi_linear", "PP2xVPP2", "bfloat16"),
     ],
 )
 def test_half_precisions_are_as_near_to_exact_arithmetic_as_transformers(
@@ -124,6 +128,8 @@ def assert_wide_weights_moved(path: Path, tp: int, seen: dict[str, Any], hf: Exp
         ("qwen3_next", "TP2xCP2+SP"),
         ("lfm2", "PP2xVPP2"),
         ("nemotron_h", "FSDP2 x 2"),
+        ("kimi_linear", "FSDP2 x 2"),
+        ("olmo_hybrid", "FSDP2 x 2"),
     ],
 )
 def test_mixed_dtypes_come_back_bit_equal(
