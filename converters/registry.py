@@ -30,6 +30,7 @@ from megatron_policy.converters.families import (
     glm4_moe_lite,
     gpt_oss,
     granite,
+    granitemoe,
     granitemoehybrid,
     hunyuan_v1_dense,
     kimi_linear,
@@ -132,6 +133,7 @@ FAMILIES = {
         _built_in(glm4_moe_lite, "Glm4MoeLiteForCausalLM"),
         _built_in(gpt_oss, "GptOssForCausalLM"),
         _built_in(granite, "GraniteForCausalLM"),
+        _built_in(granitemoe, "GraniteMoeForCausalLM"),
         _built_in(granitemoehybrid, "GraniteMoeHybridForCausalLM"),
         _built_in(hunyuan_v1_dense, "HunYuanDenseV1ForCausalLM"),
         _built_in(

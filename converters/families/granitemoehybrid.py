@@ -12,47 +12,28 @@ from megatron_policy.converters.architecture import (
     Mixer,
     Mlp,
     Moe,
-    Scoring,
 )
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
+from megatron_policy.converters.families import granite, granitemoe
 from megatron_policy.converters.families.shared import dense, experts, recurrences
-from megatron_policy.converters.families.shared.dense import H, M
-from megatron_policy.converters.rows import GateUp, Ignore, Joined, Row, Rows, Whole, assign_part
-from megatron_policy.converters.rows.expert_rows import StackedGateAboveUp, StackedInputs
+from megatron_policy.converters.families.shared.dense import H
+from megatron_policy.converters.rows import GateUp, Ignore, Joined, Row, Rows
 
-_MIXTURE = H + "block_sparse_moe."
 _SHARED_IN, _SHARED_OUT = (f"{H}shared_mlp.{name}_linear.weight" for name in ("input", "output"))
 TABLE: tuple[Row | Ignore, ...] = (
-    *dense.ENDS,
-    *dense.NORMS,
-    *dense.ATTENTION,
-    *dense.ATTENTION_BIAS,
+    *granitemoe.ATTENTION,
     *recurrences.rows_of_mamba2("mamba"),
     *(
         Joined((_SHARED_IN,), row) if isinstance(row, GateUp) else row
         for row in dense.rename(dense.MLP, {H + "mlp.down_proj.weight": _SHARED_OUT})
     ),
-    *assign_part(
-        Moe,
-        Whole(
-            M + "mlp.router.weight", (_MIXTURE + "router.layer.weight",), ("experts", "hidden_size")
-        ),
-        StackedGateAboveUp(
-            experts.EXPERT + "linear_fc1.weight",
-            (_MIXTURE + "input_linear.weight",),
-            ("hidden_size",),
-        ),
-        StackedInputs(
-            experts.EXPERT + "linear_fc2.weight",
-            (_MIXTURE + "output_linear.weight",),
-            ("hidden_size", "ffn_hidden_size"),
-        ),
-        Rows(
-            experts.SHARED + "linear_fc2.weight",
-            (_SHARED_OUT,),
-            ("hidden_size", "shared_ffn_hidden_size"),
-        ),
+    *granitemoe.EXPERTS,
+    Rows(
+        experts.SHARED + "linear_fc2.weight",
+        (_SHARED_OUT,),
+        ("hidden_size", "shared_ffn_hidden_size"),
+        part=Moe,
     ),
     Joined(
         (_SHARED_IN,),
@@ -79,9 +60,7 @@ def architecture(fields: Fields) -> Architecture:
         fields,
         recurrences.take_layers(fields, "layer_types", kinds, recurrences.OLDER_KINDS),
         _take_feed(fields),
-        embedding_scale=float(fields.take("embedding_multiplier")),
-        residual_scale=float(fields.take("residual_multiplier")),
-        logit_scale=1.0 / fields.take("logits_scaling"),
+        **granite.take_factors(fields),
     )
 
 
@@ -130,13 +109,6 @@ def _take_feed(fields: Fields) -> Feed:
             fields.ignore(name, "the model has no experts")
         fields.ignore("output_router_logits", "the model has no experts")
         return mlp
-    moe = Moe(
-        experts=number,
-        chosen=fields.take("num_experts_per_tok"),
-        ffn_hidden_size=fields.take("intermediate_size"),
-        scoring=Scoring.SOFTMAX_OF_CHOSEN,
-        shared_ffn_hidden_size=shared,
-    )
-    feed = experts.place(fields, moe, mlp=mlp)
+    feed = experts.place(fields, granitemoe.take_moe(fields, shared), mlp=mlp)
     assert isinstance(feed, Moe)
     return feed

@@ -83,7 +83,10 @@ def test_ranks_that_share_layers_read_and_learn_as_one(
             assert torch.allclose(found[name], value, atol=1e-5, rtol=1e-5), name
 
 
-UNSHARED = {"granitemoehybrid": "where each expert has its gates above its up projections: set it"}
+UNSHARED = dict.fromkeys(
+    ("granitemoe", "granitemoehybrid"),
+    "where each expert has its gates above its up projections: set it",
+)
 """Why ranks cannot share the layers of a family whose plan transformers has."""
 
 

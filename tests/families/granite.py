@@ -1,13 +1,15 @@
 from tests.samples import Samples, parse_published
 
+FACTORS = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.6,
+}
+
 SAMPLES = Samples(
     architecture="GraniteForCausalLM",
-    tiny={
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.6,
-    },
+    tiny=FACTORS,
     full={"attention_bias": True, "mlp_bias": True},
     variants={"granite with biases": {"attention_bias": True, "tied": True, "mlp_bias": True}},
     generating=("PP2", {}),

@@ -181,6 +181,7 @@ REFUSED: dict[str, tuple[str, str]] = {
         FAR,
         "vLLM's router for CPUs leaves out correction biases of a softmax, without an error",
     ),
+    "granitemoe with biases": (UNREAD, "vLLM's attention of this family has no biases"),
     "kimi_linear": (
         "--mamba-block-size can only be set with",
         "vLLM has models of this family for NVIDIA's and AMD's GPUs alone",
