@@ -33,7 +33,7 @@ LR = 0.02
 MOVED = 1e-2
 """How far, relative to its length, the step has to move each tensor."""
 
-DRAFTS = r"model\.(layers\.2|mtp_layers)\."
+DRAFTS = r"(model\.(layers\.2|mtp_layers)|mtp)\."
 """What vLLM leaves out: layers for multi-token prediction, behind the two ordinary ones."""
 
 CONSTANTS = ("act_fn.beta", "act_fn.eps")

@@ -141,7 +141,8 @@ class ModelReload:
         """Whether it is of a layer for multi-token prediction, which vLLM has in another model."""
         layers = self._config.model_config.hf_text_config.num_hidden_layers
         number = re.match(r"model\.layers\.(\d+)\.", name)
-        return "mtp_layers." in name or (number is not None and int(number[1]) >= layers)
+        apart = name.startswith("mtp.") or "mtp_layers." in name
+        return apart or (number is not None and int(number[1]) >= layers)
 
     def _process_tied(self) -> None:
         """Pack weights again for all modules that share them: the reload does it for the one that
