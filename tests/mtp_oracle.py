@@ -1,7 +1,9 @@
 """Multi-token prediction in plain torch, after DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
 section 2.2: what a policy's MTP layers must reproduce. MiMo's take the hidden states first, as they
 are before the model's final norm, then the embedding (vLLM's `mimo.py` and `mimo_mtp.py`). Those of
-Qwen3-Next and Qwen3.5 are as DeepSeek-V3's (vLLM's `qwen3_next_mtp.py`).
+Qwen3-Next and Qwen3.5 are as DeepSeek-V3's (vLLM's `qwen3_next_mtp.py`). That of Nemotron 3 is too,
+with a layer of attention and one of experts in place of an ordinary one (vLLM's
+`nemotron_h_mtp.py`, Megatron-Core's `MultiTokenPredictionLayer` with the pattern `*E`).
 
 transformers has the decoder layers but no forward pass for prediction, so that is written here.
 
@@ -14,6 +16,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,15 @@ from megatron_policy.batch import BatchedDataDict
 from tests import oracle
 from tests.exact import load_hf
 from tests.losses import token_nll
-from tests.mtp_checkpoints import count_layers, decoder_name, layer_name, own_names
+from tests.mtp_checkpoints import (
+    count_layers,
+    count_ordinary,
+    decoder_names,
+    is_nemotron,
+    layer_name,
+    ordinary_name,
+    own_names,
+)
 
 
 def attach(module: nn.Module, name: str, child: nn.Module) -> None:
@@ -44,34 +55,41 @@ def attach(module: nn.Module, name: str, child: nn.Module) -> None:
 def load_with_mtp(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The checkpoint's model, and after its layers those for prediction, which its own forward pass
     does not reach; parameters have the names of the files. `further` has of each of them its
-    decoder layer and its own modules, in the order of `OWN`.
+    decoder layers, of which there are two if layers have one part each, and its own modules, in the
+    order of `OWN`.
     """
     config = json.loads((Path(path) / "config.json").read_text())
-    ordinary, size = config["num_hidden_layers"], config["hidden_size"]
+    ordinary, size = count_ordinary(config), config["hidden_size"]
     tensors = load_file(Path(path) / "model.safetensors")
     with _more_layers(Path(path), config, tensors) as longer:
         model: Any = load_hf(longer, dtype)
     model.config.num_hidden_layers = ordinary
-    model.further = []
-    for number in range(count_layers(config)):
-        layer, start = model.model.layers[ordinary + number], layer_name(config, number)
-        own: list[nn.Module] = []
+    decoders, model.further = iter(model.model.layers[ordinary:]), []
+    starts = [tuple(decoder_names(config, number)) for number in range(count_layers(config))]
+    for number, names in enumerate(starts):
+        start, own = layer_name(config, number), []
         for name in own_names(config):
             weight = tensors[start + name].to(dtype)
-            if weight.ndim == 1:
-                own.append(type(model.model.norm)(size, eps=config["rms_norm_eps"]).to(dtype))
-            else:
-                own.append(nn.Linear(2 * size, size, bias=False, dtype=dtype))
-            own[-1].weight.data.copy_(weight)  # type: ignore[operator, union-attr]
-        model.further.append((layer, own))
-    if layer_name(config, 0) != f"model.layers.{ordinary}.":
+            module = deepcopy(_final_norm(model.model))
+            if weight.ndim > 1:
+                module = nn.Linear(2 * size, size, bias=False, dtype=dtype)
+            module.weight.data.copy_(weight)
+            own.append(module)
+        model.further.append(([next(decoders) for _ in names], own))
+    if layer_name(config, 0) != ordinary_name(config, ordinary):
         model.model.layers = model.model.layers[:ordinary]
-        for number, (layer, _) in enumerate(model.further):
-            attach(model, decoder_name(config, number).removesuffix("."), layer)
+        for names, (layers, _) in zip(starts, model.further, strict=True):
+            for name, layer in zip(names, layers, strict=True):
+                attach(model, name.removesuffix("."), layer)
     for number, (_, own) in enumerate(model.further):
         for name, module in zip(own_names(config), own, strict=True):
             attach(model, layer_name(config, number) + name.removesuffix(".weight"), module)
     return model.eval()
+
+
+def _final_norm(inner: Any) -> Any:
+    """The norm after the last layer of a model without its head."""
+    return inner.norm_f if hasattr(inner, "norm_f") else inner.norm
 
 
 @contextmanager
@@ -79,17 +97,20 @@ def _more_layers(
     path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> Iterator[Path]:
     """The same weights under a config that counts all these layers as ordinary ones."""
-    ordinary, further = config["num_hidden_layers"], count_layers(config)
-    layers = ordinary + further
+    ordinary, further = count_ordinary(config), count_layers(config)
+    starts = [start for number in range(further) for start in decoder_names(config, number)]
+    layers = ordinary + len(starts)
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(further):
-            start, own = decoder_name(config, number), f"model.layers.{ordinary + number}."
+        for number, start in enumerate(starts, start=ordinary):
+            own = ordinary_name(config, number)
             tensors = {name.replace(start, own): tensor for name, tensor in tensors.items()}
         save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         longer = config | {"num_hidden_layers": layers}
         for key, kind in (("mlp_layer_types", "sparse"), ("layer_types", "full_attention")):
             if kinds := config.get(key):
                 longer[key] = [*kinds, *[kind] * (layers - len(kinds))]
+        if is_nemotron(config):
+            longer["layers_block_type"] = [*config["layers_block_type"], "full_attention", "moe"]
         (Path(folder) / "config.json").write_text(json.dumps(longer))
         yield Path(folder)
 
@@ -119,11 +140,12 @@ def further_logprobs(
     """
     inner, length = model.model, tokens_BS.size(1)
     mimo = model.config.model_type == "qwen2"  # transformers' class of it
-    with _input_of(inner.norm) as before:
+    with _input_of(_final_norm(inner)) as before:
         hidden = inner(tokens_BS).last_hidden_state
     found = [_of_tokens(model.lm_head(hidden), later(tokens_BS, 1))]
     positions = torch.arange(length).unsqueeze(0)
-    angles = inner.rotary_emb(hidden, positions)
+    # Nemotron's attention rotates nothing.
+    angles = inner.rotary_emb(hidden, positions) if hasattr(inner, "rotary_emb") else None
     unseen = torch.ones(length, length, dtype=torch.bool).triu(1)
     mask = torch.zeros(length, length, dtype=hidden.dtype).masked_fill(
         unseen, torch.finfo(hidden.dtype).min
@@ -133,17 +155,19 @@ def further_logprobs(
     if detached:
         hidden = hidden.detach()
     for k in range(1, depths + 1):
-        layer, own = model.further[0 if repeated else k - 1]
-        embedded = inner.embed_tokens(later(tokens_BS, k))
+        layers, own = model.further[0 if repeated else k - 1]
+        embedded = inner.get_input_embeddings()(later(tokens_BS, k))
         head = model.lm_head.weight
         if detached:
             embedded, head = embedded.detach(), head.detach()
-        hidden = layer(
-            _project(own, hidden, embedded, mimo),
-            attention_mask=mask[None, None],
-            position_ids=positions,
-            position_embeddings=angles,
-        )
+        hidden = _project(own, hidden, embedded, mimo)
+        for layer in layers:
+            hidden = layer(
+                hidden,
+                attention_mask=mask[None, None],
+                position_ids=positions,
+                position_embeddings=angles,
+            )
         hidden = own[3](hidden)
         found.append(_of_tokens(hidden @ head.T, later(tokens_BS, k + 1)))
     return found[0], found[1:]

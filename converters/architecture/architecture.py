@@ -160,10 +160,13 @@ class Architecture:
     def find_layer(self, number: int) -> Layer:
         """A layer by its number; those for multi-token prediction, which come after all others, are
         like the last one that has attention and, if any layer has them, experts, or else like the
-        last one with experts, or the last of all.
+        last one with experts, or the last of all. Where layers have one part each, they have both:
+        attention, and experts if there are any.
         """
         if number < self.num_layers:
             return self.layers[number]
+        if self.has_single_parts:
+            return Layer(self.mixer, self.moe or self.feed)
         layers = [self.layers[n] for n in self.expert_layers] or self.layers
         attend = [layer for layer in layers if isinstance(layer.mixer, Attention | Mla)]
         return (attend or layers)[-1]

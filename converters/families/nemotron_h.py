@@ -18,7 +18,7 @@ from megatron_policy.converters.architecture import (
     stack,
 )
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.families.shared import dense, experts, recurrences
+from megatron_policy.converters.families.shared import dense, experts, mtp, recurrences
 from megatron_policy.converters.families.shared.dense import H, M
 from megatron_policy.converters.rows import Columns, Ignore, Role, Row, Rows, Whole, assign_part
 
@@ -61,44 +61,39 @@ def _rows_of_experts() -> tuple[Row, ...]:
     )
 
 
-_OF_PREDICTION = (
-    *(f"0.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "norm")),
-    *(f"0.mixer.{name}_proj.weight" for name in "qkvo"),
-    *("1.norm.weight", "1.final_layernorm.weight"),
-    *(
-        name.replace(H + "mlp.", "1.mixer.")
-        for name in dict.fromkeys(name for row in _rows_of_experts() for name in row.hf)
-    ),
+_MTP_NAMES = mtp.Names(
+    held="mtp.layers.",
+    left_out="mtp.layers.",
+    embedding_norm="0.enorm.weight",
+    hidden_norm="0.hnorm.weight",
+    projection="0.eh_proj.weight",
+    final_norm="1.final_layernorm.weight",
+    layer="mtp.layers.{mtp}.",
+    feed="mtp.layers.1.",
 )
-"""Tensors of the layer of Nemotron 3 that predicts further tokens: attention, and experts."""
+"""A layer that predicts further tokens is two here: attention, and experts."""
+_NORMS = tuple(
+    Whole(f"{M}{norm}.weight", (H + "norm.weight",), ("hidden_size",), part=part, role=Role.NORM)
+    for part, norm in _PARTS.items()
+)
+_PREDICTING = (
+    *(norm for norm in _NORMS if norm.part in (Attention, Moe)),
+    *dense.ATTENTION,
+    *_rows_of_experts(),
+)
 TABLE: tuple[Row | Ignore, ...] = dense.rename(
     (
         *dense.ENDS,
-        *(
-            Whole(
-                f"{M}{norm}.weight",
-                (H + "norm.weight",),
-                ("hidden_size",),
-                part=part,
-                role=Role.NORM,
-            )
-            for part, norm in _PARTS.items()
-        ),
+        *_NORMS,
         *dense.ATTENTION,
         *dense.ungated_mlp("up_proj", "down_proj"),
         *_rows_of_experts(),
         *recurrences.rows_of_mamba2("mixer"),
-        *(
-            Ignore(
-                f"mtp.layers.{name}",
-                "of a layer that predicts further tokens, which the model's logits do not need",
-                carried=True,
-            )
-            for name in _OF_PREDICTION
-        ),
+        *mtp.layers(_PREDICTING, _MTP_NAMES),
     ),
     _NAMES,
 )
+_PREDICTED = ["full_attention", "moe"]
 _OF_HUGGING_FACE = (
     "chunk_size",
     "mamba_ssm_cache_dtype",
@@ -132,7 +127,24 @@ def architecture(fields: Fields) -> Architecture:
         layernorm_epsilon=fields.take("layer_norm_epsilon"),
         tied=False,
         unused_ffn_hidden_size=0 if mlp in used else mlp.ffn_hidden_size,
+        further_layers=_count_predicting(fields, any(isinstance(feed, Moe) for feed in used)),
     )
+
+
+def _count_predicting(fields: Fields, has_experts: bool) -> int:
+    """How many layers that predict further tokens checkpoints have, of a model with or without
+    experts in its other layers.
+    """
+    fields.ignore("mtp_hybrid_override_pattern", "mtp_layers_block_type states it")
+    count = mtp.take_layers(fields)
+    if count > 1:
+        fields.refuse("num_nextn_predict_layers", count, "checkpoints have one such layer at most")
+    kinds = fields.take("mtp_layers_block_type", _PREDICTED)
+    named = [recurrences.OLDER_KINDS.get(kind, kind) for kind in kinds]
+    if count and not (has_experts and named == _PREDICTED):
+        why = "a layer that predicts further tokens is attention, and experts as other layers have"
+        fields.refuse("mtp_layers_block_type", kinds, why)
+    return count
 
 
 def _expect_plain(fields: Fields) -> None:
@@ -155,9 +167,6 @@ def _expect_plain(fields: Fields) -> None:
         fields.ignore(name, "no layer has a rotary embedding")
     for name in ("hybrid_override_pattern", "num_hidden_layers"):
         fields.ignore(name, "layers_block_type states every layer")
-    for name in ("mtp_layers_block_type", "mtp_hybrid_override_pattern"):
-        fields.ignore(name, "layers that predict further tokens are left out")
-    fields.ignore("num_nextn_predict_layers", "the same")
     fields.ignore("expand", "heads and their size are given")
     fields.ignore("hidden_act", "MLPs and Mamba2 have fields of their own for it")
     fields.ignore("auto_map", "the makers' own code, which transformers' class replaces")

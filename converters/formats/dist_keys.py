@@ -79,7 +79,7 @@ def readable(entry: Entry, arch: Architecture) -> Iterator[KeyedSlice]:
         if entry.expert is not None:
             number = f"mlp.experts.experts.{entry.expert}."
             alone = _EXPERT.sub("", spelling).replace("mlp.experts.", number)
-            yield KeyedSlice(_prefix(entry) + alone)
+            yield KeyedSlice(_spell_prefix(entry, arch) + alone)
 
 
 def extra_states(table: Table) -> tuple[str, ...]:
@@ -141,8 +141,19 @@ def _prefix(entry: Entry) -> str:
     return found.group() if found else ""
 
 
-def _place(entry: Entry, name: str, arch: Architecture, stacked: bool) -> KeyedSlice:
+def _spell_prefix(entry: Entry, arch: Architecture) -> str:
+    """The same in checkpoints, where layers of one part each have a layer for either part of what
+    predicts further tokens.
+    """
     prefix = _prefix(entry)
+    if not (prefix.startswith("mtp.") and arch.has_single_parts):
+        return prefix
+    part = int("mlp" in entry.megatron.removeprefix(prefix))
+    return prefix.replace("transformer_layer.", f"mtp_model_layer.layers.{part}.")
+
+
+def _place(entry: Entry, name: str, arch: Architecture, stacked: bool) -> KeyedSlice:
+    prefix = _spell_prefix(entry, arch)
     if not prefix:
         return KeyedSlice(name)
     stacked = stacked and prefix.startswith("decoder.")

@@ -49,11 +49,11 @@ def world(layout: dict[str, Any]) -> int:
     return math.prod(n for name, n in layout.items() if name.endswith("_size"))
 
 
-def sharded(chunk: Any, **content: Any) -> Any:
+def sharded(chunk: Any, prefix: str = "", **content: Any) -> Any:
     from megatron.core import parallel_state
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return chunk.sharded_state_dict(metadata={"dp_cp_group": group, **content})
+    return chunk.sharded_state_dict(prefix, metadata={"dp_cp_group": group, **content})
 
 
 def load(config: dict[str, Any], path: str, tokens: torch.Tensor) -> dict[str, Any]:
@@ -96,8 +96,12 @@ def asked_for(config: dict[str, Any], of_mtp: bool) -> tuple[dict[str, Any], set
     tensors, objects = {}, set()
     with models(config) as (policy, [chunk]):
         architecture = policy._engine.table.architecture
-        model = with_mtp_layer(architecture, chunk.config) if of_mtp else chunk
-        state = sharded(model, non_homogeneous_layers=not architecture.uniform_layers)
+        model, prefix = chunk, ""
+        if of_mtp and architecture.has_single_parts:
+            model, prefix = hybrid_mtp_layer(architecture, chunk.config), "mtp."
+        elif of_mtp:
+            model = with_mtp_layer(architecture, chunk.config)
+        state = sharded(model, prefix, non_homogeneous_layers=not architecture.uniform_layers)
         apply_factories(state)
         for value in nested_values(state):
             if of_mtp and not value.key.startswith("mtp."):
@@ -128,6 +132,42 @@ def with_mtp_layer(architecture: Any, config: Any) -> Any:
     )
 
 
+def hybrid_mtp_layer(architecture: Any, config: Any) -> Any:
+    """Of a model whose layers have one part each: attention, and experts."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import multi_token_prediction as package
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_policy.engines.megatron.layer_spec import final_norm, layer_spec
+
+    def spec_of(has: Any) -> Any:
+        number = next(n for n, layer in enumerate(architecture.layers) if has(layer))
+        return layer_spec("local", architecture, own, number)
+
+    own = copy.copy(config)
+    own.mtp_num_layers, norm = 1, final_norm("local", architecture)
+    given = package.MultiTokenPredictionLayerSubmodules(
+        enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=ColumnParallelLinear
+    )
+    layer = ModuleSpec(module=package.MultiTokenPredictionLayer, submodules=given)
+    return package.MultiTokenPredictionBlock(
+        own,
+        ModuleSpec(
+            module=package.MultiTokenPredictionBlock,
+            submodules=package.MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
+        ),
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        mtp_layer_pattern="*E",
+        mtp_num_depths=1,
+        hybrid_submodules=HybridStackSubmodules(
+            attention_layer=spec_of(lambda layer: layer.mixer is architecture.mixer),
+            moe_layer=spec_of(lambda layer: layer.feed is architecture.moe),
+        ),
+    )
+
+
 def assert_has_what_is_asked_for(ranks, path: Path, folder: Path, mtp: bool) -> None:
     """Beside it a converted checkpoint has only Transformer Engine's names of norms."""
     convert(path, folder, "mcore")
@@ -151,8 +191,10 @@ def test_a_converted_checkpoint_has_every_key_that_the_model_asks_for(
     assert_has_what_is_asked_for(ranks, path, tmp_path / "mcore", mtp=False)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "mimo", "nemotron_h"])
 def test_a_converted_mtp_layer_has_the_keys_of_megatrons_own(ranks, tmp_path, family: str) -> None:
+    if family == "nemotron_h":
+        pytest.importorskip("megatron.core.models.hybrid", reason="has such a layer")
     sizes = {"hidden": 48, "heads": 4, "layers": 3, "ffn": 40, "vocab": 256, "tokenizer": False}
     path = add_mtp_layers(make_checkpoint(tmp_path / "hf", family, **sizes))
     assert_has_what_is_asked_for(ranks, path, tmp_path / "mcore", mtp=True)

@@ -254,6 +254,7 @@ OF_STATES = {
     "constants of activations": Case("apertus", LAYOUTS["DP2, distributed optimizer, overlaps"]),
     "norms over heads of all ranks": Case("olmo3", LAYOUTS["TP2+SP"]),
     "further tokens": Case("deepseek_v3", layout(1), further=1),
+    "further tokens, nemotron_h": Case("nemotron_h", LAYOUTS["TP2+SP"], further=1),
     "further tokens, PP2": Case("deepseek_v3", layout(2, pp=2, **OVERLAPPED), further=1),
 }
 PP2 = {"pp": 2}

@@ -1,6 +1,4 @@
-"""Layers for multi-token prediction of Qwen's models with delta nets, and a text model beside a
-tower, which is not offered yet.
-"""
+"""A text model beside a tower, which is not offered yet."""
 
 from __future__ import annotations
 
@@ -18,14 +16,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from megatron_policy.converters.registry import FAMILIES, PREPARED
 from tests.checkpoints import make_checkpoint
 from tests.dist import test_mtp_training as mtp
-from tests.dist.cases import GLOBAL_BATCH, logits_of, policy_config
+from tests.dist.cases import logits_of, policy_config
 from tests.dist.test_export import assert_same_tensors, export
 from tests.exact import Exact, assert_equal
 from tests.families.qwen3_5_text import GRIDS
 from tests.mtp_checkpoints import add_mtp_layers
-from tests.mtp_oracle import learned
-
-PREDICTED_DAILY = {("qwen3_next", "TP2+SP")}
 
 
 @pytest.fixture(autouse=True)
@@ -38,26 +33,6 @@ def run_offered(run: Callable[..., Any], *args: Any) -> Any:
     """`run` on a rank that takes these families."""
     with patch.dict(FAMILIES, PREPARED):
         return run(*args)
-
-
-PREDICTING = [
-    pytest.param(family, name, marks=[pytest.mark.daily] * ((family, name) in PREDICTED_DAILY))
-    for family in ("qwen3_next", "qwen3_5_text")
-    for name in ("one process", "TP2+SP", "PP2", "CP2", "EP2")
-    if name != "EP2" or family == "qwen3_next"
-]
-
-
-@pytest.mark.parametrize(("family", "name"), PREDICTING)
-def test_prediction_of_further_tokens_trains_as_its_plain_form(
-    ranks, tmp_path: Path, family: str, name: str
-) -> None:
-    path = add_mtp_layers(make_checkpoint(tmp_path, family, **mtp.SMALL))
-    data, case = mtp.DATA, mtp.LAYOUTS[name]
-    expected = learned(path, data, GLOBAL_BATCH, factor=mtp.FACTOR)
-    config = policy_config(path, case.megatron | mtp.MTP)
-    results = ranks.run(case.world, run_offered, mtp.train, config)
-    mtp.assert_learned_alike(results, expected, name)
 
 
 def put_beside_tower(source: Path, path: Path) -> Path:

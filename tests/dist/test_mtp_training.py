@@ -37,7 +37,7 @@ from tests.dist.test_export import assert_same_tensors, export, tensors_of
 from tests.exact import ROOM
 from tests.losses import SequenceNLL
 from tests.margins import check
-from tests.mtp_checkpoints import COPIES, add_mtp_layers, layer_name, own_names
+from tests.mtp_checkpoints import COPIES, ONE_AT_MOST, add_mtp_layers, layer_name, own_names
 from tests.mtp_oracle import learned
 
 VOCAB, LENGTH = 200, 24
@@ -109,6 +109,7 @@ def assert_learned_alike(
             check("loss", abs(step["loss"].item() / main - 1), ROOM * hf.rounding.loss, name)
             hf.assert_same_loss(step["loss"] + FACTOR * mtp, number, name)
     for each, tensor in results[0]["weights"].items():
+        each = each.replace("backbone.", "model.", 1)  # as nemotron_h calls it in memory
         if each not in hf.exact.weights:  # transformers stacks experts, and has no copies
             assert ".experts." in each or each.endswith((*COPIES, "correction_bias")), each
         else:
@@ -117,23 +118,47 @@ def assert_learned_alike(
     check("mtp loss", abs(evaluated / losses[0][1] - 1), ROOM * hf.rounding.loss, name)
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe", "mimo"])
+FAMILIES = ("deepseek_v3", "glm4_moe", "mimo")
+WITHOUT_EXPERTS = ("mimo", "qwen3_5_text")
+OPTIONS = {"nemotron_h": {"moe_latent_size": 20}}
+"""As Nemotron 3 Super has it."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def made(request, tmp_path_factory) -> tuple[str, Path, Any]:
     path = tmp_path_factory.mktemp(request.param)
-    add_mtp_layers(make_checkpoint(path, request.param, **SMALL))
+    add_mtp_layers(make_checkpoint(path, request.param, **SMALL, **OPTIONS.get(request.param, {})))
     return request.param, path, learned(path, DATA, GLOBAL_BATCH, factor=FACTOR)
 
 
 DATA = oracle.make_batch(2 * GLOBAL_BATCH, LENGTH, VOCAB)
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": FACTOR}
-CELLS = sorted(product(LAYOUTS, BATCHINGS), key=lambda cell: cell != ("PP2xVPP2", "padded"))
+OF_HYBRIDS = {
+    "one process": "padded",
+    "TP2+SP": "packed",
+    "PP2xVPP2": "dynamic",
+    "CP2": "packed",
+    "EP2": "padded",
+    "TP2xPP2xDP2xEP2+SP": "padded",
+}
+DAILY = {("deepseek_v3", "PP2xVPP2", "padded"), *((f, "TP2+SP", "packed") for f in ONE_AT_MOST[:2])}
+CELLS = [
+    *product(FAMILIES, LAYOUTS, BATCHINGS),
+    *((family, *cell) for family in ONE_AT_MOST for cell in OF_HYBRIDS.items()),
+]
 
 
-@pytest.mark.parametrize(("name", "batching"), CELLS)
+@pytest.mark.parametrize(
+    ("made", "name", "batching"),
+    [
+        pytest.param(*cell, marks=[pytest.mark.daily] * (cell in DAILY))
+        for cell in CELLS
+        if not ("EP2" in cell[1] and cell[0] in WITHOUT_EXPERTS)
+    ],
+    indirect=["made"],
+)
 def test_losses_norms_and_updates_are_those_of_plain_torch(ranks, made, name, batching) -> None:
-    family, path, expected = made
-    if "EP2" in name and family == "mimo":
-        pytest.skip("the model has no experts")
+    _, path, expected = made
     case, context = LAYOUTS[name], f"{name} {batching}"
     config = policy_config(path, case.megatron | MTP, **BATCHINGS[batching])
     assert_learned_alike(ranks.run(case.world, train, config), expected, context)
@@ -152,13 +177,18 @@ KINDS = {
         *({"depths": 2, "detached": True}, 2, False, "PP2"),
         RECOMPUTED | DETACHED,
     ),
+    "nemotron_h, repeated, detached": (
+        *({"depths": 3, "repeated": True, "detached": True}, 1, False, "PP2"),
+        RECOMPUTED | DETACHED | REPEATED,
+    ),
 }
 
 
 @pytest.mark.parametrize("which", KINDS)
 def test_every_kind_of_prediction_trains_as_its_plain_form(ranks, tmp_path, which: str) -> None:
     kind, layers, tied, name, megatron = KINDS[which]
-    family = "mimo" if which.startswith("mimo") else "deepseek_v3"
+    named = which.partition(",")[0]
+    family = named if named in (*FAMILIES, *ONE_AT_MOST) else "deepseek_v3"
     add_mtp_layers(make_checkpoint(tmp_path, family, tied=tied, **SMALL), layers)
     expected = learned(tmp_path, DATA, GLOBAL_BATCH, factor=FACTOR, **kind)
     case = LAYOUTS[name]
@@ -222,6 +252,8 @@ EXPORTED: list[tuple[str, Layout, dict[str, int]]] = [
     ("glm4_moe", LAYOUTS["TP2+SP"], {"max_shard_bytes": 100_000}),
     ("glm4_moe_lite", PP2, {}),
     ("mimo", PP2, {}),
+    ("nemotron_h", Layout(4, 2, IN_TP2PP2.megatron | WHOLE_EXPERTS), SHARDS),
+    ("nemotron_h", PP2, {}),
     ("mimo", FSDP2_LAYOUTS["FSDP2 x 2"], {}),
 ]
 
@@ -232,13 +264,16 @@ def test_held_and_left_out_layers_come_back_bit_equal(
 ) -> None:
     """One of the two is held in bf16; where none is held, weights are in fp32."""
     dtype = "bfloat16" if "mtp_num_layers" in case.megatron else "float32"
-    source = make_model(tmp_path / "source", family, layers=2, dtype=dtype)
+    layers = 1 if family in ONE_AT_MOST else 2
+    source = make_model(tmp_path / "source", family, layers, dtype=dtype)
     config = policy_config(source, case.megatron, precision=dtype)
     ranks.run(case.world, export, config, tmp_path / "exported", options)
     assert_same_tensors(tmp_path / "exported", source)
     written = json.loads((tmp_path / "exported/config.json").read_text())
-    assert written["num_nextn_predict_layers"] == 2
-    assert layer_name(written, 1) + own_names(written)[2] in tensors_of(tmp_path / "exported")
+    assert written["num_nextn_predict_layers"] == layers
+    assert layer_name(written, layers - 1) + own_names(written)[2] in tensors_of(
+        tmp_path / "exported"
+    )
 
 
 def export_without_source(config: dict[str, Any], source: Path, path: Path) -> str:
@@ -312,10 +347,11 @@ def step_again(config: dict[str, Any], root: Path, save: bool) -> dict[str, Any]
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("family", ["deepseek_v3", "nemotron_h"])
 def test_a_checkpoint_goes_on_bit_for_bit_and_converts_to_what_was_exported(
-    ranks, tmp_path
+    ranks, tmp_path, family: str
 ) -> None:
-    config = policy_config(make_model(tmp_path / "source"), PP2.megatron | MTP)
+    config = policy_config(make_model(tmp_path / "source", family), PP2.megatron | MTP)
     saved, resumed = (ranks.run(2, step_again, config, tmp_path, save) for save in (True, False))
     for before, after in zip(saved, resumed, strict=True):
         assert torch.equal(before["norm"], after["norm"])

@@ -74,6 +74,7 @@ SAMPLES = Samples(
     tiny=PARTS,
     turns={"layers_block_type": ("full_attention", "moe", "linear_attention", "mlp")},
     ranges=RECURRENT,
+    full={"num_nextn_predict_layers": 1},
     draw=draw,
     context={"moe_latent_size": 12},
     without_heads=("regression", "bradley_terry"),
@@ -96,6 +97,11 @@ SAMPLES = Samples(
         ({"sliding_window": 8}, "sliding_window = 8: no layer has a window"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings = True: the head has weights"),
         ({"n_shared_experts": 2}, "n_shared_experts = 2: experts have a shared MLP"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2: checkpoints have one"),
+        (
+            {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["moe"]},
+            "mtp_layers_block_type = ['moe']: a layer that predicts further tokens is attention",
+        ),
     ),
     published={
         "Nemotron-3-Nano-30B-A3B": parse_published("""31_577_940_288 parameters

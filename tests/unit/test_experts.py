@@ -14,9 +14,9 @@ from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConversionError
 from tests.families import EXPERTS, PUBLISHED
+from tests.mtp_checkpoints import NUMBERED
 from tests.unit.test_family_configs import architecture, edited
 
-MTP = "num_nextn_predict_layers"
 FURTHER = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "embed_tokens.weight")
 FURTHER += ("shared_head.norm.weight", "shared_head.head.weight")
 
@@ -67,7 +67,7 @@ def test_a_minimax_m2_rotates_its_rotary_dim_whichever_release_wrote_the_config(
         assert bind(raw).architecture.mixer.rope == Rope(5e6, fraction=0.5)
 
 
-@pytest.mark.parametrize("family", [f for f, e in EXPERTS.items() if MTP in e.full])
+@pytest.mark.parametrize("family", [f for f in NUMBERED if f in EXPERTS])
 def test_layers_for_speculative_decoding_are_passed_over_and_no_others(
     tmp_path: Path, family: str
 ) -> None:

@@ -143,17 +143,23 @@ MTP = {
 """The tensors of the layer for multi-token prediction of Qwen3-Next."""
 
 
-def test_the_layer_that_nemotron_3_super_has_for_prediction_is_carried(tmp_path: Path) -> None:
+def test_the_layer_that_nemotron_3_super_has_for_prediction_is_carried_or_held(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HYBRIDS["Nemotron-3-Super-120B-A12B"][1]))
-    table = bind(read_config(tmp_path))
+    config = read_config(tmp_path)
+    table, held = bind(config), bind(config, mtp_layers=1)
     shapes, alike = table.hf_shapes(), {"backbone.layers.7.": "0.", "backbone.layers.1.": "1."}
-    names = {"0.enorm.weight", "0.hnorm.weight", "0.eh_proj.weight", "1.final_layernorm.weight"}
-    for prefix, own in alike.items():
-        names |= {own + name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
-    extra = {f"mtp.layers.{name}": (1,) for name in names}
+    own = {"0.enorm.weight": (4096,), "0.hnorm.weight": (4096,), "0.eh_proj.weight": (4096, 8192)}
+    own["1.final_layernorm.weight"] = (4096,)
+    for prefix, start in alike.items():
+        own |= {n.replace(prefix, start): s for n, s in shapes.items() if n.startswith(prefix)}
+    extra = {f"mtp.layers.{name}": shape for name, shape in own.items()}
     assert len(extra) == 3 + 5 + 1 + 7 + 2 * 512
     table.check_hf(shapes | extra, {})
     assert all(table.ignored[name].carried for name in extra)
+    assert held.hf_shapes() == shapes | extra and not held.carried()
+    assert bind(config, tensors=extra).architecture.mtp_layers == 1
     with pytest.raises(ConversionError, match=r"unexpected: mtp.layers.2.norm.weight"):
         table.check_hf(shapes | {"mtp.layers.2.norm.weight": (1,)}, {})
 

@@ -21,18 +21,23 @@ from megatron_policy.converters.rows import fill_parts, fill_shard
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConversionError
 from tests.checkpoints import make_checkpoint
-from tests.families import SAMPLES
-from tests.mtp_checkpoints import COPIES, add_mtp_layers, layer_name, own_names
+from tests.mtp_checkpoints import (
+    COPIES,
+    NUMBERED,
+    ONE_AT_MOST,
+    add_mtp_layers,
+    layer_name,
+    own_names,
+)
 
 SMALL = {"hidden": 16, "heads": 4, "layers": 2, "ffn": 24, "vocab": 150, "tokenizer": False}
-FAMILIES = [f for f, each in SAMPLES.items() if "num_nextn_predict_layers" in each.full]
 
 
 def made(path: Path, family: str, layers: int = 1, copies: bool = True) -> Path:
     return add_mtp_layers(make_checkpoint(path, family, **SMALL), layers, copies)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NUMBERED)
 def test_held_layers_use_every_tensor_of_theirs_and_left_out_ones_are_carried(
     tmp_path: Path, family: str
 ) -> None:
@@ -61,7 +66,7 @@ def test_held_layers_use_every_tensor_of_theirs_and_left_out_ones_are_carried(
         table.check_hf(shapes, dtypes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*NUMBERED, "nemotron_h"])
 def test_elements_of_held_layers_come_back_from_two_shards(tmp_path: Path, family: str) -> None:
     path = made(tmp_path, family)
     table = bind(read_config(path), mtp_layers=1)
@@ -107,16 +112,18 @@ def test_a_copy_that_differs_from_what_it_copies_is_refused(tmp_path: Path, copy
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*NUMBERED, "nemotron_h"])
 @pytest.mark.parametrize("copies", [True, False], ids=["copies", "no copies"])
 def test_a_conversion_there_and_back_loses_nothing(
     tmp_path: Path, family: str, copies: bool
 ) -> None:
-    path = made(tmp_path / "hf", family, layers=2, copies=copies)
+    layers = 1 if family in ONE_AT_MOST else 2
+    path = made(tmp_path / "hf", family, layers, copies)
     convert(path, tmp_path / "mcore", "mcore")
     with RawFiles() as files:
         keys = DistReader(tmp_path / "mcore", files).keys
-    assert {f"mtp.layers.1.{n}" for n in ("enorm.weight", "final_layernorm.weight")} <= set(keys)
+    last = f"mtp.layers.{layers - 1}."
+    assert {last + name for name in ("enorm.weight", "final_layernorm.weight")} <= set(keys)
     assert not any("embed_tokens" in key or "shared_head" in key for key in keys)
     convert(tmp_path / "mcore", tmp_path / "again", "hf")
     assert verify(path, tmp_path / "mcore").equal and verify(path, tmp_path / "again").equal

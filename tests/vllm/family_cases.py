@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from tests.checkpoints import make_checkpoint
 from tests.families import SAMPLES
 from tests.families.deepseek_v3 import SCALED
-from tests.mtp_checkpoints import add_mtp_layers
+from tests.mtp_checkpoints import NUMBERED, add_mtp_layers
 from tests.quantised import quantise_fp8, quantise_mxfp4
 
 VOCAB = 256
@@ -156,7 +156,7 @@ def list_cases() -> Iterator[Case]:
         fields = {name: value for name, value in samples.full.items() if "bias" in name}
         if fields and family not in ("glm4", "starcoder2"):  # which have them as published
             yield Case(family, "with biases", fields)
-        if "num_nextn_predict_layers" in samples.full or family == "qwen3_next":
+        if family in (*NUMBERED, "qwen3_next"):
             yield Case(family, "with MTP layers", mtp=True)
     yield Case("qwen3", "untied", {"tied": False})
     yield Case("llama", "tied", {"tied": True})

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
+from megatron_policy.converters.architecture import Mlp, Moe
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.rows import Halves, Ignore, Role, Row, Tied, Whole
 from megatron_policy.converters.rows.kinds import RowBase
@@ -45,6 +46,8 @@ class Names:
     head: str = ""
     layer: str = ""
     """The start of the names of its decoder layer, if not as of the others."""
+    feed: str = ""
+    """The same of what follows attention, if that is a layer of its own."""
 
     @property
     def own(self) -> tuple[Row, ...]:
@@ -125,12 +128,14 @@ def _leave_out(name: str, names: Names) -> str:
 
 def _predicting(row: Row, names: Names) -> Row:
     """The row of the same parameter in an MTP layer."""
+    part = cast(RowBase, row).part
+    start = names.feed if names.feed and part in (Mlp, Moe) else names.layer or names.held
     return cast(
         Row,
         replace(
             cast(RowBase, row),
             megatron=row.megatron.replace(M, _MTP + "transformer_layer."),
-            hf=tuple(name.replace(H, names.layer or names.held) for name in row.hf),
+            hf=tuple(name.replace(H, start) for name in row.hf),
         ),
     )
 
