@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from megatron_policy.config.batching import batching_of
-from megatron_policy.config.parallel_sizes import Engine, engine_of, parallel_sizes
+from megatron_policy.config.parallel_sizes import Engine, engine_of, parallel_sizes, read_layout
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
@@ -194,11 +194,19 @@ def microbatch_round(topology: Topology) -> int:
 
 
 def layer_split(config: PolicyConfig, architecture: Architecture, topology: Topology) -> LayerSplit:
-    """Which layers each stage and chunk holds: as many in all, or, where layers have one part each
-    and the configuration gives no number, such that chunks have equally much to compute.
-    ConfigError if there is no such split.
+    """Which layers each stage and chunk holds: what the configuration says, or else as many in all,
+    or, where layers have one part each, such that chunks have equally much to compute. ConfigError
+    if there is no such split.
     """
     sizes, stages = parallel_sizes(config), (topology.pp, topology.vpp)
+    if sizes.layout is not None:
+        counts = read_layout(sizes.layout)
+        if sum(counts) != architecture.num_layers:
+            raise ConfigError(
+                f"pipeline_model_parallel_layout has {sum(counts)} layers (t), but the model has "
+                f"{architecture.num_layers}: give it as many"
+            )
+        return LayerSplit.of_chunks(counts, topology.pp)
     ends, chunks = (sizes.first_layers, sizes.last_layers), topology.pp * topology.vpp
     balanced = architecture.has_single_parts and topology.pp > 1 and ends == (None, None)
     if balanced and chunks <= architecture.num_layers:

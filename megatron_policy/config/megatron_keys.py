@@ -22,9 +22,6 @@ _MEGATRON: Rules = {
     "pipeline_dtype": Rejected(
         "stages exchange tensors of the dtype of precision", same_as="precision"
     ),
-    "pipeline_model_parallel_layout": Rejected(
-        "use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
-    ),
     "account_for_embedding_in_pipeline_split": Rejected("use num_layers_in_first_pipeline_stage"),
     "account_for_loss_in_pipeline_split": Rejected("use num_layers_in_last_pipeline_stage"),
     "use_gloo_process_groups": Ignored("process groups follow from the device"),

@@ -156,6 +156,10 @@ class MegatronConfig(Section):
     """If it has another number of layers than the stages between."""
     num_layers_in_last_pipeline_stage: Count | None = None
     """The same for the last stage."""
+    pipeline_model_parallel_layout: str | None = None
+    """What each model chunk has, in Megatron-Core's letters, with a stroke between chunks: E, one t
+    for each decoder layer, m, L. Every chunk has a layer, and only the last one has m and L.
+    """
     context_parallel_size: Count = 1
     """Ranks that share out the positions of each row (CP)."""
     expert_model_parallel_size: Count = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -41,6 +42,8 @@ class ParallelSizes:
     first_layers: int | None = None
     """Layers of the first pipeline stage, if it has others than those between."""
     last_layers: int | None = None
+    layout: str | None = None
+    """What each model chunk has, as `read_layout` takes it."""
 
 
 MEGATRON_SIZES = {
@@ -50,6 +53,7 @@ MEGATRON_SIZES = {
     "vpp": "virtual_pipeline_model_parallel_size",
     "first_layers": "num_layers_in_first_pipeline_stage",
     "last_layers": "num_layers_in_last_pipeline_stage",
+    "layout": "pipeline_model_parallel_layout",
     "cp": "context_parallel_size",
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
@@ -104,7 +108,43 @@ def parallel_sizes(config: PolicySection) -> ParallelSizes:
             replicas=own.dp_replicate_size,
         )
     sizes = {name: getattr(config.megatron_cfg, key) for name, key in MEGATRON_SIZES.items()}
+    if sizes["layout"] is not None:
+        sizes["vpp"] = _count_chunks(sizes)
     return ParallelSizes("policy.megatron_cfg", tp_key=MEGATRON_SIZES["tp"], **sizes)
+
+
+def read_layout(layout: str) -> tuple[int, ...]:
+    """The decoder layers of each model chunk, in the order of the layers, from what Megatron-Core
+    takes for them, such as `Et|(tt|)*3tL`: E is the embedding, t a decoder layer, m one for
+    multi-token prediction, L the head.
+
+    ConfigError unless each chunk has a layer, E is in the first one, and m and L are in the last.
+    """
+    written = layout.replace(",", "").replace(" ", "")
+    for repeated in (r"\(([^()]*)\)\*(\d{1,5})", r"(\w)\*(\d{1,5})"):
+        written = re.sub(repeated, lambda found: found[1] * int(found[2]), written)
+    if not re.fullmatch(r"Et+(\|t+)*m*L", written):
+        raise ConfigError(
+            f"policy.megatron_cfg.pipeline_model_parallel_layout={layout!r} is not understood: "
+            "chunks are separated by |; begin with E, give each chunk one t or more, and end with "
+            "L, as in 'Et|(tt|)*3tL'"
+        )
+    return tuple(chunk.count("t") for chunk in written.split("|"))
+
+
+def _count_chunks(sizes: Mapping[str, Any]) -> int:
+    """Model chunks of each stage in a layout; ConfigError if another of the `sizes` forbids it."""
+    chunks, pp = len(read_layout(sizes["layout"])), int(sizes["pp"])
+    each, left = divmod(chunks, pp)
+    ends = sizes["first_layers"], sizes["last_layers"]
+    if left or (pp == 1 and each > 1) or sizes["vpp"] not in (1, each) or ends != (None, None):
+        raise ConfigError(
+            f"policy.megatron_cfg.pipeline_model_parallel_layout has {chunks} chunks for "
+            f"pipeline_model_parallel_size={pp}: give each stage as many, and leave out "
+            "virtual_pipeline_model_parallel_size and num_layers_in_first_pipeline_stage and "
+            "..._last_..., which follow from it"
+        )
+    return each
 
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -199,7 +199,7 @@ class LayerSplit:
         """
         counts = _layers_per_stage(num_layers, pp, first, last)
         _check_chunks(counts, vpp, both_ends=first is not None and last is not None)
-        return cls._of_chunks([count // vpp for count in counts] * vpp, pp)
+        return cls.of_chunks([count // vpp for count in counts] * vpp, pp)
 
     @classmethod
     def balance(cls, costs: Sequence[int], pp: int, vpp: int = 1) -> LayerSplit:
@@ -216,10 +216,10 @@ class LayerSplit:
         least = bisect_left(possible, True, key=lambda most: fill(most) is not None)
         counts = fill(possible[least])
         assert counts is not None
-        return cls._of_chunks(counts, pp)
+        return cls.of_chunks(counts, pp)
 
     @classmethod
-    def _of_chunks(cls, counts: Sequence[int], pp: int) -> LayerSplit:
+    def of_chunks(cls, counts: Sequence[int], pp: int) -> LayerSplit:
         """Chunks have so many layers, in the order of the layers."""
         stages: list[list[range]] = [[] for _ in range(pp)]
         start = 0

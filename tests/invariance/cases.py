@@ -39,7 +39,7 @@ LAYOUTS = {
     "TP2+SP": layout(2, tp=2, **SEQUENCE_PARALLEL),
     "TP4 over 2 key-value groups": layout(4, tp=4),
     "PP2": layout(2, pp=2),
-    "PP2, stages of 1 and 3 layers": layout(2, pp=2, num_layers_in_first_pipeline_stage=1),
+    "PP2, stages of 1 and 3 layers": layout(2, pp=2, pipeline_model_parallel_layout="Et|t*3L"),
     "PP2, layers recomputed": layout(2, pp=2, activation_checkpointing=True),
     "PP2xVPP2": layout(2, pp=2, vpp=2),
     "DP2": layout(2),

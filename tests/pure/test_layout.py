@@ -17,6 +17,7 @@ from megatron_policy.config.layout import (
     pads,
     topology_of,
 )
+from megatron_policy.config.parallel_sizes import read_layout
 from megatron_policy.converters.architecture import (
     Architecture,
     Mla,
@@ -126,6 +127,46 @@ def test_the_layer_split_is_that_of_the_configuration() -> None:
     assert split == LayerSplit(stages=((range(0, 5),), (range(5, 8),)))
 
 
+PP2 = {"pipeline_model_parallel_size": 2}
+UNEVEN = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}
+
+
+def test_chunks_have_the_layers_that_megatrons_letters_give_them() -> None:
+    counts = {
+        "Et*3|t*5L": (3, 5),
+        "E, ttt | ttttt, L": (3, 5),
+        "Et|(tt|)*2t*3mL": (1, 2, 2, 3),
+    }
+    for text, expected in counts.items():
+        assert read_layout(text) == expected
+        policy = config(pipeline_model_parallel_layout=text, **PP2)
+        topology = topology_of(policy, 2)
+        assert topology.vpp == len(expected) // 2
+        split = layer_split(policy, shape(), topology)
+        assert tuple(map(len, split.chunks)) == expected
+        check_layout(policy, shape(), topology)
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "told"),
+    [
+        ("Ettt|tttL", PP2, "has 6 layers (t), but the model has 8: give it as many"),
+        ("E|t*8L", PP2, "give each chunk one t or more"),
+        ("Et*4|t*4|mL", PP2, "give each chunk one t or more"),
+        ("Et*4|t*2|t*2L", PP2, "has 3 chunks for pipeline_model_parallel_size=2"),
+        ("Et*4|t*4L", {}, "has 2 chunks for pipeline_model_parallel_size=1"),
+        ("Et*4|t*4L", UNEVEN, "leave out virtual_pipeline_model_parallel_size"),
+    ],
+)
+def test_letters_of_no_possible_split_are_refused(
+    text: str, keys: dict[str, int], told: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        asked = config(pipeline_model_parallel_layout=text, **keys)
+        check_layout(asked, shape(), topology_of(asked, 2))
+    assert told in str(raised.value)
+
+
 def test_stages_of_layers_of_one_part_have_equally_much_to_compute() -> None:
     keys, dear, cheap = {"pipeline_model_parallel_size": 2}, shape().feed, shape().mixer
     layers = stack(7, [None] * 2 + [cheap] * 5, [dear] * 2 + [None] * 5)
@@ -141,7 +182,6 @@ def test_stages_of_layers_of_one_part_have_equally_much_to_compute() -> None:
     assert "use one of [1, 7]" in refusal(config(pipeline_model_parallel_size=8), model, 8)
 
 
-UNEVEN = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}
 CHUNKS = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 
 
