@@ -93,6 +93,10 @@ class Family:
     """
     surrounded: bool = False
     """Whether its models have a shell: the decoder is a part of transformers' composite model."""
+    paths: tuple[tuple[str, str], ...] = ()
+    """What names of HF tensors begin with, or have in them if it begins with a dot, and what the
+    paths of transformers' modules have in its place.
+    """
     awaits: str = ""
     """What its models have that is not offered yet."""
 
@@ -139,7 +143,12 @@ FAMILIES = {
         _built_in(
             deepseek_v3, "DeepseekV3ForCausalLM", hf_model_type="deepseek_v3", name="kimi_k2"
         ),
-        _built_in(kimi_linear, "KimiLinearForCausalLM", other_names=kimi_linear.OTHER_NAMES),
+        _built_in(
+            kimi_linear,
+            "KimiLinearForCausalLM",
+            other_names=kimi_linear.OTHER_NAMES,
+            paths=kimi_linear.PATHS,
+        ),
         _built_in(lfm2, "Lfm2ForCausalLM"),
         _built_in(lfm2_moe, "Lfm2MoeForCausalLM"),
         _built_in(llama, "LlamaForCausalLM"),
@@ -148,7 +157,7 @@ FAMILIES = {
         _built_in(ministral3, "Ministral3ForCausalLM"),
         _built_in(mistral, "MistralForCausalLM"),
         _built_in(mixtral, "MixtralForCausalLM"),
-        _built_in(nemotron_h, "NemotronHForCausalLM"),
+        _built_in(nemotron_h, "NemotronHForCausalLM", paths=(("backbone.", "model."),)),
         _built_in(olmo2, "Olmo2ForCausalLM"),
         _built_in(olmo3, "Olmo3ForCausalLM"),
         _built_in(olmo_hybrid, "OlmoHybridForCausalLM", other_names=olmo_hybrid.OTHER_NAMES),
@@ -160,10 +169,15 @@ FAMILIES = {
             "Qwen2_5_VLForConditionalGeneration",
             hf_prefix="Qwen2_5_VL",
             surrounded=True,
+            paths=qwen2_5_vl.PATHS,
         ),
         _built_in(qwen2_moe, "Qwen2MoeForCausalLM"),
         _built_in(
-            qwen2_vl, "Qwen2VLForConditionalGeneration", hf_prefix="Qwen2VL", surrounded=True
+            qwen2_vl,
+            "Qwen2VLForConditionalGeneration",
+            hf_prefix="Qwen2VL",
+            surrounded=True,
+            paths=qwen2_5_vl.PATHS,
         ),
         _built_in(qwen3, "Qwen3ForCausalLM"),
         _built_in(qwen3_5_moe_text, "Qwen3_5MoeForCausalLM"),

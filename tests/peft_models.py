@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,16 @@ _TASKS = {"bradley_terry": "SEQ_CLS", "regression": "TOKEN_CLS"}
 def make_adapters(
     base: Path,
     target: Path,
-    modules: list[str],
+    modules: list[str] | str,
     *,
     shared: bool = False,
     seed: int = 17,
     stacks: list[str] | None = None,
+    load: Callable[[Path], Any] = load_hf,
 ) -> Path:
-    """A directory that PEFT saves: random adapters on `modules`, A drawn as B is. With `shared` the
-    modules of a fused layer have the same A. `stacks` are parameters with stacked experts.
+    """A directory that PEFT saves: random adapters on `modules` of the model that `load` makes of
+    `base`, A drawn as B is. With `shared` the modules of a fused layer have the same A. `stacks`
+    are parameters with stacked experts.
     """
     torch.manual_seed(seed)
     config = LoraConfig(
@@ -41,7 +43,7 @@ def make_adapters(
         target_parameters=stacks,
         task_type="CAUSAL_LM",
     )
-    model = get_peft_model(load_hf(base), config)
+    model = get_peft_model(load(base), config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
@@ -68,14 +70,18 @@ def share_a(model: torch.nn.Module) -> None:
 
 
 class Loads:
-    """Loads the checkpoint's model with the adapters of a directory, for `oracle.train`."""
+    """Loads the checkpoint's model, by `load`, with the adapters of a directory, for
+    `oracle.train`.
+    """
 
-    def __init__(self, adapters: Path, *, shared: bool = False) -> None:
-        self._adapters, self._shared = adapters, shared
+    def __init__(
+        self, adapters: Path, *, shared: bool = False, load: Callable[..., Any] = load_hf
+    ) -> None:
+        self._adapters, self._shared, self._load = adapters, shared, load
 
     def __call__(self, path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         model: Any = PeftModel.from_pretrained(
-            load_hf(path, dtype),
+            self._load(path, dtype),
             str(self._adapters),
             is_trainable=True,
             autocast_adapter_dtype=False,

@@ -31,6 +31,11 @@ TABLE: tuple[Row | Ignore, ...] = (
 )
 OTHER_NAMES = ((".mlp.", f".{_BLOCK}."),)
 """What releases of transformers make of the names of MLPs when they save them."""
+PATHS = (
+    (".self_attn.f_", ".self_attn.forget_gate.f_"),
+    (".block_sparse_moe.shared_experts.", ".mlp.shared_experts."),
+)
+"""Parts of names of tensors, and what the paths of transformers' modules have in their place."""
 _STATED = {
     "first_k_dense_replace": "mlp_layer_types states it for each layer",
     "head_dim": "the parts of heads have fields of their own",

@@ -9,6 +9,9 @@ from megatron_policy.converters.families.shared import dense, pictures
 
 from .qwen2 import TABLE as TABLE
 
+PATHS = (("model.", "model.language_model."), ("visual.", "model.visual."))
+"""What names of tensors begin with, and the paths of transformers' modules in its place."""
+
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen2_5_VLConfig describes."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_policy.adapters.rows import Concatenated, GatedQkvParts, QkvParts
 from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.registry import family_of
 from megatron_policy.converters.rows.blocks import Role, Row, fill_shard
 from megatron_policy.converters.rows.expert_rows import (
     Stacked,
@@ -46,14 +47,6 @@ _ROUTER = ".mlp.router."
 PREFIX = "base_model.model."
 """What PEFT puts before the name of the module that it adapts."""
 A, B = ".lora_A.weight", ".lora_B.weight"
-_RENAMED = (
-    ("backbone.", "model."),
-    (".self_attn.f_", ".self_attn.forget_gate.f_"),
-    (".block_sparse_moe.shared_experts.", ".mlp.shared_experts."),
-)
-"""Parts of names of tensors, of Nemotron-H first, then of Kimi Linear, and what the paths of
-transformers' modules have in their place.
-"""
 _IN, _OUT, _INNER = ".adapter.a", ".adapter.b", ".base_layer"
 _SHOWN = 5
 
@@ -145,14 +138,14 @@ def build_adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) ->
     adapted = [entry for entry in table.entries if entry.megatron in chosen]
     stacks = dict.fromkeys(name for entry in adapted if is_stacked(entry) for name in entry.hf)
     for _, same in groupby(adapted, key=lambda entry: entry.hf):
-        pairs = [_make_pair(each, chosen[each.megatron], rank, stacks) for each in same]
+        pairs = [_make_pair(table, each, chosen[each.megatron], rank, stacks) for each in same]
         entries += [entry for side in zip(*pairs, strict=True) for entry in side]
     why = "the adapter of the fused layer has one A for all its tensors"
     ignored = {
         name: Ignore(name, why, equals=first, carried=True)
         for entry in adapted
         if chosen[entry.megatron] is None
-        for first, *others in [[PREFIX + name_module(each) + A for each in entry.hf]]
+        for first, *others in [[PREFIX + name_module(each, table) + A for each in entry.hf]]
         for name in others
     }
     for entry in table.entries:
@@ -188,7 +181,7 @@ def bind_adapters(
             if entry.hf[0] in parameters:
                 chosen[entry.megatron] = None
             continue
-        names = [name_module(name) for name in entry.hf]
+        names = [name_module(name, table) for name in entry.hf]
         parts = tuple(number for number, name in enumerate(names) if name in left)
         whole = len(parts) == len(names) and (len(names) == 1 or is_joined(entry))
         if parts:
@@ -244,11 +237,12 @@ def strip_weight(name: str) -> str:
     return name.removesuffix(WEIGHT)
 
 
-def name_module(weight: str) -> str:
+def name_module(weight: str, table: Table) -> str:
     """The path, in transformers, of the module with the HF tensor of this name: PEFT goes by it."""
     path = strip_weight(weight)
-    for saved, own in _RENAMED:
-        path = path.replace(saved, own)
+    for saved, own in family_of(table.family).paths:
+        if saved.startswith(".") or path.startswith(saved):
+            path = path.replace(saved, own, 1)
     return path
 
 
@@ -282,19 +276,21 @@ def list_target_parameters(adapters: Table) -> list[str]:
     return sorted({name.replace("{layer}", str(layer)) for name, layer in stacked})
 
 
-def _make_pair(entry: Entry, parts: Parts, rank: int, stacks: Iterable[str]) -> tuple[Entry, Entry]:
+def _make_pair(
+    table: Table, entry: Entry, parts: Parts, rank: int, stacks: Iterable[str]
+) -> tuple[Entry, Entry]:
     """The entries of A and B. PEFT wraps a module once for each of its tensors that is adapted; of
     all such `stacks`, which are in the module's order, the first is innermost.
     """
     numbers = range(len(entry.hf)) if parts is None else parts
-    modules = [PREFIX + name_module(entry.hf[number]) for number in numbers]
+    modules = [PREFIX + name_module(entry.hf[number], table) for number in numbers]
     if is_stacked(entry):
         path = strip_leaf(entry.hf[0])
         siblings = [name for name in stacks if strip_leaf(name) == path]
         modules = [PREFIX + path + (len(siblings) - 1 - siblings.index(entry.hf[0])) * _INNER]
         rows = _make_stacked_rows(entry.row, modules[0], rank)
     else:
-        rows = _make_rows(entry.row, parts, rank)
+        rows = _make_rows(table, entry.row, parts, rank)
     into, out = (
         replace(
             entry,
@@ -331,13 +327,13 @@ def _unjoin(row: Row) -> _Adaptable | None:
     return of if isinstance(of, _Adaptable) else None
 
 
-def _make_rows(row: Row, parts: Parts, rank: int) -> tuple[Row, Row]:
+def _make_rows(table: Table, row: Row, parts: Parts, rank: int) -> tuple[Row, Row]:
     """The rows of A and B."""
     of = _unjoin(row)
     assert isinstance(of, _Plain), f"{row.megatron} is not adaptable"
     into, out = (strip_weight(row.megatron) + side for side in (_IN, _OUT))
     numbers = tuple(range(len(row.hf))) if parts is None else parts
-    modules = [PREFIX + name_module(row.hf[number]) for number in numbers]
+    modules = [PREFIX + name_module(row.hf[number], table) for number in numbers]
     hf_a, hf_b = (tuple(module + side for module in modules) for side in (A, B))
     kind = of.part
     if isinstance(of, Rows):

@@ -54,7 +54,7 @@ def choose_adapters(config: PolicyConfig, table: Table) -> Table | None:
         ("exclude_modules", peft.exclude_modules),
     ):
         _refuse_unknown(f"{_KEY}.{key}", names, entries, table)
-    chosen = _choose(entries, peft.target_modules, peft.exclude_modules)
+    chosen = _choose(table, entries, peft.target_modules, peft.exclude_modules)
     for hf, experts in groupby(filter(is_stacked, entries), key=lambda entry: entry.hf):
         if len({entry.megatron in chosen for entry in experts}) > 1:
             raise ConfigError(
@@ -120,7 +120,7 @@ def name_targets(adapters: Table, table: Table) -> tuple[str, ...]:
             paths.append(bases[weight].hf[0])
             continue
         modules = [find_module(name) for name in sides[name_a(weight)].hf]
-        names = [name_module(name) for name in bases[weight].hf]
+        names = [name_module(name, table) for name in bases[weight].hf]
         parts = tuple(map(names.index, modules))
         fused = len(modules) < len(sides[name_b(weight)].hf)
         chosen[weight] = None if fused or len(names) == 1 else parts
@@ -128,20 +128,22 @@ def name_targets(adapters: Table, table: Table) -> tuple[str, ...]:
     paths = list(dict.fromkeys(paths))
     words = tuple(dict.fromkeys(path.rpartition(".")[2] for path in paths))
     entries = [entry for entry in table.entries if is_adaptable(entry)]
-    return words if _choose(entries, words, ()) == chosen else tuple(paths)
+    return words if _choose(table, entries, words, ()) == chosen else tuple(paths)
 
 
 def _choose(
-    entries: Iterable[Entry], targets: tuple[str, ...], excluded: tuple[str, ...]
+    table: Table, entries: Iterable[Entry], targets: tuple[str, ...], excluded: tuple[str, ...]
 ) -> dict[str, Parts]:
     """Which parts of which weights are adapted."""
-    found = ((entry.megatron, _choose_parts(entry, targets, excluded)) for entry in entries)
+    found = ((entry.megatron, _choose_parts(table, entry, targets, excluded)) for entry in entries)
     return {weight: parts for weight, parts in found if parts != ()}
 
 
-def _choose_parts(entry: Entry, targets: tuple[str, ...], excluded: tuple[str, ...]) -> Parts:
+def _choose_parts(
+    table: Table, entry: Entry, targets: tuple[str, ...], excluded: tuple[str, ...]
+) -> Parts:
     """Which parts of the weight are adapted; () for none."""
-    whole, parts = _name_modules(entry)
+    whole, parts = _name_modules(table, entry)
     if _match(excluded, whole):
         return ()
     left = tuple(n for n, names in enumerate(parts) if not _match(excluded, *names))
@@ -152,10 +154,10 @@ def _choose_parts(entry: Entry, targets: tuple[str, ...], excluded: tuple[str, .
     return None if found and len(entry.hf) == 1 else found
 
 
-def _name_modules(entry: Entry) -> tuple[str, list[list[str]]]:
+def _name_modules(table: Table, entry: Entry) -> tuple[str, list[list[str]]]:
     """The path of the weight's module, and those of the module of each of its parts."""
     whole = strip_weight(entry.megatron)
-    parts = [[name_module(name)] for name in entry.hf]
+    parts = [[name_module(name, table)] for name in entry.hf]
     if not isinstance(entry.row, Joined):
         for part, leaf in zip(parts, _SPLIT.get(type(entry.row), ()), strict=False):
             part.append(f"{whole.rpartition('.')[0]}.{leaf}")
@@ -176,7 +178,7 @@ def _match(patterns: Iterable[str], *paths: str) -> bool:
 def _refuse_unknown(key: str, names: Iterable[str], entries: Iterable[Entry], table: Table) -> None:
     paths: dict[str, None] = {}
     for entry in entries:
-        whole, parts = _name_modules(entry)
+        whole, parts = _name_modules(table, entry)
         paths |= dict.fromkeys([whole, *chain.from_iterable(parts)])
     legal = dict.fromkeys(path.rpartition(".")[2] for path in paths)
     for name in names:

@@ -92,7 +92,7 @@ def _bind_to_base(checkpoint: OpenCheckpoint, found: PeftAdapters, base: Base) -
     spec = AdapterSpec(rank, alpha, found.settings.dropout, *of_base)
 
     def is_joined(entry: Entry) -> bool:
-        first, *others = (f"{PREFIX}{name_module(name)}{A}" for name in entry.hf)
+        first, *others = (f"{PREFIX}{name_module(name, model)}{A}" for name in entry.hf)
         return all(_are_equal(checkpoint.tensors, infos, first, other) for other in others)
 
     modules = list(found.find_modules(shapes, parameters))

@@ -183,7 +183,7 @@ def _adapter_table(
 ) -> Table:
     """The table of the adapters of all modules that have any of these tensors."""
     entries = filter(is_adaptable, model.entries)
-    known = {name_module(name) for entry in entries for name in entry.hf}
+    known = {name_module(name, model) for entry in entries for name in entry.hf}
     modules = {m for name in shapes if (m := name.removeprefix(PREFIX).rpartition(".lora_")[0])}
     rank = fields.get("r")
     rank = rank if type(rank) is int and rank > 0 else 1

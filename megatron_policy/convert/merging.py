@@ -54,7 +54,8 @@ def merge_adapters(
             "export_hf, or merge them with PEFT (merge_and_unload)"
         )
     shapes = {name: info.shape for name, info in adapters.infos.items()}
-    weights = {name_module(name): name for name in of_base.infos if name.endswith(WEIGHT)}
+    _, table = bind_base(found, base, adapters.infos, of_base.infos)
+    weights = {name_module(name, table): name for name in of_base.infos if name.endswith(WEIGHT)}
     of_weight = {
         weights.get(module, module + WEIGHT): _Adapter(
             module,
@@ -65,7 +66,6 @@ def merge_adapters(
         for module, (rank, alpha) in found.find_modules(shapes).items()
     }
     _check(of_weight, of_base, base)
-    _, table = bind_base(found, base, adapters.infos, of_base.infos)
     head = {name: adapters.infos[at] for name in SCALAR if (at := PREFIX + name) in adapters.infos}
     of_head = {PREFIX + name for name in head}
     changed = of_weight.keys() | head.keys()

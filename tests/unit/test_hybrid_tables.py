@@ -106,7 +106,7 @@ def assert_adaptable(table: Table, names: list[str]) -> None:
             if entry.expert is None:
                 for name in entry.hf:
                     rows, columns = shapes[name]
-                    module = PREFIX + name_module(name)
+                    module = PREFIX + name_module(name, table)
                     assert adapters[module + B] == (rows, rank), name
                     assert adapters.get(module + A, (rank, columns)) == (rank, columns), name
     for name in names:

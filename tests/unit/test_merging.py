@@ -15,7 +15,6 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from megatron_policy.adapters.peft_files import ADAPTER_MODEL
-from megatron_policy.adapters.table import name_module
 from megatron_policy.convert import convert, plan_conversion, verify
 from megatron_policy.errors import ConfigError, ConversionError
 from tests import peft_models
@@ -45,7 +44,8 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 
 def sides(adapters: Path, weight: str) -> tuple[torch.Tensor, torch.Tensor] | None:
     """A and B of the adapter of a weight, in fp32."""
-    tensors, module = load_file(adapters / ADAPTER_MODEL), PREFIX + name_module(weight)
+    module = PREFIX + weight.removesuffix(".weight").replace("backbone.", "model.", 1)
+    tensors = load_file(adapters / ADAPTER_MODEL)
     if f"{module}.lora_A.weight" not in tensors:
         return None
     return tensors[f"{module}.lora_A.weight"].float(), tensors[f"{module}.lora_B.weight"].float()

@@ -35,7 +35,6 @@ from megatron_policy.adapters.table import (
     number_outputs,
 )
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.canonical import canonical_name
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device import current_device
@@ -236,7 +235,7 @@ def install_adapters(
                     out.row.local_shape(arch, shard.size),
                 )
                 own = isinstance(into.row, Concatenated)
-                parts = _parts(bases[name], out, arch, place) if own else None
+                parts = _parts(table, bases[name], out, place) if own else None
                 adapter = LowRank(module, config, peft, shapes, parts, switch)
                 module.add_module("adapter", adapter)
                 module.register_forward_hook(_add_adapter)
@@ -244,15 +243,15 @@ def install_adapters(
     return found, switch
 
 
-def _parts(base: Entry, out: Entry, arch: Architecture, place: Placement) -> OutputParts:
+def _parts(table: Table, base: Entry, out: Entry, place: Placement) -> OutputParts:
     """Which outputs of this rank belong to which part of a fused layer."""
     shard = place.shard_of(out.row)
-    own_Q2, all_O2 = (number_outputs(each.row, arch, *shard) for each in (out, base))
+    own_Q2, all_O2 = (number_outputs(each.row, table.architecture, *shard) for each in (out, base))
     part_Q = own_Q2[:, 0]
     of_part_QN = part_Q.unsqueeze(1) == torch.arange(len(out.hf))
     if len(out.hf) == len(base.hf):
         return OutputParts(of_part_QN.to(current_device()), None, len(all_O2))
-    modules = [PREFIX + name_module(name) + B for name in base.hf]
+    modules = [PREFIX + name_module(name, table) + B for name in base.hf]
     own_Q2[:, 0] = torch.tensor([modules.index(name) for name in out.hf])[part_Q]
     at = {tuple(each): place for place, each in enumerate(all_O2.tolist())}
     places_Q = torch.tensor([at[tuple(each)] for each in own_Q2.tolist()])
