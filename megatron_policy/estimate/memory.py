@@ -55,10 +55,13 @@ class BatchShape:
         """Of a global batch whose rows all have `length` tokens."""
         batching = batching_of(config, training=True)
         if batching.kind == "padded":
-            tokens = config.train_micro_batch_size * length
+            together = config.train_micro_batch_size
         else:
-            tokens = max(1, batching.tokens // length) * length
+            together = batching.tokens // length
+            if tower.patches and batching.patches is not None:
+                together = min(together, batching.patches // tower.patches)
         packed = config.sequence_packing.enabled
+        tokens = max(1, together) * length
         return cls(config.train_global_batch_size, length, tokens, packed, tower)
 
     def microbatches(self, topology: Topology) -> int:

@@ -22,10 +22,11 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.estimate.devices import SHORT
-from megatron_policy.estimate.memory import kernels_of
+from megatron_policy.estimate.memory import BatchShape, kernels_of
 from megatron_policy.estimate.plan import SearchResult, StepPlan, plan_of, search
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import ModelRows
+from megatron_policy.estimate.tower import TowerCost
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from tests.families import PUBLISHED
 from tests.hybrid_sizes import HYBRIDS
@@ -501,6 +502,11 @@ def test_pictures_cost_the_first_stage_memory_and_time(tmp_path) -> None:
         3 * 512 * 4096 * each, rel=0.1
     )
     assert seen["seconds"]["compute"] > text["seconds"]["compute"]
+    section = BASE | {"model_name": "m", "max_patches_per_microbatch": 9000}
+    section |= {"sequence_packing": {"enabled": True, "train_mb_tokens": 16384}}
+    config = PolicyConfig.parse(section)
+    assert BatchShape.of(config, 4096, TowerCost(4096)).rows_together == 2
+    assert BatchShape.of(config, 4096).rows_together == 4
     code, _, errors = run(*options, "--patches", 6)
     assert code == 2 and "6 patches: 4 make a token, so give a multiple of 4" in errors
 
