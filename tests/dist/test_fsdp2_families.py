@@ -13,7 +13,6 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.formats.hf_config import read_config
-from megatron_policy.converters.registry import FAMILIES
 from megatron_policy.engines.hugging_face.assemble import choose_experts
 from megatron_policy.engines.hugging_face.module import build_module
 from megatron_policy.errors import ConfigError
@@ -59,7 +58,6 @@ CASES = [
     for family, samples in SAMPLES.items()
     for layout in KEYS
     if samples.shared and (layout == "TP2" or family not in MIXING)
-    if not FAMILIES[family].surrounded
 ]
 # 22 fp32 numbers are no multiple of 16 bytes, which torch's grouped products need.
 CASES.append(("mixtral", "TP2", {"ffn": 44}))
@@ -84,7 +82,7 @@ def test_ranks_that_share_layers_read_and_learn_as_one(
 
 
 UNSHARED = dict.fromkeys(
-    ("granitemoe", "granitemoehybrid"),
+    ("granitemoe", "granitemoehybrid", "qwen3_vl_moe"),
     "where each expert has its gates above its up projections: set it",
 )
 """Why ranks cannot share the layers of a family whose plan transformers has."""

@@ -15,7 +15,13 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.refit.transports.disk import HfDirectory
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
-from tests.dist.layouts import EXPERT_LAYOUTS, SP, layout
+from tests.dist.layouts import (
+    EXPERT_LAYOUTS,
+    FSDP2_LAYOUTS,
+    FSDP2_TENSOR_LAYOUTS,
+    SP,
+    layout,
+)
 from tests.dist.resuming import TOKENIZER
 from tests.dist.shortcuts import UNUSED
 from tests.dist.test_export import tensors_of
@@ -36,6 +42,8 @@ GENERATING = {
         "TP2xCP2+SP": layout(4, tp=2, context_parallel_size=2, **SP),
         "PP2": layout(2, pp=2),
         "one process": layout(1),
+        "FSDP2 CP2": FSDP2_LAYOUTS["FSDP2 CP2"],
+        "FSDP2 TP2+SP x 2": FSDP2_TENSOR_LAYOUTS["FSDP2 TP2+SP x 2"],
     },
     "qwen2_5_vl": {"TP2": layout(2, tp=2)},
     "qwen3_vl_moe": {"EP2xTP2+SP": EXPERT_LAYOUTS["EP2xTP2+SP"]},
@@ -151,7 +159,12 @@ def learn_and_send(
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("qwen2_5_vl", "TP2"), ("qwen3_vl", "PP2"), ("qwen3_vl_moe", "EP2xTP2+SP")],
+    [
+        ("qwen2_5_vl", "TP2"),
+        ("qwen3_vl", "PP2"),
+        ("qwen3_vl_moe", "EP2xTP2+SP"),
+        ("qwen3_vl", "FSDP2 TP2+SP x 2"),
+    ],
 )
 def test_what_is_sent_has_the_names_on_file_and_computes_as_the_policy_does(
     ranks, tmp_path: Path, family: str, name: str

@@ -21,6 +21,7 @@ SAMPLES = Samples(
     head_dim=True,
     full={"attention_bias": True},
     draw=draw,
+    shared=False,
     without_heads=("regression", "bradley_terry"),
     read=(
         (

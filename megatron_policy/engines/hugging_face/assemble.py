@@ -198,7 +198,8 @@ def _embedder(table: Table, decoder: Decoder, groups: FsdpGroups, region: Tensor
         return text
 
     def place(microbatch: Microbatch, values_BS: torch.Tensor) -> torch.Tensor:
-        own_TR = microbatch.layout.take(values_BS, groups.batch.cp.rank())
+        layout = microbatch.layout
+        own_TR = layout.take(values_BS, groups.batch.cp.rank() % layout.ranks)
         own_RT = own_TR.transpose(0, 1).contiguous()
         return own_RT.chunk(region.size, 1)[region.rank] if region.splits_tokens else own_RT
 

@@ -21,7 +21,7 @@ from megatron_policy.errors import ConfigError, ConversionError
 _SHOWN = 8
 
 
-def build_module(config: PolicyConfig, surrounded: bool) -> Any:
+def build_module(config: PolicyConfig, surrounded: bool = False) -> Any:
     """The causal language model of `config.model_name`, or that which also sees pictures if its
     decoder is `surrounded`: parameters are fp32 and on the meta device, buffers as its own code
     makes them, on the CPU.
