@@ -151,7 +151,8 @@ def decays(module: torch.nn.Module, name: str) -> bool:
     what a norm scales and shifts by, biases, attention sinks and constants of recurrences have not.
     """
     kind = type(module).__name__
-    linear = torch.nn.Linear | torch.nn.Embedding | torch.nn.Conv1d | torch.nn.Conv3d
+    convolution = torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d
+    linear = torch.nn.Linear | torch.nn.Embedding | convolution
     if isinstance(module, linear) or kind.endswith("Router"):
         assert name in ("weight", "bias", "e_score_correction_bias"), (kind, name)
         return name == "weight"

@@ -67,8 +67,6 @@ def set_all_windows_but_the_last(layers: int, window: int | None, full_layers: i
 PLACEHOLDERS = {
     "image_token_id": 0,
     "video_token_id": 10**6 + 1,
-    "vision_start_token_id": 10**6 + 2,
-    "vision_end_token_id": 10**6 + 3,
 }
 """Which no text has: padding alone is of zeros."""
 VISION: Fields = {
@@ -86,23 +84,30 @@ _OF_THE_WHOLE = ("model_type", "architectures", "torch_dtype", "transformers_ver
 
 
 def surround(
-    text: Fields, vision: Fields, interleaved: bool, width: str = "out_hidden_size"
+    text: Fields,
+    vision: Fields,
+    interleaved: bool,
+    width: str = "out_hidden_size",
+    marks: tuple[str, ...] = ("vision_start", "vision_end"),
 ) -> Fields:
     """The fields of a model that also sees pictures from those of its decoder, whose tokens have
     three positions; `vision` are those of its tower, unless `text` has them, beside the width of
-    what it gives, which is the field `width`.
+    what it gives, which is the field `width`; `marks` name tokens around pictures.
     """
     top = {name: text[name] for name in _OF_THE_WHOLE if name in text}
     text = {name: value for name, value in text.items() if name not in top}
     size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     if interleaved:  # its class has another default
         text["head_dim"] = size
-    pairs = size // 2
+    scaling = {"rope_type": "default"} | (text.pop("rope_scaling", None) or {})
+    if (part := text.pop("partial_rotary_factor", None)) is not None:
+        scaling["partial_rotary_factor"] = part
+    pairs = int(size * (part or 1)) // 2
     kind = {"mrope_interleaved": True} if interleaved else {}
     sections = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
-    scaling = {"rope_type": "default"} | (text.pop("rope_scaling", None) or {})
     text["rope_scaling"] = scaling | kind | {"mrope_section": sections}
     top["tie_word_embeddings"] = text.pop("tie_word_embeddings", False)
+    top |= {f"{mark}_token_id": 10**6 + number for number, mark in enumerate(marks, start=2)}
     tower = text.pop("vision_config", vision) | {width: text["hidden_size"]}
     return {"text_config": text, "vision_config": tower, **PLACEHOLDERS, **top}
 

@@ -69,6 +69,8 @@ def read(job: Job) -> ModelOutputs:
     [
         pytest.param("llama", LAYOUTS, marks=pytest.mark.daily),
         pytest.param("qwen3_vl", LAYOUTS, marks=pytest.mark.daily),
+        ("glm4v", LAYOUTS),
+        ("qwen2_vl", LAYOUTS),
         ("qwen2_5_vl", LAYOUTS),
         ("qwen3", LAYOUTS),
         ("qwen3_moe", OF_EXPERTS),

@@ -186,6 +186,7 @@ REFUSED: dict[str, tuple[str, str]] = {
         "--mamba-block-size can only be set with",
         "vLLM has models of this family for NVIDIA's and AMD's GPUs alone",
     ),
+    "glm4v": ("failed to be inspected", IMAGES),
     "minimax_m2": (
         "AssertionError",
         "vLLM's router for CPUs has no sigmoid of experts without groups, and an empty message",

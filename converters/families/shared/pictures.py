@@ -30,22 +30,29 @@ def take_text(fields: Fields) -> Fields:
     return text
 
 
-def take_shell(fields: Fields, prefix: str, *further: str) -> dict[str, Any]:
-    """What `Architecture` says of the Qwen families' pictures and videos; tensors of the shell have
-    names with this `prefix` in a checkpoint. It reads the keys `further` of a batch.
+def take_shell(
+    fields: Fields,
+    prefix: str,
+    *further: str,
+    marks: tuple[str, ...] = _MARKS,
+    videos: bool = True,
+) -> dict[str, Any]:
+    """What `Architecture` says of pictures, and of `videos` if they are read; tensors of the shell
+    have names with this `prefix` in a checkpoint. It reads the keys `further` of a batch. The
+    fields `marks` are tokens around pictures.
     """
-    for name in _MARKS:
+    for name in marks:
         fields.ignore(name, _BY_CLASS)
     vision = fields.take("vision_config")
     tensors = fields.take(TENSORS)
-    media = (
-        Medium(fields.take("image_token_id"), "pixel_values", "image_grid_thw"),
-        Medium(fields.take("video_token_id"), "pixel_values_videos", "video_grid_thw"),
-    )
+    media = [Medium(fields.take("image_token_id"), "pixel_values", "image_grid_thw")]
+    if videos:
+        video = fields.take("video_token_id")
+        media.append(Medium(video, "pixel_values_videos", "video_grid_thw"))
     shell = Shell(
         tensors=tuple((name, tuple(shape)) for name, shape in tensors.items()),
         prefix=prefix,
-        media=media,
+        media=tuple(media),
         merged=vision["spatial_merge_size"] ** 2,
         further=further,
         deep=len(vision.get("deepstack_visual_indexes") or ()),
