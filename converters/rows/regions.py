@@ -99,6 +99,22 @@ def region(shape: Shape, index: tuple[slice, ...]) -> Region:
     )
 
 
+def flatten(region: Region) -> Region:
+    """The same elements in the same order, in as few dimensions as they need, at least one."""
+    size, stride = [1], [1]
+    for length, step in zip(reversed(region.size), reversed(region.stride), strict=True):
+        if length == 1:
+            continue
+        if size[-1] == 1:
+            size[-1], stride[-1] = length, step
+        elif step == size[-1] * stride[-1]:
+            size[-1] *= length
+        else:
+            size.append(length)
+            stride.append(step)
+    return Region(tuple(reversed(size)), tuple(reversed(stride)), region.offset)
+
+
 def runs(hf: Region, own: Region) -> tuple[Run, ...]:
     """The elements of two regions of one size, in the fewest runs that are contiguous in both."""
     inner, length = len(hf.size), 1

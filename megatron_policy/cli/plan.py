@@ -62,6 +62,7 @@ def plan(
     dtype: options.SentDtype = None,
     precision: options.TrainedDtype = None,
     tensors: options.Tensors = False,
+    engine_layout: options.EngineLayout = None,
     picture: PictureFile = None,
     timeline: TimelineFile = None,
 ) -> None:
@@ -79,7 +80,7 @@ def plan(
         options.refuse_unread(given)
         check_files(picture, timeline)
         if refit is not None:
-            said = (bucket_size, dtype, trained, tensors, as_json)
+            said = (bucket_size, dtype, trained, engine_layout, tensors, as_json)
             return _show_refit(refit, layout, gpus, *said, picture)
         from megatron_policy.cli import plan_inputs as inputs
 
@@ -102,6 +103,7 @@ def _show_refit(
     bucket_bytes: int | None,
     dtype: Dtype | None,
     precision: Precision,
+    engine_layout: str | None,
     tensors: bool,
     as_json: bool,
     picture: Path | None,
@@ -112,7 +114,7 @@ def _show_refit(
     with keys_as_options(uneven=True):
         sizes = complete_sizes(layout)
         ranks = count_ranks(sizes, layout["dp"], gpus)
-        planned = refit_of(source, sizes, ranks, bucket_bytes, dtype, precision)
+        planned = refit_of(source, sizes, ranks, bucket_bytes, dtype, precision, engine_layout)
         show(report_refit(planned, tensors), as_json)
         draw_refit(planned, picture, as_json)
 

@@ -82,6 +82,13 @@ Engine = Annotated[
         help="Memory that an inference engine on the same GPUs keeps during training.",
     ),
 ]
+EngineLayout = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZES",
+        help="With --refit: the engine's ranks, as tp=8,dp=2,ep=16: what each gets of its own.",
+    ),
+]
 Tensors = Annotated[
     bool, typer.Option("--tensors", help="With --refit: print a line for every tensor.")
 ]
@@ -101,13 +108,13 @@ Refit = Annotated[
 
 _OF_REFIT = (
     *("refit", "gpus", "bucket-size", "dtype", "precision", "tensors", "json", "picture"),
-    *("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "first-layers", "last-layers"),
+    *("engine-layout", "tp", "pp", "vpp", "dp", "cp", "ep", "etp", "first-layers", "last-layers"),
 )
 _OF_CONFIG = (
     *("config", "overrides", "gpus", "gpu", "gpu-memory", "beside-engine", "seq-len"),
     *("patches", "json", "picture", "timeline"),
 )
-_OF_REFIT_ALONE = ("bucket-size", "dtype", "tensors")
+_OF_REFIT_ALONE = ("bucket-size", "dtype", "tensors", "engine-layout")
 _KEYS = {
     "model": "model_name",
     "rows": "train_global_batch_size",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,14 @@ from megatron_policy.converters.formats.hf_names import holds_weights
 from megatron_policy.converters.rows.shards import split_dimension
 from megatron_policy.converters.table import Table
 from megatron_policy.dtypes import dtype_named, name_dtype
+from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.sizes import show_size
 from megatron_policy.parallel.topology import LayerSplit, Topology, ranges
 from megatron_policy.refit.plan import RefitPlan, RefitTensor, pack_tensors
 from megatron_policy.refit.planning import RefitModel, plan_refit
+from megatron_policy.refit.shards import ShardPlan, place_on_grid, plan_shards
+
+_ENGINE_AXES = ("tp", "pp", "dp", "ep", "etp")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class PlannedRefit:
     plan: RefitPlan
     config_only: bool
     """Whether there is no checkpoint, only a config."""
+    engine: Topology | None = None
+    shards: ShardPlan | None = None
+    """The engine's grid, and what is sent from shards to its shards."""
 
 
 def report_refit(planned: PlannedRefit, tensors: bool) -> CommandReport:
@@ -47,12 +54,9 @@ def report_refit(planned: PlannedRefit, tensors: bool) -> CommandReport:
 def _lines(planned: PlannedRefit) -> Iterator[str]:
     """Totals, what each stage owns, what is exchanged, and the cost."""
     plan, table, topology = planned.plan, planned.table, planned.topology
-    axes = " x ".join(f"{axis} {getattr(topology, axis)}" for axis in ("pp", "dp", "cp", "tp"))
-    if table.architecture.moe is not None:
-        axes += f", experts ep {topology.ep} x etp {topology.expert_tp}"
     yield (
         f"{table.family}, {table.architecture.num_layers} layers: {_sum(plan.tensors)}, "
-        f"on {topology.world_size} rank{'s' * (topology.world_size > 1)} = {axes}"
+        f"on {_name_ranks(table, topology)}"
     )
     if planned.config_only:
         yield CONFIG_ONLY
@@ -63,6 +67,9 @@ def _lines(planned: PlannedRefit) -> Iterator[str]:
         owned = [tensor for tensor in plan.tensors if tensor.stage == stage]
         yield f"  stage {stage}: ranks {ranges(ranks)}, layers {ranges(layers)}, {_sum(owned)}"
     yield from _cost(plan, topology.world_size)
+    if planned.engine is not None and planned.shards is not None:
+        yield f"to an engine on {_name_ranks(table, planned.engine)}, shard to shard:"
+        yield from _shard_lines(planned.shards)
     what = " and ".join(sorted({"rounds" if e.gathers else "packs" for e in plan.exchanges}))
     yield f"buckets ({what} of at most {show_size(plan.bucket_bytes)}) and their tensors"
     for number, tensors in enumerate(_in_buckets(plan)):
@@ -70,6 +77,31 @@ def _lines(planned: PlannedRefit) -> Iterator[str]:
         if len(tensors) > 1:
             names += f" to {tensors[-1].name}"
         yield f"  {number}: {len(tensors)} tensor{'s' * (len(tensors) > 1)}, {names}"
+
+
+def _name_ranks(table: Table, grid: Topology) -> str:
+    axes = " x ".join(f"{axis} {getattr(grid, axis)}" for axis in ("pp", "dp", "cp", "tp"))
+    if table.architecture.moe is not None:
+        axes += f", experts ep {grid.ep} x etp {grid.expert_tp}"
+    return f"{grid.world_size} rank{'s' * (grid.world_size > 1)} = {axes}"
+
+
+def _shard_lines(shards: ShardPlan) -> Iterator[str]:
+    """What each rank sends and receives."""
+    sent, received, links = shards.sent, shards.received, shards.link_bytes
+    (source, target), most = max(links.items(), key=lambda link: link[1])
+    yield (
+        f"  each engine rank receives what it has, {show_size(max(received))} at most, "
+        f"{show_size(min(received))} at least"
+    )
+    yield (
+        f"  each trainer sends {show_size(sum(sent) // len(sent))} on average, "
+        f"{show_size(max(sent))} at most (rank {sent.index(max(sent))})"
+    )
+    yield (
+        f"  {len(shards.transfers)} transfers between {len(links)} pairs of ranks, at most "
+        f"{show_size(most)} (from rank {source} to engine rank {target})"
+    )
 
 
 def _cost(plan: RefitPlan, ranks: int) -> Iterator[str]:
@@ -163,6 +195,14 @@ def _as_data(planned: PlannedRefit, tensors: bool) -> dict[str, Any]:
         "deltas": {"kept_bytes": plan.kept_bytes},
         "collectives": plan.collectives if plan.gathers else 0,
     }
+    if planned.shards is not None:
+        shards = planned.shards
+        data["shards"] = {
+            "transfers": len(shards.transfers),
+            "pairs": len(shards.link_bytes),
+            "sent_bytes": shards.sent,
+            "received_bytes": shards.received,
+        }
     if tensors:
         data["sent"] = [
             {"name": each.name, "bytes": each.nbytes, "stage": each.stage} for each in plan.tensors
@@ -185,8 +225,11 @@ def refit_of(
     bucket_bytes: int | None,
     dtype: Dtype | None,
     precision: Precision,
+    engine_layout: str | None,
 ) -> PlannedRefit:
-    """Plan a refit of `source` under a layout of these `sizes` over so many `ranks`."""
+    """Plan a refit of `source` under a layout of these `sizes` over so many `ranks`, and to the
+    shards of an engine with that layout, if there is one.
+    """
     source = with_config(source)
     seen, table = open_headers(source)
     # Nothing else of it matters here, except that some models are only split with sequence
@@ -201,4 +244,23 @@ def refit_of(
         bucket_bytes=parse_size("512MiB") if bucket_bytes is None else bucket_bytes,
         dtype=None if dtype is None else dtype_named(dtype.value),
     )
-    return PlannedRefit(table, topology, split, plan, seen.config_only)
+    planned = PlannedRefit(table, topology, split, plan, seen.config_only)
+    if engine_layout is None:
+        return planned
+    engine, architecture = parse_grid(engine_layout), table.architecture
+    placements = place_on_grid(plan, architecture, engine)
+    shards = plan_shards(plan, architecture, topology, placements, engine.world_size)
+    return replace(planned, engine=engine, shards=shards)
+
+
+def parse_grid(sizes: str) -> Topology:
+    """The grid of an engine's ranks from `tp=8,dp=2`; ConfigError for anything else."""
+    given: dict[str, int] = {}
+    for axis, _, size in (each.partition("=") for each in sizes.split(",")):
+        if axis not in _ENGINE_AXES or axis in given or not size.isdecimal():
+            raise ConfigError(
+                f"--engine-layout {sizes}: give sizes of {', '.join(_ENGINE_AXES)}, each once, as "
+                "in tp=8,dp=2"
+            )
+        given[axis] = int(size)
+    return Topology(**given)

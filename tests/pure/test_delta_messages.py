@@ -12,14 +12,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megatron_policy.converters.rows.regions import Region
+from megatron_policy.converters.rows.regions import Region, flatten
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.deltas.codec import Change, encode, find_changes, view_bits
 from megatron_policy.refit.deltas.message import (
     Fragment,
     decode_message,
     encode_message,
-    flatten,
 )
 from megatron_policy.refit.deltas.patching import OtherWeightsError, Patches
 from tests.refit_trainer import FORMS, weights

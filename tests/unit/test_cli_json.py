@@ -80,7 +80,8 @@ def test_inspect_config_and_plan_have_the_documented_keys(checkpoint, tmp_path) 
     assert found["ignored"] == {}
     code, plans, _ = run("plan", file, "--gpus", "2", "--json")
     assert code == 0 and keys(plans) == documented("plan")
-    code, moved, _ = run("plan", "--refit", checkpoint("qwen2"), "--tensors", "--json")
+    options = ("--tensors", "--engine-layout", "tp=2", "--json")
+    code, moved, _ = run("plan", "--refit", checkpoint("qwen2"), *options)
     assert code == 0 and moved.keys() == documented("plan --refit")
 
 

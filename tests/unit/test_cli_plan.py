@@ -205,3 +205,22 @@ def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(checkpoint, tm
 def test_a_plan_needs_to_know_what_for() -> None:
     code, said, errors = run("plan")
     assert code == 2 and "--refit" in said + errors
+
+
+def test_shards_of_an_engine_are_planned(checkpoint) -> None:
+    options = (checkpoint("qwen2", tied=True, dtype="bfloat16"), "--tp", "2", "--dp", "2")
+    code, said, _ = plan(*options, "--engine-layout", "tp=2,dp=2")
+    assert code == 0 and "to an engine on 4 ranks = pp 1 x dp 2 x cp 1 x tp 2, shard to" in said
+    found = json.loads(plan(*options, "--engine-layout", "tp=2,dp=2", "--json")[1])
+    norms = 9 * 64 * 2  # which every rank of the engine has
+    own = norms + (found["bytes"] - norms) // 2
+    assert found["shards"]["received_bytes"] == [own] * 4
+    sent = found["shards"]["sent_bytes"]
+    assert sum(sent) == 4 * own and max(sent) - min(sent) <= norms
+    assert found["shards"]["pairs"] <= 16
+
+
+@pytest.mark.parametrize("sizes", ["tp", "tp=2,tp=2", "cp=2", "tp=two", ""])
+def test_a_layout_of_an_engine_that_cannot_be_read_is_refused(checkpoint, sizes: str) -> None:
+    code, _, said = plan(checkpoint("qwen2"), "--engine-layout", sizes)
+    assert code == 2 and f"--engine-layout {sizes}: give sizes of tp, pp" in said

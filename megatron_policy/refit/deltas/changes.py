@@ -12,13 +12,13 @@ import xxhash
 from torch import Tensor
 
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.rows.regions import Region
+from megatron_policy.converters.rows.regions import Region, flatten
 from megatron_policy.converters.table import Entry
 from megatron_policy.memory.pinned_pool import page_locked
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.refit.buffers import align
 from megatron_policy.refit.deltas.codec import Bits, Change, encode, find_changes, view_bits
-from megatron_policy.refit.deltas.message import Fragment, flatten
+from megatron_policy.refit.deltas.message import Fragment
 from megatron_policy.refit.plan import STREAM_ALIGNMENT, Exchange, RefitPlan, RefitTensor
 from megatron_policy.weights.geometry import segments
 

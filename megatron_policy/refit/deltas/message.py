@@ -62,22 +62,6 @@ class Fragment:
         return np.concatenate(found)
 
 
-def flatten(region: Region) -> Region:
-    """The same elements in the same order, in as few dimensions as they need, at least one."""
-    size, stride = [1], [1]
-    for length, step in zip(reversed(region.size), reversed(region.stride), strict=True):
-        if length == 1:
-            continue
-        if size[-1] == 1:
-            size[-1], stride[-1] = length, step
-        elif step == size[-1] * stride[-1]:
-            size[-1] *= length
-        else:
-            size.append(length)
-            stride.append(step)
-    return Region(tuple(reversed(size)), tuple(reversed(stride)), region.offset)
-
-
 def encode_message(fragments: Sequence[Fragment]) -> bytes:
     """The bytes of a message."""
     header = json.dumps(

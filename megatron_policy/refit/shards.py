@@ -1,0 +1,350 @@
+"""Which trainer sends which elements to which rank of an engine that is split as well: each engine
+rank gets its own elements, each of them once, and the replicas of a trainer's shard take turns.
+
+Pure: the plan is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.rows.blocks import blocks_of, of_expert
+from megatron_policy.converters.rows.expert_rows import Stacked
+from megatron_policy.converters.rows.regions import Region, flatten, regions
+from megatron_policy.converters.table import HEAD, LAYER, Entry
+from megatron_policy.errors import ConfigError
+from megatron_policy.parallel.topology import Topology
+from megatron_policy.refit.plan import Item, RefitPlan, RefitTensor
+from megatron_policy.weights.geometry import Segment, segments
+
+_PIECE = 32 * 2**20
+"""Bytes from which an engine rank's part comes in several pieces: each can have another sender."""
+
+Shape = tuple[int, ...]
+
+
+class EngineShards(NamedTuple):
+    """Where an engine has an HF tensor: the ranks `holders[n]` have indices `n * chunk` to
+    `(n + 1) * chunk` of dimension `dim`, those that exist, as a contiguous tensor.
+    """
+
+    dim: int
+    chunk: int
+    holders: tuple[tuple[int, ...], ...]
+
+    def shape(self, whole: Shape, part: int) -> Shape:
+        """The shape of what the ranks `holders[part]` have."""
+        low, high = self.bounds(whole, part)
+        return (*whole[: self.dim], high - low, *whole[self.dim + 1 :])
+
+    def bounds(self, whole: Shape, part: int) -> tuple[int, int]:
+        """Their indices: the first, and the one after the last."""
+        size = whole[self.dim]
+        return min(part * self.chunk, size), min((part + 1) * self.chunk, size)
+
+
+class Move(NamedTuple):
+    """Elements of a trainer's parameter, and where they belong in an engine rank's tensor."""
+
+    own: Region
+    to: Region
+
+
+class ShardTransfer(NamedTuple):
+    """What trainer `source` sends of a tensor to engine rank `target`, which has `shape` of it."""
+
+    source: int
+    target: int
+    tensor: RefitTensor
+    entry: Entry
+    shape: Shape
+    moves: tuple[Move, ...]
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.elements * self.tensor.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """All transfers of a refit, in the order of the tensors for each pair of ranks."""
+
+    transfers: tuple[ShardTransfer, ...]
+    trainers: int
+    engine_ranks: int
+
+    @cached_property
+    def by_source(self) -> Mapping[int, Sequence[ShardTransfer]]:
+        """The transfers of each trainer."""
+        found = defaultdict(list)
+        for transfer in self.transfers:
+            found[transfer.source].append(transfer)
+        return found
+
+    @cached_property
+    def link_bytes(self) -> Mapping[tuple[int, int], int]:
+        """Bytes from each trainer to each engine rank, of those that exchange any."""
+        found: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for transfer in self.transfers:
+            found[transfer.source, transfer.target] += transfer.nbytes
+        return found
+
+    @property
+    def sent(self) -> list[int]:
+        """Bytes that each trainer sends."""
+        return self._sums(0, self.trainers)
+
+    @property
+    def received(self) -> list[int]:
+        """Bytes that each engine rank receives."""
+        return self._sums(1, self.engine_ranks)
+
+    def _sums(self, end: int, ranks: int) -> list[int]:
+        sums = [0] * ranks
+        for link, nbytes in self.link_bytes.items():
+            sums[link[end]] += nbytes
+        return sums
+
+
+class _Overlap(NamedTuple):
+    """What a trainer's shard has of a part of the engine's."""
+
+    shard: int
+    part: int
+    shape: Shape
+    moves: tuple[Move, ...]
+    elements: int
+
+
+def plan_shards(
+    plan: RefitPlan,
+    architecture: Architecture,
+    topology: Topology,
+    placements: Mapping[str, EngineShards],
+    engine_ranks: int,
+) -> ShardPlan:
+    """The transfers of a refit plan's tensors, of all stages. Of several trainers with the same
+    elements the one sends that has sent least. ConfigError for a tensor that the engine does not
+    place whole.
+    """
+    replicas = _Replicas(topology)
+    known: dict[object, list[_Overlap]] = {}
+    sent, found = [0] * topology.world_size, list[ShardTransfer]()
+    # Experts first: fewer trainers have the same one, and others can make up for them.
+    for exchange in sorted(plan.exchanges, key=lambda exchange: not exchange.of_experts):
+        for item in exchange.items:
+            tensor, size = item.tensor, item.tensor.dtype.itemsize
+            placement = _find_placement(tensor, placements)
+            cut_by = (placement.dim, placement.chunk, tensor.shape, size)
+            for number, entry in enumerate(item.entries):
+                key = (id(entry.row), item.part, exchange.split, cut_by)
+                if key not in known:
+                    parts = [
+                        segments(entry.row, architecture, item.part, shard, exchange.split)
+                        for shard in range(exchange.split)
+                    ]
+                    known[key] = list(_cuts(parts, placement, tensor.shape or (1,), size))
+                owner = item.owner if len(item.entries) == 1 else number
+                for cut in known[key]:
+                    sources = replicas.of(exchange.of_experts, tensor.stage, owner, cut.shard)
+                    for target in placement.holders[cut.part]:
+                        source = min(sources, key=sent.__getitem__)
+                        sent[source] += cut.elements * size
+                        found.append(ShardTransfer(source, target, tensor, entry, *cut[2:]))
+    return ShardPlan(tuple(found), topology.world_size, engine_ranks)
+
+
+def place_on_grid(
+    plan: RefitPlan, architecture: Architecture, grid: Topology
+) -> dict[str, EngineShards]:
+    """The placements of an engine that splits tensors as Megatron-Core would over that grid, with
+    layers in equal runs over its stages; what that does not split along one dimension is whole.
+    """
+    replicas, found = _Replicas(grid), dict[str, EngineShards]()
+    known: dict[object, tuple[int, int, list[list[int]]]] = {}
+    for item in plan.items:
+        entry, shape = item.entry, item.tensor.shape
+        apart = grid.experts_apart and of_expert(entry.row.megatron)
+        if apart and isinstance(entry.row, Stacked):
+            dim, chunk = 0, shape[0] // grid.ep
+            parts = [[(ep, etp) for etp in range(grid.expert_tp)] for ep in range(grid.ep)]
+        else:
+            key = id(entry.row), item.part
+            if key not in known:
+                known[key] = _split(item, architecture, grid.expert_tp if apart else grid.tp)
+            dim, chunk, groups = known[key]
+            owner = 0
+            if apart and architecture.moe is not None and entry.expert is not None:
+                owner = grid.expert_owner(entry.expert, architecture.moe.experts)
+            parts = [[(owner, shard) for shard in group] for group in groups]
+        stage = (grid.pp - 1) * (entry.where == HEAD)
+        if entry.where == LAYER and entry.layer is not None:
+            stage = entry.layer * grid.pp // architecture.num_layers
+        holders = (
+            tuple(rank for at in part for rank in replicas.of(apart, stage, *at)) for part in parts
+        )
+        found[item.tensor.name] = EngineShards(dim, chunk, tuple(holders))
+    return found
+
+
+class _Replicas:
+    """The ranks of a grid that hold the same."""
+
+    def __init__(self, grid: Topology) -> None:
+        self._found: defaultdict[tuple[bool, int, int, int], list[int]] = defaultdict(list)
+        for rank in range(grid.world_size):
+            at, of_experts = grid.coords(rank), grid.expert_coords(rank)
+            self._found[False, at.pp, 0, at.tp].append(rank)
+            self._found[True, at.pp, of_experts.ep, of_experts.etp].append(rank)
+
+    def of(self, experts: bool, stage: int, owner: int, shard: int) -> Sequence[int]:
+        """Those that hold that shard, of `owner`'s experts or of all else."""
+        return self._found[experts, stage, owner if experts else 0, shard]
+
+
+def _find_placement(tensor: RefitTensor, placements: Mapping[str, EngineShards]) -> EngineShards:
+    placement, shape = placements.get(tensor.name), tensor.shape or (1,)
+    if placement is None:
+        raise ConfigError(f"the engine's layout lacks {tensor.name}: say which ranks hold it")
+    dim, chunk, holders = placement
+    if not 0 <= dim < len(shape) or chunk * len(holders) < shape[dim] or not all(holders):
+        raise ConfigError(
+            f"the engine's layout does not hold all of {tensor.name}, {list(shape)}: it has "
+            f"{len(holders)} times {chunk} indices of dimension {dim}"
+        )
+    return placement
+
+
+def _cuts(
+    shards: Sequence[Sequence[Segment]], placement: EngineShards, shape: Shape, itemsize: int
+) -> Iterator[_Overlap]:
+    """What each shard has of each of the engine's parts, and of each piece of a large part."""
+    pieces = [[(hf, own) for s in of for _, hf, own in s.pieces(0, s.elements)] for of in shards]
+    for part in range(len(placement.holders)):
+        low, high = placement.bounds(shape, part)
+        own_shape = placement.shape(shape, part)
+        step = max(1, -(-(high - low) // max(1, math.prod(own_shape) * itemsize // _PIECE)))
+        for first in range(low, high, step):
+            span = _Span(shape, placement.dim, first, min(first + step, high), low, high)
+            for shard, of in enumerate(pieces):
+                moves = tuple(move for hf, own in of for move in span.moves(hf, own))
+                if moves:
+                    elements = sum(move.own.elements for move in moves)
+                    yield _Overlap(shard, part, own_shape, moves, elements)
+
+
+class _Span:
+    """Indices `low` to `high` of one dimension of a tensor, in one that has those from `begin` to
+    `end`.
+    """
+
+    def __init__(self, shape: Shape, dim: int, low: int, high: int, begin: int, end: int) -> None:
+        self._inner, self._size = math.prod(shape[dim + 1 :]), shape[dim]
+        self._low, self._high, self._begin, self._length = low, high, begin, end - begin
+
+    def moves(self, hf: Region, own: Region) -> Iterator[Move]:
+        """The elements of a region of the tensor, `hf`, and of a parameter, `own`, that are among
+        these indices.
+        """
+        at = self._index(hf.offset)
+        along = [i for i, n in enumerate(hf.size) if n > 1 and not self._is_apart(hf.stride[i])]
+        last = at + sum((hf.size[i] - 1) * hf.stride[i] // self._inner for i in along)
+        reach = hf.offset % self._inner + sum(
+            (n - 1) * s for n, s in zip(hf.size, hf.stride, strict=True) if s < self._inner
+        )
+        if not along and reach < self._inner:
+            if self._low <= at < self._high:
+                yield Move(own, self._to(hf))
+        elif (
+            len(along) == 1
+            and reach < self._inner
+            and last < self._size
+            and hf.stride[along[0]] % self._inner == 0
+        ):
+            step = hf.stride[along[0]] // self._inner
+            first = max(0, -(-(self._low - at) // step))
+            end = min(hf.size[along[0]], -(-(self._high - at) // step))
+            if first < end:
+                box = [(0, n) for n in hf.size]
+                box[along[0]] = first, end
+                cut = hf.cut(tuple(box))
+                yield Move(own.cut(tuple(box)), self._to(cut))
+        else:
+            yield from self._divide(hf, own)
+
+    def _divide(self, hf: Region, own: Region) -> Iterator[Move]:
+        """Those of a region of which a dimension is more than one of the tensor's, or of which two
+        are along these indices.
+        """
+        for i, (n, s) in enumerate(zip(hf.size, hf.stride, strict=True)):
+            for period in (self._inner, self._inner * self._size):
+                count, over = divmod(period, s) if s < period else (n, 1)
+                if not over and count < n and n % count == 0 and hf.offset % period == 0:
+                    yield from self.moves(
+                        _split_dimension(hf, i, count), _split_dimension(own, i, count)
+                    )
+                    return
+        whole = self._inner * self._size
+        widest = max(
+            (i for i, n in enumerate(hf.size) if n > 1 and hf.stride[i] % whole),
+            key=lambda i: hf.stride[i],
+        )
+        for index in range(hf.size[widest]):
+            box = [(0, n) for n in hf.size]
+            box[widest] = index, index + 1
+            yield from self.moves(hf.cut(tuple(box)), own.cut(tuple(box)))
+
+    def _index(self, flat: int) -> int:
+        return flat // self._inner % self._size
+
+    def _is_apart(self, stride: int) -> bool:
+        """Whether a step of a dimension does not change the index, if nothing is carried."""
+        return stride < self._inner or stride % (self._inner * self._size) == 0
+
+    def _to(self, hf: Region) -> Region:
+        """The same elements in the tensor that has `begin` to `end`."""
+        whole, own = self._inner * self._size, self._inner * self._length
+        outer, within = divmod(hf.offset, whole)
+        strides = tuple(s // whole * own if s % whole == 0 else s for s in hf.stride)
+        return Region(hf.size, strides, outer * own + within - self._begin * self._inner)
+
+
+def _split_dimension(region: Region, dim: int, count: int) -> Region:
+    """The same elements with a dimension in two, of which the inner one has `count` indices."""
+    size, stride = region.size[dim], region.stride[dim]
+    return Region(
+        (*region.size[:dim], size // count, count, *region.size[dim + 1 :]),
+        (*region.stride[:dim], stride * count, stride, *region.stride[dim + 1 :]),
+        region.offset,
+    )
+
+
+def _split(item: Item, architecture: Architecture, size: int) -> tuple[int, int, list[list[int]]]:
+    """Along which dimension `size` ranks split the tensor, in which chunks, and which ranks have
+    each of them.
+    """
+    row, shape = item.entry.row, item.tensor.shape or (1,)
+    sides: dict[tuple[Region, ...], list[int]] = {}
+    for rank in range(size):
+        held = blocks_of(row, architecture, rank, size)
+        own = tuple(flatten(regions(b)[0]) for b in held if b.part == item.part)
+        sides.setdefault(own, []).append(rank)
+    first, whole = next(iter(sides)), math.prod(shape)
+    everywhere = 0, shape[0], [list(range(size))]
+    if len(sides) == 1 or len(first) != 1:
+        return everywhere
+    (region,) = first
+    for dim, length in enumerate(shape):
+        chunk, over = divmod(region.elements, whole // length)
+        last = whole - 1 - (length - chunk) * math.prod(shape[dim + 1 :])
+        if not over and region.ends == (0, last) and -(-length // chunk) <= len(sides):
+            return dim, chunk, list(sides.values())
+    return everywhere
