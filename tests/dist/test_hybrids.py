@@ -4,7 +4,8 @@ every kind of layout and batching, are those of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,16 @@ from tests.dist.test_invariance import (
 )
 from tests.exact import Exact, assert_equal
 from tests.families import SAMPLES
+from tests.invariance import page
 from tests.invariance.cases import CLOSEST, Cell, config_of
 from tests.invariance.cases import LAYOUTS as CASES
+from tests.invariance.further import (
+    HYBRIDS_TABLE,
+    LAYOUTS,
+    WITH_EXPERTS,
+    Collected,
+    FurtherCell,
+)
 from tests.invariance.measure import run_cell
 from tests.invariance.oracle import truth
 from tests.samples import Fields
@@ -55,26 +64,6 @@ HYBRIDS: dict[str, Fields] = {
 The weights are such that no token is about to take another expert.
 """
 FAMILIES = [model for model in HYBRIDS if model in SAMPLES]
-LAYOUTS = (
-    ("one process", "padded", "token"),
-    ("one process", "packed", "policy gradient"),
-    ("TP2", "padded", "token"),
-    ("TP2+SP", "packed", "policy gradient"),
-    ("PP2", "dynamic", "token"),
-    ("PP2xVPP2", "packed", "token"),
-    ("CP2", "padded", "token"),
-    ("CP4", "packed", "policy gradient"),
-    ("TP4 over 2 key-value groups", "packed", "token"),
-    ("TP2xCP2+SP", "packed", "token"),
-    ("FSDP2 x 2", "padded", "token"),
-    ("FSDP1 x 2", "dynamic", "policy gradient"),
-)
-WITH_EXPERTS = (
-    *(each for each in LAYOUTS if each[0] not in ("TP2", "TP4 over 2 key-value groups")),
-    ("EP2xTP2+SP", "padded", "token"),
-    ("EP2xCP2", "packed", "policy gradient"),
-)
-"""Tensor-parallel ranks share experts with sequence parallelism alone."""
 REFUSED = {("olmo_hybrid", "TP4 over 2 key-value groups")}
 """Each rank would normalise keys of which others have parts too."""
 DAILY = {
@@ -98,6 +87,15 @@ def family_of(model: str) -> str:
 def has_experts(model: str) -> bool:
     alone = ("kimi_linear", "lfm2_moe", "qwen3_next", "qwen3_5_moe_text")
     return "experts" in model or model in alone
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[Collected]:
+    """Collects differences; writes them on the page if the environment asks for it."""
+    collected = Collected(HYBRIDS_TABLE)
+    yield collected
+    if os.environ.get(page.WRITE):
+        page.write_further(collected)
 
 
 @pytest.mark.parametrize("model", HYBRIDS)
@@ -124,7 +122,9 @@ def test_logits_are_those_of_transformers(ranks, tmp_path: Path, model: str) -> 
         if (model, layout) not in REFUSED
     ],
 )
-def test_two_steps_are_those_of_transformers(ranks, checkpoint, model: str, cell: Cell) -> None:
+def test_two_steps_are_those_of_transformers(
+    ranks, checkpoint, measured, model: str, cell: Cell
+) -> None:
     path = checkpoint(cell.family, **HYBRIDS[model])
     given = (run_cell, cell, config_of(cell, path), rows_of(cell, path))
     results = ranks.run(cell.of.world, *given)
@@ -133,6 +133,8 @@ def test_two_steps_are_those_of_transformers(ranks, checkpoint, model: str, cell
     found, allowed = compared(cell, path, results), tolerances(cell, path)
     for name, value in found.items():
         margins.check(name, value, allowed[name], found)
+    differences = {name: (value, allowed[name]) for name, value in found.items()}
+    measured.add(FurtherCell(cell.layout, cell.batching, cell.loss, model), differences)
 
 
 def every(models: Iterable[str], layouts: tuple[str, ...], daily: tuple[str, str]) -> list[Any]:

@@ -89,4 +89,37 @@ SCALAR = Table(
         "values after training": "values after",
     },
 )
-FURTHER = (ADAPTERS, SCALAR)
+LAYOUTS = (
+    ("one process", PADDED, "token"),
+    ("one process", PACKED, "policy gradient"),
+    ("TP2", PADDED, "token"),
+    ("TP2+SP", PACKED, "policy gradient"),
+    ("PP2", DYNAMIC, "token"),
+    ("PP2xVPP2", PACKED, "token"),
+    ("CP2", PADDED, "token"),
+    ("CP4", PACKED, "policy gradient"),
+    ("TP4 over 2 key-value groups", PACKED, "token"),
+    ("TP2xCP2+SP", PACKED, "token"),
+    ("FSDP2 x 2", PADDED, "token"),
+    ("FSDP1 x 2", DYNAMIC, "policy gradient"),
+)
+WITH_EXPERTS = (
+    *(each for each in LAYOUTS if each[0] not in ("TP2", "TP4 over 2 key-value groups")),
+    ("EP2xTP2+SP", PADDED, "token"),
+    ("EP2xCP2", PACKED, "policy gradient"),
+)
+"""Tensor-parallel ranks share experts with sequence parallelism alone."""
+HYBRIDS_TABLE = Table(
+    "hybrids",
+    "trained loss",
+    tuple(
+        FurtherCell(*each, family)
+        for family, layouts in (("qwen3_next", WITH_EXPERTS), ("nemotron_h", LAYOUTS))
+        for each in layouts
+    ),
+    {
+        name: name
+        for name in ("loss", "grad norm", "weights", "logprobs before", "logprobs after", "entropy")
+    },
+)
+FURTHER = (ADAPTERS, SCALAR, HYBRIDS_TABLE)
