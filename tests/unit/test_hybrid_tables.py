@@ -25,6 +25,7 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConversionError
+from tests.exact import load_hf
 from tests.hybrid_sizes import HYBRIDS
 from tests.unit.edited import Tensors, edit, rename
 
@@ -76,6 +77,14 @@ def test_tensors_are_read_and_written_by_each_of_the_names_that_checkpoints_have
     convert(path, tmp_path / "mcore", "mcore")
     convert(tmp_path / "mcore", tmp_path / "hf", "hf")
     assert verify(path, tmp_path / "hf").equal
+
+
+def test_convolutions_that_transformers_cuts_into_thirds_are_refused(
+    checkpoint, tmp_path: Path
+) -> None:
+    load_hf(checkpoint("olmo_hybrid", tokenizer=False)).save_pretrained(tmp_path / "saved")
+    with pytest.raises(ConversionError, match=r"misshapen: .*\.q_conv1d\.weight"):
+        convert(tmp_path / "saved", tmp_path / "mcore", "mcore")
 
 
 ADAPTED = {
