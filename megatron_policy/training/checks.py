@@ -69,6 +69,8 @@ def check_batch(
     take_model_inputs(batch)
     batch["input_ids"] = check_tokens(batch, vocab_size)
     check_temperature(batch)
+    if shell is not None and "token_mask" in batch:  # which says what of placeholders was drawn
+        check_mask("token_mask", batch["token_mask"], tuple(batch["input_ids"].shape))
     check_medium_types(batch, () if shell is None else shell.media)
     if shell is not None:
         check_pictures(batch, shell)
@@ -145,7 +147,7 @@ def check_prompts(
                 f"and {longest} (input_ids are {width} wide, and by max_total_sequence_length and "
                 f"the model's positions a text has at most {max_length} tokens)"
             )
-    keys = ("input_ids", "input_lengths", *attachments)
+    keys = ("input_ids", "input_lengths", "token_mask", *attachments)
     return BatchedDataDict({key: data[key] for key in keys if key in data})
 
 
