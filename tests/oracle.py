@@ -169,10 +169,11 @@ def list_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
 
 def name_on_file(model: PreTrainedModel, name: str) -> str:
     """What the files of a model call the parameter `name`."""
-    if model.config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
-        return name
-    name = name.replace("model.language_model.", "model.", 1)
-    return name.replace("model.visual.", "visual.", 1)
+    if model.config.model_type in ("qwen2_vl", "qwen2_5_vl"):
+        for held, written in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+            if name.startswith(held):
+                return written + name.removeprefix(held)
+    return name
 
 
 def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
