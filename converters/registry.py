@@ -182,8 +182,20 @@ FAMILIES = {
             paths=qwen2_5_vl.PATHS,
         ),
         _built_in(qwen3, "Qwen3ForCausalLM"),
-        _built_in(qwen3_5_moe_text, "Qwen3_5MoeForCausalLM"),
-        _built_in(qwen3_5_text, "Qwen3_5ForCausalLM", hf_prefix="Qwen3_5Text"),
+        _built_in(qwen3_5, "Qwen3_5ForConditionalGeneration", hf_prefix="Qwen3_5", surrounded=True),
+        _built_in(
+            qwen3_5_moe,
+            "Qwen3_5MoeForConditionalGeneration",
+            hf_prefix="Qwen3_5Moe",
+            surrounded=True,
+        ),
+        _built_in(qwen3_5_moe_text, "Qwen3_5MoeForCausalLM", other_names=qwen3_5_text.OTHER_NAMES),
+        _built_in(
+            qwen3_5_text,
+            "Qwen3_5ForCausalLM",
+            hf_prefix="Qwen3_5Text",
+            other_names=qwen3_5_text.OTHER_NAMES,
+        ),
         _built_in(qwen3_moe, "Qwen3MoeForCausalLM"),
         _built_in(qwen3_next, "Qwen3NextForCausalLM"),
         _built_in(
@@ -201,25 +213,7 @@ FAMILIES = {
     )
 }
 
-PREPARED = {
-    family.name: family
-    for family in (
-        _built_in(
-            qwen3_5,
-            "Qwen3_5ForConditionalGeneration",
-            awaits="pictures",
-            hf_prefix="Qwen3_5",
-            surrounded=True,
-        ),
-        _built_in(
-            qwen3_5_moe,
-            "Qwen3_5MoeForConditionalGeneration",
-            awaits="pictures",
-            hf_prefix="Qwen3_5Moe",
-            surrounded=True,
-        ),
-    )
-}
+PREPARED: dict[str, Family] = {}
 """Families whose fields and tensors are known, but not offered: not all that a policy does with a
 model has been tried with theirs.
 """
@@ -241,12 +235,10 @@ def family_of(model_type: str) -> Family:
     if family is not None:
         return family
     if (prepared := PREPARED.get(model_type)) is not None:
-        other = "policy.dtensor_cfg can train it with transformers' own modules (FSDP2)."
-        if any(name.endswith("ForConditionalGeneration") for name in prepared.hf_architectures):
-            other = "Train a model that reads text alone."
         raise ConversionError(
             f"{model_type} cannot be converted or trained by Megatron-Core yet: not all that a "
-            f"policy does has been tried with {prepared.awaits}. {other}"
+            f"policy does has been tried with {prepared.awaits}. policy.dtensor_cfg can train it "
+            "with transformers' own modules (FSDP2)."
         )
     if model_type in REFUSED:
         raise ConversionError(f"{model_type} cannot be converted: {REFUSED[model_type]}")

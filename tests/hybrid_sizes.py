@@ -33,19 +33,24 @@ _NANO_V2 = {
     "num_hidden_layers": 62,
     "num_key_value_heads": 8,
 }
+_QWEN_27B = PUBLISHED["Qwen3.5-27B"][1]
 _QWEN_9B = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "linear_num_value_heads": 32,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 32,
+    "text_config": _QWEN_27B["text_config"]
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "linear_num_value_heads": 32,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+    },
+    "vision_config": _QWEN_27B["vision_config"] | {"out_hidden_size": 4096},
 }
 HYBRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     name: (parameters, PUBLISHED[like][1] | changes)
     for name, parameters, like, changes in (
         ("Nemotron-3-Super-120B-A12B", 120_668_707_840, "Nemotron-3-Nano-30B-A3B", _SUPER),
         ("Nemotron-Nano-12B-v2", 12_310_001_152, "Nemotron-3-Nano-30B-A3B", _NANO_V2),
-        ("Qwen3.5-9B, text", 8_953_803_264, "Qwen3.5-27B, text", _QWEN_9B),
+        ("Qwen3.5-9B", 9_409_813_744, "Qwen3.5-27B", _QWEN_9B),
     )
 }
 """As `PUBLISHED`. What Nemotron 3 Super has for multi-token prediction is not counted."""

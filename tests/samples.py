@@ -92,20 +92,22 @@ def surround(
 ) -> Fields:
     """The fields of a model that also sees pictures from those of its decoder, whose tokens have
     three positions; `vision` are those of its tower, unless `text` has them, beside the width of
-    what it gives, which is the field `width`; `marks` name tokens around pictures.
+    what it gives, which is the field `width`; `marks` name tokens around pictures. A `text` with
+    `rope_parameters` keeps these.
     """
     top = {name: text[name] for name in _OF_THE_WHOLE if name in text}
     text = {name: value for name, value in text.items() if name not in top}
     size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     if interleaved:  # its class has another default
         text["head_dim"] = size
-    scaling = {"rope_type": "default"} | (text.pop("rope_scaling", None) or {})
-    if (part := text.pop("partial_rotary_factor", None)) is not None:
-        scaling["partial_rotary_factor"] = part
-    pairs = int(size * (part or 1)) // 2
-    kind = {"mrope_interleaved": True} if interleaved else {}
-    sections = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
-    text["rope_scaling"] = scaling | kind | {"mrope_section": sections}
+    if "rope_parameters" not in text:
+        scaling = {"rope_type": "default"} | (text.pop("rope_scaling", None) or {})
+        if (part := text.pop("partial_rotary_factor", None)) is not None:
+            scaling["partial_rotary_factor"] = part
+        pairs = int(size * (part or 1)) // 2
+        kind = {"mrope_interleaved": True} if interleaved else {}
+        sections = [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]
+        text["rope_scaling"] = scaling | kind | {"mrope_section": sections}
     top["tie_word_embeddings"] = text.pop("tie_word_embeddings", False)
     top |= {f"{mark}_token_id": 10**6 + number for number, mark in enumerate(marks, start=2)}
     tower = text.pop("vision_config", vision) | {width: text["hidden_size"]}

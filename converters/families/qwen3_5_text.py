@@ -28,6 +28,11 @@ def make_table(feeds: Iterable[Row | Ignore]) -> tuple[Row | Ignore, ...]:
 
 
 TABLE: tuple[Row | Ignore, ...] = make_table(dense.MLP)
+OTHER_NAMES = tuple(
+    (f"model.{part}.", f"model.language_model.{part}.")
+    for part in ("embed_tokens", "layers", "norm")
+)
+"""What transformers makes of names when it saves a text model that it took out of a whole one."""
 
 
 def architecture(fields: Fields) -> Architecture:

@@ -50,6 +50,7 @@ MIXING = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attention"),
     **dict.fromkeys(("granitemoehybrid", "kimi_linear"), "linear_attention"),
     **dict.fromkeys(("nemotron_h", "olmo_hybrid"), "linear_attention"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "linear_attention"),
     "falcon_h1": "hybrid",
 }
 """Families with other layers than attention, by their names in transformers."""

@@ -28,6 +28,7 @@ CASES = (
     ("qwen2_5_vl", "TP2+SP"),
     ("qwen3_vl", "TP2+SP"),
     ("qwen3_vl", "PP2"),
+    ("qwen3_5", "TP2+SP"),
     ("qwen2_5_vl", "DP2, overlaps"),
 )
 

@@ -46,6 +46,7 @@ GENERATING = {
         "FSDP2 TP2+SP x 2": FSDP2_TENSOR_LAYOUTS["FSDP2 TP2+SP x 2"],
     },
     "qwen2_5_vl": {"TP2": layout(2, tp=2)},
+    "qwen3_5": {"TP2+SP": layout(2, tp=2, **SP), "PP2": layout(2, pp=2)},
     "qwen3_vl_moe": {"EP2xTP2+SP": EXPERT_LAYOUTS["EP2xTP2+SP"]},
 }
 
@@ -161,6 +162,7 @@ def learn_and_send(
     ("family", "name"),
     [
         ("qwen2_5_vl", "TP2"),
+        ("qwen3_5", "PP2"),
         ("qwen3_vl", "PP2"),
         ("qwen3_vl_moe", "EP2xTP2+SP"),
         ("qwen3_vl", "FSDP2 TP2+SP x 2"),

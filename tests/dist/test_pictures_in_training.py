@@ -98,8 +98,9 @@ OLDER = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2")}
 LAYOUTS_OF = {
     "qwen2_vl": OLDER,
     "qwen2_5_vl": LAYOUTS | SHARDED,
-    "qwen3_5": LAYOUTS,
-    "qwen3_5_moe": WITH_EXPERTS,
+    # transformers packs no rows of delta nets.
+    "qwen3_5": LAYOUTS | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP2 x 4", "FSDP1 x 2")},
+    "qwen3_5_moe": WITH_EXPERTS | {"FSDP2 x 2": SHARDED["FSDP2 x 2"]},
     "qwen3_vl": LAYOUTS | SHARDED,
     "qwen3_vl_moe": WITH_EXPERTS | {"FSDP2 x 2": SHARDED["FSDP2 x 2"]},
 }

@@ -62,7 +62,8 @@ def small(family: str = "qwen2", layers: int = 3, **changes: Any) -> Table:
 def bound(fields: dict[str, Any], family: Family | None = None) -> Table:
     """With all layers for multi-token prediction."""
     names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-    return bind(fields, family, sum(fields.get(name, 0) for name in names))
+    decoder = fields.get("text_config", fields)
+    return bind(fields, family, sum(decoder.get(name, 0) for name in names))
 
 
 def check(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megatron_policy.convert import convert
 from megatron_policy.converters.architecture import Moe, Scoring
@@ -249,6 +249,20 @@ def test_experts_in_one_tensor_are_read_as_those_in_tensors_of_their_own(
         for rank in range(2) if entry.expert is not None else ():
             shards = shard_of(apart, entry, rank), shard_of(stacked, same, rank)
             assert torch.equal(*shards), entry.megatron
+
+
+def test_a_text_model_out_of_a_published_one_keeps_its_names(tmp_path: Path) -> None:
+    whole = make_model(tmp_path / "whole", "qwen3_5", torch.bfloat16)
+    path = tmp_path / "text"
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    assert "model.language_model.norm.weight" in weights
+    assert read_config(path)["model_type"] == "qwen3_5_text"
+    convert(path, tmp_path / "mcore", "mcore")
+    convert(tmp_path / "mcore", tmp_path / "back", "hf")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,9 @@ FURTHER = {
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": "Nemotron-3-Nano-30B-A3B",
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": "Nemotron-3-Super-120B-A12B",
     "nvidia/NVIDIA-Nemotron-Nano-12B-v2": "Nemotron-Nano-12B-v2",
-    "Qwen/Qwen3.5-397B-A17B": "Qwen3.5-397B-A17B, text",
-    "Qwen/Qwen3.5-35B-A3B-Base": "Qwen3.5-35B-A3B, text",
-    "Qwen/Qwen3.5-9B-Base": "Qwen3.5-9B, text",
+    "Qwen/Qwen3.5-397B-A17B": "Qwen3.5-397B-A17B",
+    "Qwen/Qwen3.5-35B-A3B-Base": "Qwen3.5-35B-A3B",
+    "Qwen/Qwen3.5-9B-Base": "Qwen3.5-9B",
 }
 MODELS = ("policy", "teacher", "value")
 SPLIT_MODEL = [
