@@ -254,6 +254,7 @@ EXPORTED: list[tuple[str, Layout, dict[str, int]]] = [
     ("mimo", PP2, {}),
     ("nemotron_h", Layout(4, 2, IN_TP2PP2.megatron | WHOLE_EXPERTS), SHARDS),
     ("nemotron_h", PP2, {}),
+    ("nemotron_h", FSDP2_LAYOUTS["FSDP2 x 2"], {}),
     ("mimo", FSDP2_LAYOUTS["FSDP2 x 2"], {}),
 ]
 

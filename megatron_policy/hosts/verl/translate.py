@@ -252,11 +252,13 @@ def _layers(model: Mapping[str, Any]) -> dict[str, Any]:
     if not (mtp.get("enable") and mtp.get("enable_train")):
         return {}
     config = model.get("hf_config")
-    number = int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+    text = getattr(config, "text_config", None) or config
+    names = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+    number = next((int(found) for name in names if (found := getattr(text, name, None))), 0)
     if not number:
         raise ConfigError(
             "model.mtp.enable_train is true, but the model's config.json has no "
-            "num_nextn_predict_layers: set it to false"
+            f"{' and no '.join(names)}: set it to false"
         )
     return {
         "mtp_num_layers": number,

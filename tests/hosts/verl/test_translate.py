@@ -138,6 +138,9 @@ def test_further_layers_are_trained_where_the_model_has_them() -> None:
     config = SimpleNamespace(num_nextn_predict_layers=1, max_position_embeddings=64)
     found = parsed(m=model(mtp=mtp, hf_config=config)).megatron_cfg
     assert (found.mtp_num_layers, found.mtp_detach_heads) == (1, True)
+    beside_tower = SimpleNamespace(mtp_num_hidden_layers=1, max_position_embeddings=64)
+    config = SimpleNamespace(text_config=beside_tower, max_position_embeddings=64)
+    assert parsed(m=model(mtp=mtp, hf_config=config)).megatron_cfg.mtp_num_layers == 1
     with pytest.raises(ConfigError, match="no num_nextn_predict_layers"):
         told(m=model(mtp=mtp))
 
