@@ -96,7 +96,7 @@ def bind_tables(config: PolicyConfig, *, reference: bool = True) -> tuple[Table,
     if engine_of(config) is Engine.MEGATRON_CORE:
         check_implementation(settings.transformer_impl, table.architecture, settings.peft.enabled)
     trained = add_adapters(config, table)
-    ParamGroups.of(settings).check(trained)
+    ParamGroups.of_policy(config).check(trained)
     return table, trained
 
 

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from megatron_policy.config.numbers import Count, CountOrZero
 from megatron_policy.config.section import Section, ValueSection
+from megatron_policy.config.trained import ParamGroupConfig
 
 SchedulerMilestones = dict[str, list[CountOrZero]]
 
@@ -99,6 +100,10 @@ class PytorchOptimizerConfig(ValueSection):
 
     name: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    param_groups: tuple[ParamGroupConfig, ...] = ()
+    """Of this project: parameters that are trained otherwise, or frozen; the first group that fits
+    one counts. They have no `min_lr`: the schedule multiplies all rates alike.
+    """
 
 
 class SinglePytorchSchedulerConfig(ValueSection):

@@ -9,7 +9,8 @@ from difflib import get_close_matches
 from fnmatch import translate
 from typing import Any, get_args
 
-from megatron_policy.config import MegatronConfig
+from megatron_policy.config import MegatronConfig, PolicyConfig
+from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.config.trained import ParamGroupConfig, ParamRole
 from megatron_policy.converters.families.shared.pictures import PARAMETERS
 from megatron_policy.converters.rows import Role
@@ -19,6 +20,7 @@ from megatron_policy.converters.table import EMBEDDING, HEAD, Entry, Table
 from megatron_policy.errors import ConfigError
 
 _KEY = "policy.megatron_cfg.optimizer.param_groups"
+_TORCH_KEY = "policy.optimizer.param_groups"
 _ROUTER = ".mlp.router."
 _SHOWN = 4
 _BASE = ParamGroupConfig(roles=tuple(r for r in get_args(ParamRole) if r != "adapter"), freeze=True)
@@ -48,8 +50,8 @@ def role_of(entry: Entry) -> str:
 class ParamGroups:
     """The groups of a configuration over the parameters of a table. The first that fits counts."""
 
-    def __init__(self, groups: Sequence[ParamGroupConfig] = ()) -> None:
-        self._groups = tuple(groups)
+    def __init__(self, groups: Sequence[ParamGroupConfig] = (), key: str = _KEY) -> None:
+        self._groups, self._key = tuple(groups), key
         self._patterns = [
             None if group.names is None else re.compile("|".join(map(translate, group.names)))
             for group in groups
@@ -70,6 +72,13 @@ class ParamGroups:
         elif settings.freeze_moe_router:
             first = [_ROUTERS]
         return cls([*first, *settings.optimizer.param_groups])
+
+    @classmethod
+    def of_policy(cls, config: PolicyConfig) -> ParamGroups:
+        """The groups that the optimizer of the engine has."""
+        if engine_of(config) is Engine.MEGATRON_CORE:
+            return cls.of(config.megatron_cfg)
+        return cls(() if config.optimizer is None else config.optimizer.param_groups, _TORCH_KEY)
 
     def group_of(self, entry: Entry) -> ParamGroupConfig | None:
         """The group of a parameter; None where none fits: it is trained as the optimizer says."""
@@ -107,10 +116,15 @@ class ParamGroups:
         """
         if not self._groups:
             return
+        if not table.entries:
+            raise ConfigError(
+                f"{self._key} needs a family of this package, and {table.family} is none: leave it "
+                "out"
+            )
         names = [name for entry in table.entries for name in entry.hf]
         for group in self._groups:
             for pattern in group.names or ():
-                _refuse_unfitting(pattern, names)
+                _refuse_unfitting(self._key, pattern, names)
         self._refuse_empty(table)
         experts: dict[tuple[int | None, str], set[int]] = defaultdict(set)
         trained = False
@@ -119,7 +133,7 @@ class ParamGroups:
             own = {id(self._group(role, name)) for name in entry.hf}
             if len(own) > 1:
                 raise ConfigError(
-                    f"{_KEY}: {', '.join(entry.hf)} are one parameter in training, "
+                    f"{self._key}: {', '.join(entry.hf)} are one parameter in training, "
                     f"{entry.megatron}, but only some of them are in a group: name all of them"
                 )
             if entry.expert is not None:
@@ -127,13 +141,13 @@ class ParamGroups:
                 alike |= own
                 if len(alike) > 1:
                     raise ConfigError(
-                        f"{_KEY}: experts of a layer are trained alike, but "
+                        f"{self._key}: experts of a layer are trained alike, but "
                         f"{', '.join(entry.hf)} is in another group than that of another expert: "
                         "put * where the expert's number is"
                     )
             trained = trained or (entry.row.learnt and not self.frozen(entry))
         if not trained:
-            raise ConfigError(f"{_KEY} freezes every parameter: leave some to be trained")
+            raise ConfigError(f"{self._key} freezes every parameter: leave some to be trained")
         self._refuse_idle(table)
 
     def _refuse_empty(self, table: Table) -> None:
@@ -151,8 +165,8 @@ class ParamGroups:
                 whose = "the model" if pattern is None else "what names fits"
                 fix = ", or set policy.megatron_cfg.peft" if "adapter" in group.roles else ""
                 raise ConfigError(
-                    f"{_KEY}: no parameter is in the group {_show(group)}: {whose} has the roles "
-                    f"{', '.join(found)}; name one of these{fix}, or leave the group out"
+                    f"{self._key}: no parameter is in the group {_show(group)}: {whose} has "
+                    f"the roles {', '.join(found)}; name one of these{fix}, or leave the group out"
                 )
 
     def _refuse_idle(self, table: Table) -> None:
@@ -163,7 +177,7 @@ class ParamGroups:
         for group in self._groups if adapters else ():
             if not group.freeze and id(group) not in used:
                 raise ConfigError(
-                    f"{_KEY}: no adapter is in the group {_show(group)}, and all else is "
+                    f"{self._key}: no adapter is in the group {_show(group)}, and all else is "
                     "frozen beside adapters: use roles: [adapter], or their names in PEFT, as "
                     f"{adapters[0].hf[0]!r}"
                 )
@@ -175,11 +189,11 @@ def _show(group: ParamGroupConfig) -> dict[str, Any]:
     return {name: list(values) for name, values in chosen.items()}
 
 
-def _refuse_unfitting(pattern: str, names: Iterable[str]) -> None:
+def _refuse_unfitting(key: str, pattern: str, names: Iterable[str]) -> None:
     known = list(names)
     if not any(map(re.compile(translate(pattern)).fullmatch, known)):
         close = get_close_matches(pattern, known, _SHOWN, 0.0)
         raise ConfigError(
-            f"{_KEY}: no tensor of the model has a name like {pattern!r}; it has "
+            f"{key}: no tensor of the model has a name like {pattern!r}; it has "
             f"{', '.join(close)} and others"
         )

@@ -206,8 +206,14 @@ def _check_transformers(config: PolicySection) -> Iterator[str]:
         yield "policy.megatron_cfg.peft adapts Megatron-Core's modules: use megatron_cfg.enabled"
     if config.megatron_cfg.optimizer.param_groups:
         yield (
-            "policy.megatron_cfg.optimizer.param_groups belongs to Megatron-Core's optimizer, and "
-            "FSDP trains all parameters alike: leave it out, or use megatron_cfg.enabled"
+            "policy.megatron_cfg.optimizer.param_groups belongs to Megatron-Core's optimizer: call "
+            "it policy.optimizer.param_groups, or use megatron_cfg.enabled"
+        )
+    groups = () if config.optimizer is None else config.optimizer.param_groups
+    if any(group.min_lr is not None for group in groups):
+        yield (
+            "policy.optimizer.param_groups has min_lr, which belongs to Megatron-Core's schedules, "
+            "and torch's multiply all rates alike: leave it out, or use megatron_cfg.enabled"
         )
     if config.reward_model_cfg.enabled:
         yield "policy.reward_model_cfg needs Megatron-Core's head: use megatron_cfg.enabled"

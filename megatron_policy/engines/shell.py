@@ -187,6 +187,11 @@ def _hand_back(entering: Entering) -> Entering:
     return Entering(_HandBack.apply(hidden, leaves, *deep), leaves)  # type: ignore[no-untyped-call]
 
 
+def has_trained(module: torch.nn.Module) -> bool:
+    """Whether any of its parameters is to learn."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
 def _spread(each_ND: torch.Tensor, at_BS: torch.Tensor) -> torch.Tensor:
     """`[B, S, D]`: the features where they belong, 0 elsewhere."""
     spread_BSD = each_ND.new_zeros(*at_BS.shape, each_ND.size(-1))
@@ -205,6 +210,8 @@ class PictureEmbedder:
     """From values `[B, S, ...]` of a microbatch's rows to this rank's, in the form in which the
     first layer takes hidden states.
     """
+    learns: bool
+    """Whether any parameter of the composite model is trained; without one there is no graph."""
 
     @property
     def attachments(self) -> tuple[str, ...]:
@@ -227,7 +234,8 @@ class PictureEmbedder:
         # Positions are made for themselves, see there.
         known = {_POSITIONS: torch.zeros((), dtype=torch.long)}
         ids_US = microbatch.host.data["input_ids"][rows]
-        given = self._call(to_device(ids_US), to_device(types_BS[rows]), _join(keys) | known)
+        with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
+            given = self._call(to_device(ids_US), to_device(types_BS[rows]), _join(keys) | known)
         source_BS = to_device(_find_sources(types_BS, first_B, rows))
 
         def give(values_USD: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from fnmatch import fnmatchcase
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -314,19 +315,53 @@ def test_training_goes_on_from_a_checkpoint_under_another_layout(
         hf.assert_same_weights(weights)
 
 
+TOWER, PROJECTORS = "model.visual.*", "model.visual.*merger*"
+SLOWER = {"lr": oracle.LR / 10}
+GROUPS: dict[str, list[dict[str, Any]]] = {
+    "frozen tower": [{"roles": ["vision"], "freeze": True}],
+    "slow tower": [{"names": [PROJECTORS], "freeze": True}, {"roles": ["vision"], **SLOWER}],
+    "frozen decoder": [{"names": ["model.language_model.*", "lm_head.weight"], "freeze": True}],
+}
+
+
+def own_rates(groups: str, name: str) -> dict[str, float] | None:
+    """What is changed for a parameter, see `oracle.train`."""
+    of_tower = fnmatchcase(name, TOWER)
+    if groups == "slow tower" and of_tower:
+        return None if fnmatchcase(name, PROJECTORS) else SLOWER
+    return None if of_tower == (groups == "frozen tower") and groups != "slow tower" else {}
+
+
+def train_groups(config: dict[str, Any], rows: BatchedDataDict) -> dict[str, Any]:
+    """As `train_on_pictures`, and whether there is a graph of what made features."""
+    graphs, call = set[bool](), PictureEmbedder._call
+
+    def watched(*args: Any) -> dict[str, Any]:
+        given = call(*args)
+        graphs.add(given["inputs_embeds"].requires_grad)
+        return given
+
+    with patch.object(PictureEmbedder, "_call", watched):
+        return train_on_pictures(config, rows) | {"graph": True in graphs}
+
+
 @pytest.mark.nightly
-def test_a_frozen_tower_keeps_its_values_and_all_else_learns(ranks, model_of) -> None:
+@pytest.mark.parametrize("name", ["TP2+SP", "FSDP2 x 2", "FSDP1 x 2"])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_what_is_frozen_keeps_its_values_and_all_else_learns(
+    ranks, model_of, groups: str, name: str
+) -> None:
+    """A tower that is frozen leaves no graph behind."""
     (path, _), rows = model_of("qwen3_vl"), rows_of("qwen3_vl")
-
-    def own(name: str) -> dict[str, float] | None:
-        return None if name.startswith("model.visual.") else {}
-
+    own = partial(own_rates, groups)
     hf = oracle.Learned.of(path, rows, GLOBAL_BATCH, loss_of, load=load_model, own=own)
-    config = configured(path, *LAYOUTS["TP2+SP"], rows)
-    config["megatron_cfg"]["optimizer"]["param_groups"] = [{"roles": ["vision"], "freeze": True}]
-    for rank in ranks.run(2, train_on_pictures, config, rows):
+    config = configured(path, *LAYOUTS_OF["qwen3_vl"][name], rows)
+    section = config if name.startswith("FSDP") else config["megatron_cfg"]
+    section["optimizer"]["param_groups"] = GROUPS[groups]
+    for rank in ranks.run(2, train_groups, config, rows):
         hf.assert_same_steps(rank["steps"])
         hf.assert_same_weights(rank["weights"])
+        assert rank["graph"] == (groups != "frozen tower")
 
 
 @contextmanager

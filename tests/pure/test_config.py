@@ -361,7 +361,9 @@ REFUSED = {
         dtensor_cfg.lora_cfg: {enabled: true, dim: 4, alpha: 8}
             => lora_cfg.enabled=True .* no adapters, use megatron_cfg with peft
         megatron_cfg.optimizer.param_groups: [{roles: [embedding], freeze: true}]
-            => param_groups belongs to Megatron-Core's optimizer.*: leave it out, or use megatron_c
+            => param_groups belongs to Megatron-Core's optimizer: call it policy.optimizer.param_g
+        optimizer: {name: torch.optim.AdamW, param_groups: [{roles: [norm], lr: 1.0, min_lr: 0.1}]}
+            => optimizer.param_groups has min_lr, .*: leave it out, or use megatron_cfg.enabled
     """,
 }
 """By what else is configured: keys, and what is said of them."""

@@ -43,14 +43,14 @@ def config_of(name: str, kwargs: dict[str, Any], **top: Any) -> PolicyConfig:
 )
 def test_an_optimizer_that_cannot_be_is_refused(name: str, kwargs: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_optimizer(config_of(name, kwargs), [])
+        make_optimizer(config_of(name, kwargs), [], {}.get)
 
 
 def test_a_schedule_that_needs_a_metric_is_refused() -> None:
     asked = {"name": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
     config = config_of("AdamW", {}, scheduler=asked)
     with pytest.raises(ConfigError, match="ReduceLROnPlateau needs a metric at each step"):
-        make_schedule(config, make_optimizer(config, []))
+        make_schedule(config, make_optimizer(config, [], {}.get))
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_state_that_is_made_before_the_first_step_changes_no_step(name: str) -> 
     ends = []
     for ahead in (False, True):
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
-        row = SimpleNamespace(learnt=True, role=None)
-        holding = Holding(parameter, (SimpleNamespace(row=row),), stacked=False)  # type: ignore[arg-type]
-        optimizer = make_optimizer(config_of(name, KEPT[name]), [holding])
+        row = SimpleNamespace(role=None)
+        holding = Holding(parameter, (SimpleNamespace(row=row, hf=("w",)),), stacked=False)  # type: ignore[arg-type]
+        optimizer = make_optimizer(config_of(name, KEPT[name]), [holding], {}.get)
         state = FsdpOptimizerState(optimizer, [holding], [])
         before = parameter.detach().clone()
         if ahead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -110,6 +111,12 @@ def test_a_group_of_a_role_that_the_model_lacks_is_refused(checkpoint) -> None:
         groups_of({"roles": ["router"], "lr": 1e-3}).check(dense)
     groups_of({"roles": ["router", "norm"], "lr": 1e-3}).check(dense)
     groups_of(freeze_moe_router=True).check(dense)
+
+
+def test_groups_of_a_model_without_a_family_are_refused(checkpoint) -> None:
+    table = replace(table_of(checkpoint("qwen3")), entries=())
+    with pytest.raises(ConfigError, match="needs a family of this package, and qwen3 is none"):
+        groups_of({"roles": ["norm"], "lr": 1e-3}).check(table)
 
 
 def test_groups_that_say_nothing_are_refused() -> None:

@@ -19,6 +19,7 @@ from megatron_policy.config.parallel_sizes import (
     model_copies,
     parallel_sizes,
 )
+from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.device import is_accelerated
@@ -34,7 +35,7 @@ from megatron_policy.engines.hugging_face.module import (
     refuse_unmatched,
     sources_of,
 )
-from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable, make_optimizer
+from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable, GroupOf, make_optimizer
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups, make_groups
 from megatron_policy.engines.hugging_face.sharding import Fsdp2, Sharding, split_dimension
 from megatron_policy.engines.hugging_face.table import Cut, Shares, sharded_table
@@ -43,7 +44,7 @@ from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion
 from megatron_policy.engines.hugging_face.tensor_split import split
 from megatron_policy.engines.hugging_face.text_length import TextLength, untold
 from megatron_policy.engines.shared import check_embedder, describe_head, leave_unfilled
-from megatron_policy.engines.shell import PictureEmbedder, take_surroundings
+from megatron_policy.engines.shell import PictureEmbedder, has_trained, take_surroundings
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.embedder import Embedder, TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
@@ -99,7 +100,7 @@ def check_build(config: PolicyConfig, table: Table, topology: Topology) -> None:
     """
     module = build_module(config, table.architecture.shell is not None)
     _refuse_mixing(config, module)
-    refuse_schedule(config, make_optimizer(config, []))
+    refuse_schedule(config, make_optimizer(config, [], lambda name: None))
     decoder = Decoder(module)
     _ = decoder.base  # refuses a model without one
     names, tp = tuple(table.hf_shapes()), topology.tp
@@ -158,6 +159,7 @@ def _build(
     source_dtypes: Mapping[str, torch.dtype] | None,
 ) -> FsdpEngine:
     decoder, ranks = Decoder(module), groups.shards.size()
+    group_of = _freeze(config, table, module, sources)
     text = TextLength.of(module, config.rope_length, config.max_total_sequence_length)
     region = TensorRegion(groups.batch.tp, parallel_sizes(config).sequence_parallel)
     shares = _tensor_parallel(config, table, region, decoder, sources)
@@ -171,7 +173,7 @@ def _build(
     dtypes = _fill(config, own.held, own.table, place, source_dtypes)
     trainable = None
     if init_optimizer:
-        trainable = FsdpTrainable(config, own.holdings, own.held, groups, sharding)
+        trainable = FsdpTrainable(config, group_of, own.holdings, own.held, groups, sharding)
     return FsdpEngine(
         place,
         groups,
@@ -190,6 +192,22 @@ def _build(
     )
 
 
+def _freeze(
+    config: PolicyConfig, table: Table, module: Any, sources: Mapping[str, SourceTensors]
+) -> GroupOf:
+    """Let parameters of frozen groups need no gradients. Returns how the group of a parameter is
+    found by the name of an HF tensor that makes it.
+    """
+    groups, entries = ParamGroups.of_policy(config), table.exported()
+    found = {name: groups.group_of(entry) for entry in entries for name in entry.hf}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, source in sources.items():
+        group = found.get(source.names[0][0])
+        if name in parameters and group is not None and group.freeze:
+            parameters[name].requires_grad_(False)
+    return found.get
+
+
 def _embedder(table: Table, decoder: Decoder, groups: FsdpGroups, region: TensorRegion) -> Embedder:
     """What embeds tokens within `Decoder.forward`, where FSDP has gathered the weights."""
     text = TokenEmbedder(decoder.model.get_input_embeddings().forward)
@@ -203,7 +221,8 @@ def _embedder(table: Table, decoder: Decoder, groups: FsdpGroups, region: Tensor
         own_RT = own_TR.transpose(0, 1).contiguous()
         return own_RT.chunk(region.size, 1)[region.rank] if region.splits_tokens else own_RT
 
-    return PictureEmbedder(text, shell, take_surroundings(decoder.model.base_model), place)
+    composite = take_surroundings(decoder.model.base_model)
+    return PictureEmbedder(text, shell, composite, place, has_trained(composite))
 
 
 def _tensor_parallel(

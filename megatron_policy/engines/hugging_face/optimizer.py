@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.fsdp import PytorchOptimizerConfig
 from megatron_policy.config.parallel_sizes import transformers_settings
+from megatron_policy.config.trained import ParamGroupConfig
 from megatron_policy.converters.rows import DECAYED
 from megatron_policy.device import current_device, return_unused
 from megatron_policy.device.timing import Stopwatch
@@ -37,9 +38,16 @@ from megatron_policy.weights.load import Held
 _log = logging.getLogger(__name__)
 
 
-def make_optimizer(config: PolicyConfig, holdings: Sequence[Holding]) -> torch.optim.Optimizer:
-    """The optimizer of `policy.optimizer` over all parameters, AdamW by default; `learning_rate` is
-    used where its kwargs have no `lr`. ConfigError if it cannot be made.
+GroupOf = Callable[[str], ParamGroupConfig | None]
+"""From an HF tensor of a parameter to the group that the parameter is in."""
+
+
+def make_optimizer(
+    config: PolicyConfig, holdings: Sequence[Holding], group_of: GroupOf
+) -> torch.optim.Optimizer:
+    """The optimizer of `policy.optimizer` over all parameters that are not frozen, AdamW by
+    default; `learning_rate` is used where its kwargs have no `lr`. ConfigError if it cannot be
+    made.
     """
     asked = config.optimizer or PytorchOptimizerConfig(name=DEFAULT)
     kwargs = dict(asked.kwargs)
@@ -47,18 +55,19 @@ def make_optimizer(config: PolicyConfig, holdings: Sequence[Holding]) -> torch.o
         kwargs.setdefault("lr", config.learning_rate)
     if isinstance(kwargs.get("betas"), list):
         kwargs["betas"] = tuple(kwargs["betas"])
-    decaying: list[torch.Tensor] = []
-    others: list[torch.Tensor] = []
     everywhere = transformers_settings(config).weight_decay_of == "all"
+    groups: dict[tuple[tuple[str, float], ...], list[torch.Tensor]] = {(): []}
     for each in holdings:
-        if isinstance(each.tensor, torch.nn.Parameter):
-            decays = everywhere or each.entries[0].row.role in DECAYED
-            (decaying if decays else others).append(each.tensor)
-    groups: list[dict[str, Any]] = [{"params": decaying}]
-    if others:
-        groups.append({"params": others, "weight_decay": 0.0})
+        if each.is_trained:
+            first = each.entries[0]
+            decays = everywhere or first.row.role in DECAYED
+            settings = {} if decays else {"weight_decay": 0.0}
+            if (group := group_of(first.hf[0])) is not None:
+                settings |= group.model_dump(include={"lr", "weight_decay"}, exclude_none=True)
+            groups.setdefault(tuple(settings.items()), []).append(each.tensor)
+    listed = [{"params": tensors, **dict(settings)} for settings, tensors in groups.items()]
     made: torch.optim.Optimizer = make(
-        asked.name, torch.optim.Optimizer, "optimizer", groups, **kwargs
+        asked.name, torch.optim.Optimizer, "optimizer", listed, **kwargs
     )
     _refuse_unsaved(asked.name, kwargs)
     return made
@@ -189,8 +198,7 @@ class FsdpOptimizerState:
 
     def _trained(self) -> list[Holding]:
         """What this rank trains: FSDP1 gives it nothing of some parameters, and no gradients."""
-        learnt = (each for each in self.holdings if each.entries[0].row.learnt)
-        return [each for each in learnt if each.tensor.numel()]
+        return [each for each in self.holdings if each.is_trained and each.tensor.numel()]
 
     def _states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the optimizer keeps in the shape of the parameter."""
@@ -211,6 +219,7 @@ class FsdpTrainable:
     def __init__(
         self,
         config: PolicyConfig,
+        group_of: GroupOf,
         holdings: Sequence[Holding],
         held: Held,
         groups: FsdpGroups,
@@ -218,12 +227,12 @@ class FsdpTrainable:
     ) -> None:
         self._holdings, self._held, self._groups = holdings, held, groups
         self._sharding = sharding
-        self._trained = [each for each in holdings if isinstance(each.tensor, torch.nn.Parameter)]
+        self._trained = [each for each in holdings if each.is_trained]
         self._parameters = [each.tensor for each in self._trained]
         self._config, self._samples, self._steps = config, 0, 0
         self._ended = False
         self.stopwatch = Stopwatch()
-        self.optimizer = make_optimizer(config, holdings)
+        self.optimizer = make_optimizer(config, holdings, group_of)
         self._start = [dict(group) for group in self.optimizer.param_groups]
         refuse_schedule(config, self.optimizer)
         self._schedule = make_schedule(config, self.optimizer)

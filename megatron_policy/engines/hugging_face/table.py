@@ -204,6 +204,11 @@ class Holding:
     partial: bool = False
     """Whether each tensor-parallel rank has a part of the gradient only."""
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is a parameter, and not frozen."""
+        return isinstance(self.tensor, torch.nn.Parameter) and self.tensor.requires_grad
+
     def views(self, of: torch.Tensor) -> list[torch.Tensor]:
         """For each entry its part of `of`, which is the tensor or has its shape."""
         local = local_part(of)

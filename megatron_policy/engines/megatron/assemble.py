@@ -46,7 +46,12 @@ from megatron_policy.engines.megatron.process_groups import drop_groups, make_gr
 from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.megatron.trainable import freeze, make_trainable
 from megatron_policy.engines.shared import check_embedder, describe_head, leave_unfilled
-from megatron_policy.engines.shell import PictureEmbedder, build_composite, fill_composite
+from megatron_policy.engines.shell import (
+    PictureEmbedder,
+    build_composite,
+    fill_composite,
+    has_trained,
+)
 from megatron_policy.interfaces.embedder import Embedder, TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.packing.microbatch import Microbatch
@@ -192,7 +197,7 @@ def _embedder(
         own_TR = layout.take(values_BS, groups.cp.rank() % layout.ranks)
         return own_TR.chunk(groups.tp.size())[groups.tp.rank()] if split else own_TR
 
-    return PictureEmbedder(text, architecture.shell, composite, place)
+    return PictureEmbedder(text, architecture.shell, composite, place, has_trained(composite))
 
 
 def _channel(
