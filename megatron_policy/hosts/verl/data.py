@@ -20,47 +20,70 @@ from megatron_policy.device import to_device
 from megatron_policy.errors import BatchError
 from megatron_policy.training.callbacks import TokenScores
 
-_REFUSED = {
-    "multi_modal_inputs": "the built-in model families are text only",
-    "calculate_sum_pi_squared": "the sum of squared probabilities is not computed",
-}
-"""Keys of data that ask for what no engine here computes."""
+_SQUARES, _MEDIA = "calculate_sum_pi_squared", "multi_modal_inputs"
+_LEFT_OUT = {"images_seqlens", "mm_token_type_ids"}
+"""What verl's rows say of their pictures that follows from the rest."""
 
 
 def check_supported(data: TensorDict) -> None:
-    """BatchError for rows that are not text, and for what is not computed, by verl's names."""
-    for key, why in _REFUSED.items():
-        asked = tu.get_non_tensor_data(data, key, None) if key in _keys(data) else None
-        # An empty stack of rows without pictures asks for nothing.
-        if asked is not None and not _empty(asked):
-            raise BatchError(f"verl's data ask for {key}, which is not supported: {why}")
+    """BatchError for rows in another form than verl's workers make them, and for what no engine
+    here computes, by verl's names.
+    """
+    if _SQUARES in _keys(data) and tu.get_non_tensor_data(data, _SQUARES, None):
+        raise BatchError(
+            f"verl's data ask for {_SQUARES}, which is not supported: the sum of squared "
+            "probabilities is not computed"
+        )
     tokens = data["input_ids"]
     if not tokens.is_nested:
         raise BatchError(
             f"verl's input_ids are a dense tensor {tuple(tokens.shape)}: pass rows without padding "
             "(jagged), as verl's workers make them"
         )
-    positions = data.get("position_ids", None)
+    media, positions = _media_of(data), data.get("position_ids", None)
     if positions is not None and positions.dim() == 3:
-        raise BatchError("verl's position_ids have 3 dimensions, as vision models have them")
+        for row, own in enumerate(positions.unbind()):
+            if not media[row] and (own != torch.arange(own.size(-1), device=own.device)).any():
+                raise BatchError(
+                    f"verl's position_ids turn row {row} as pictures do, but its {_MEDIA} have none"
+                )
 
 
 def _keys(data: TensorDict) -> set[str]:
     return set(data.keys())  # `in` asks a TensorDict something else
 
 
-def _empty(value: Any) -> bool:
-    if is_tensor_collection(value):
-        return not _keys(value)
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return all(_empty(each) for each in value)
-    return not value
+def _media_of(data: TensorDict) -> list[Mapping[str, torch.Tensor]]:
+    """What each row has for the towers of a model, by key; BatchError unless there is one entry for
+    each row, or none at all.
+    """
+    found = data[_MEDIA] if _MEDIA in _keys(data) else {}
+    # A stack of rows without pictures is a TensorDict without keys.
+    if is_tensor_collection(found) or isinstance(found, Mapping):
+        if _keys(found):
+            raise BatchError(
+                f"verl's {_MEDIA} are one entry with {sorted(_keys(found))}: pass a list with one "
+                "for each row"
+            )
+        found = [None] * len(data)
+    return [
+        {
+            key: value
+            for key, value in ({} if row is None else row).items()
+            if value is not None and key not in _LEFT_OUT
+        }
+        for row in found
+    ]
 
 
 def policy_batch(data: TensorDict) -> BatchedDataDict:
-    """`input_ids` `[B, S]` right padded with 0, `input_lengths`, `sample_mask`, and as
-    `token_mask` the tokens that are read: of a response, or those that `loss_mask` counts.
+    """`input_ids` `[B, S]` right padded with 0, `input_lengths`, `sample_mask`, as `token_mask` the
+    tokens that are read: of a response, or those that `loss_mask` counts; and what rows have for
+    the towers of a model, a list under each key.
     """
+    media = _media_of(data)
+    keys = dict.fromkeys(key for row in media for key in row)
+    pictures = {key: [row[key].cpu() if key in row else None for row in media] for key in keys}
     tokens = data["input_ids"].cpu()
     lengths_B = tokens.offsets().diff()
     tokens_BS = _pad_rows(tokens)
@@ -70,6 +93,7 @@ def policy_batch(data: TensorDict) -> BatchedDataDict:
             "input_lengths": lengths_B,
             "token_mask": _read_tokens(data, lengths_B, tokens_BS.size(1)),
             "sample_mask": torch.ones(len(lengths_B)),
+            **pictures,
         }
     )
 

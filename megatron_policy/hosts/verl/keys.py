@@ -180,10 +180,9 @@ _LORA: Rules = {
     "dtype": Accepted("has to agree with the engine's", f"{_PEFT}lora_dtype"),
     "type": Rejected("adapters are LoRA", only=("lora",)),
     "a2a_experimental": Ignored("ranks exchange vectors of the adapters' rank alone"),
-    "freeze_vision_model freeze_vision_projection": Ignored(
-        "affects vision towers only; the built-in model families are text only"
+    "freeze_vision_model freeze_vision_projection freeze_language_model": Ignored(
+        "with adapters nothing else is trained"
     ),
-    "freeze_language_model": Ignored("with adapters nothing else is trained"),
     "fully_sharded_loras": _ROLLOUT,
 }
 

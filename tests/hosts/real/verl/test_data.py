@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -96,7 +97,37 @@ def test_microbatches_are_found_by_their_rows() -> None:
     assert mixed.part((3, 0)) is parts[0] and mixed.part((1, 2)) is parts[1]
 
 
-def with_pictures(rows: TensorDict) -> None:
+PIXELS, GRIDS = torch.rand(8, 3), torch.tensor([[1, 2, 4]])
+
+
+def with_pictures(form: str) -> TensorDict:
+    """Rows of which the second one has a picture, as verl's workers get them."""
+    own = [{"pixel_values": PIXELS, "image_grid_thw": GRIDS, "images_seqlens": GRIDS[0, :1]}]
+    others: Any = {"pixel_values": None} if form == "none" else None if form == "missing" else {}
+    rows = rollouts(0, "v1")
+    media = [others, *own, *[others] * (len(LENGTHS) - 2)]
+    positions = [torch.arange(n).repeat(4, 1) for n in map(sum, LENGTHS)]
+    positions[1][1:] //= 2
+    fields = {key: rows[key] for key in ("input_ids", "responses", "loss_mask")}
+    fields["multi_modal_inputs"] = np.array(media, dtype=object) if form == "array" else media
+    return tu.get_tensordict({**fields, "position_ids": jagged(positions)}, {})
+
+
+@pytest.mark.parametrize("form", ["empty", "missing", "none", "array"])
+def test_pictures_become_lists_with_an_entry_for_each_row(form: str) -> None:
+    rows = with_pictures(form)
+    for own, at in ((rows, 1), (tu.chunk_tensordict(rows, 4)[0], 1)):
+        check_supported(own)
+        batch = policy_batch(own)
+        for key, value in (("pixel_values", PIXELS), ("image_grid_thw", GRIDS)):
+            found = batch[key]
+            assert len(found) == len(own) and torch.equal(found[at], value)
+            assert all(each is None for row, each in enumerate(found) if row != at)
+        assert "images_seqlens" not in batch
+    assert "pixel_values" not in policy_batch(tu.chunk_tensordict(rows, 4)[1])
+
+
+def as_one(rows: TensorDict) -> None:
     tu.assign_non_tensor(rows, multi_modal_inputs={"pixel_values": torch.zeros(1)})
 
 
@@ -105,19 +136,19 @@ def dense(rows: TensorDict) -> None:
 
 
 def with_axes(rows: TensorDict) -> None:
-    rows["position_ids"] = jagged([torch.arange(n).repeat(3, 1) for n in map(sum, LENGTHS)])
+    rows["position_ids"] = jagged([torch.arange(n).repeat(3, 1) // 2 for n in map(sum, LENGTHS)])
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (with_pictures, "ask for multi_modal_inputs"),
+        (as_one, "multi_modal_inputs are one entry with"),
         (
             lambda rows: tu.assign_non_tensor(rows, calculate_sum_pi_squared=True),
             "ask for calculate_sum_pi_squared",
         ),
         (dense, r"input_ids are a dense tensor \(8, 23\)"),
-        (with_axes, "position_ids have 3 dimensions"),
+        (with_axes, "position_ids turn row 0 as pictures do"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_verls_name(change: Any, words: str) -> None:
