@@ -11,7 +11,6 @@ from inspect import isclass
 from typing import Any, get_args
 
 from megatron_policy.config import megatron_keys
-from megatron_policy.config.megatron_keys import TEXT
 from megatron_policy.config.rules import (
     Applied,
     Ignored,
@@ -39,7 +38,7 @@ _POLICY: Rules = {
     "quant_cfg": Rejected("quantised training is not supported"),
     "env_vars": Rejected("workers get the variables of megatron_cfg.env_vars; put them there"),
     "dequantize_base_checkpoint": Ignored("quantised weights are always read as bfloat16"),
-    "is_vlm": Rejected("vision-language models are not supported"),
+    "is_vlm": Ignored("a model's config.json says what it sees"),
 }
 
 _GENERATION: Rules = {
@@ -81,10 +80,9 @@ _NOT_APPLIED: dict[str, Rules] = {
         "resources *": _HOST,
     },
     "tokenizer.": {
-        "name chat_template chat_template_kwargs use_fastokens use_processor": Ignored(
+        "name chat_template chat_template_kwargs use_fastokens use_processor audio video": Ignored(
             "the caller makes the tokenizer and the prompts"
         ),
-        "audio video": Ignored(TEXT),
     },
     "dtensor_cfg.": {
         "defer_fsdp_grad_sync": Ignored("gradients are reduced in each microbatch"),

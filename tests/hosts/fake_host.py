@@ -17,6 +17,23 @@ class HostBatch(UserDict):
     """The host's batch: a dict of another class."""
 
 
+class Packed:
+    """The host's tensors of rows that are joined where a model reads them: None in rows without."""
+
+    def __init__(self, tensors: list[torch.Tensor | None], dim_to_pack: int) -> None:
+        self.tensors, self.dim_to_pack = tensors, dim_to_pack
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def slice(self, rows: list[int]) -> Packed:
+        return Packed([self.tensors[row] for row in rows], self.dim_to_pack)
+
+    def as_tensor(self) -> torch.Tensor | None:
+        found = [each for each in self.tensors if each is not None]
+        return torch.cat(found, dim=self.dim_to_pack) if found else None
+
+
 class Protocol(enum.Enum):
     COMPLETE = "complete"
 

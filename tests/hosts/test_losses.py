@@ -148,4 +148,4 @@ def test_what_is_not_along_the_sequence_is_put_aside_and_fetched_again() -> None
     chosen = restore_tensors(BatchedDataDict(put).select_indices([1]), ["places", "absent"])
     assert torch.equal(chosen["places"], places[1:])
     data = rows(places=places)
-    assert set_aside(data, None) is data and restore_tensors(data, ["places"]) is data
+    assert set_aside(data, ()) is data and restore_tensors(data, ["places"]) is data

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import GenerationConfig, PolicyConfig
+from megatron_policy.converters.registry import FAMILIES, PREPARED
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl import refit
 from megatron_policy.hosts.nemo_rl.config import (
@@ -31,8 +33,9 @@ from megatron_policy.hosts.nemo_rl.worker import NemoRLWorker
 from megatron_policy.interfaces import LossType
 from tests.dist.cases import policy_config
 from tests.dist.layouts import LENGTH, SIZES, VOCAB
-from tests.hosts.fake_host import PARTS, HostBatch, Meeting, Protocol, host_with
+from tests.hosts.fake_host import PARTS, HostBatch, Meeting, Packed, Protocol, host_with
 from tests.losses import SequenceNLL
+from tests.picture_models import IMAGE, MEDIA, VIDEO, make_model, make_rows
 from tests.ranks import RankPool
 
 ROWS = 8
@@ -70,7 +73,6 @@ def test_the_drivers_rank_grid_is_ours_or_both_are_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"processor": object()}, NotImplementedError, "processor: multimodal models"),
         ({"skip_weight_load": True}, NotImplementedError, "swap_weights_via_reshard"),
         ({"worker_color": "red"}, ConfigError, "no argument worker_color"),
     ],
@@ -161,6 +163,34 @@ def test_a_host_that_renames_at_once_keeps_its_checkpoint_and_the_log_tells_what
     assert "keys without effect: " in said and "checkpoint.ckpt_assume_constant_structure" in said
     assert "step_1/weights/iter_0000000, step 0: restored weights" in said
     assert "not restored: optimizer (a new one was requested" in said
+
+
+def read_pictures(path: Path, packed: Callable[..., Any]) -> None:
+    """The host's worker makes of pictures that are `packed` what its policy makes of lists of them,
+    in reading, in a step and in a step in parts; `mm_token_type_ids` come with them.
+    """
+    rows = make_rows("qwen3_vl")
+    ids_BS = rows["input_ids"]
+    types = {"mm_token_type_ids": (ids_BS == IMAGE) + 2 * (ids_BS == VIDEO).long()}
+    host_rows = HostBatch({**rows, **types, **{key: packed(rows[key], 0) for key in MEDIA}})
+    config = policy_config(path, {}) | {"max_total_sequence_length": ids_BS.size(1)}
+    with patch.dict(FAMILIES, PREPARED), host_with(PARTS):
+        worker = NemoRLWorker(config | {"is_vlm": True}, TOKENIZER, processor=object())
+        read = worker.get_logprobs(data=host_rows)
+        assert type(read) is HostBatch
+        assert torch.equal(read["logprobs"], worker.policy.logprobs(rows))
+        expected = worker.policy.train(rows, SequenceNLL(), eval_mode=True, gbs=8, mbs=8)
+        call = {"loss_fn": SequenceNLL(), "gbs": 8, "mbs": 8}
+        trained = worker.train(data=host_rows, eval_mode=True, **call)
+        assert torch.equal(trained["global_loss"], expected["loss"])
+        worker.begin_train_step(**call)
+        worker.train_microbatch(data=host_rows)
+        assert torch.equal(worker.finish_train_step()["global_loss"], expected["loss"])
+        worker.shutdown()
+
+
+def test_what_the_host_packs_for_towers_is_read_row_by_row(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, read_pictures, make_model(tmp_path / "hf", "qwen3_vl"), Packed)
 
 
 def batch() -> BatchedDataDict:

@@ -9,9 +9,9 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any
 
-Arguments = ParamSpec("Arguments")
+from megatron_policy.batch import BatchedDataDict
 
 
 def import_part(module: str, name: str) -> Any:
@@ -55,12 +55,25 @@ def to_host_batch(data: Any) -> Any:
     return data if kind is None else kind(dict(data))
 
 
-def return_host_batch(method: Callable[Arguments, Any]) -> Callable[Arguments, Any]:
-    """`method`, with the batch that it returns in the host's own type."""
+def from_host_batch(data: Any) -> Any:
+    """The host's rows as ours, with the plan they came with: what the host packs for towers
+    (`PackedTensor`) is a list with a tensor, or None, for each row. What is no batch is left alone.
+    """
+    if not isinstance(data, Mapping):
+        return data
+    taken = BatchedDataDict(data)
+    for key, value in data.items():
+        if hasattr(value, "as_tensor") and hasattr(value, "slice"):
+            taken[key] = [value.slice([row]).as_tensor() for row in range(len(value))]
+    return taken
+
+
+def exchange_host_batches(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, which gets the host's rows as ours and returns a batch of the host's type."""
 
     @wraps(method)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-        return to_host_batch(method(*args, **kwargs))
+    def call(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        return to_host_batch(method(self, from_host_batch(data), *args, **kwargs))
 
     return call
 

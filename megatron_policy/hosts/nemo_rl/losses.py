@@ -4,7 +4,7 @@ only the host's own code prepares.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -130,11 +130,11 @@ def _fill_masked(data: Any, next_token_logprobs: torch.Tensor) -> torch.Tensor:
     return torch.where(counted(data)[:, 1:], next_token_logprobs, before_BS[:, 1:])
 
 
-def set_aside(data: Mapping[str, Any], keys: Iterable[str] | None) -> Mapping[str, Any]:
+def set_aside(data: BatchedDataDict, keys: Iterable[str]) -> BatchedDataDict:
     """`data` with the tensors under `keys` as lists of rows, so that their dimension 1, which is
     not the sequence, is neither checked nor sliced.
     """
-    put = [key for key in keys or () if isinstance(data.get(key), torch.Tensor)]
+    put = [key for key in keys if isinstance(data.get(key), torch.Tensor)]
     if not put:
         return data
     changed = BatchedDataDict(data)

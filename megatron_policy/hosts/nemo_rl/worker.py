@@ -25,8 +25,9 @@ from megatron_policy.hosts.nemo_rl.config import (
 )
 from megatron_policy.hosts.nemo_rl.data_plane import fetch_rows
 from megatron_policy.hosts.nemo_rl.host_imports import (
+    exchange_host_batches,
+    from_host_batch,
     rename_result,
-    return_host_batch,
     to_host_batch,
 )
 from megatron_policy.hosts.nemo_rl.losses import adapt_loss, set_aside
@@ -74,11 +75,9 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         **kwargs: Any,
     ) -> None:
         """`worker_sharding_annotations` is the driver's rank grid and must equal ours; the queue is
-        unused. NotImplementedError for a `processor` and for `skip_weight_load`, ConfigError for
-        other arguments that are set.
+        unused, and so is the `processor`: pixels come with the data. NotImplementedError for
+        `skip_weight_load`, ConfigError for other arguments that are set.
         """
-        if processor is not None:
-            raise NotImplementedError("processor: multimodal models are not supported; pass None")
         if skip_weight_load:
             raise NotImplementedError(
                 "skip_weight_load: the weights would come by swap_weights_via_reshard, which is "
@@ -115,7 +114,7 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         `check_dim_skip_keys` is not the sequence.
         """
         aside = tuple(check_dim_skip_keys or ())
-        given, loss_fn = BatchedDataDict(set_aside(data, aside)), adapt_loss(loss_fn, aside)
+        given, loss_fn = set_aside(from_host_batch(data), aside), adapt_loss(loss_fn, aside)
         return self._report(
             self.policy.train(given, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
         )
@@ -126,6 +125,10 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         """Open a step trained in parts; see `GradientAccumulator`."""
         self.policy.begin_train_step(adapt_loss(loss_fn), gbs=gbs, mbs=mbs)
 
+    def train_microbatch(self, data: Mapping[str, Any]) -> None:
+        """Accumulate a part of that step; see `GradientAccumulator`."""
+        self.policy.train_microbatch(from_host_batch(data))
+
     def finish_train_step(self) -> dict[str, Any]:
         """Take that step; returns what `train` does."""
         return self._report(self.policy.finish_train_step())
@@ -134,12 +137,12 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         precision = dtype_named(self.policy.config.precision)
         return rename_result(result) | {"gpu_name": device_name(), "model_dtype": precision}
 
-    get_logprobs = return_host_batch(MegatronPolicyWorkerImpl.get_logprobs)
-    get_reference_policy_logprobs = return_host_batch(
+    get_logprobs = exchange_host_batches(MegatronPolicyWorkerImpl.get_logprobs)
+    get_reference_policy_logprobs = exchange_host_batches(
         MegatronPolicyWorkerImpl.get_reference_policy_logprobs
     )
-    get_entropy = return_host_batch(MegatronPolicyWorkerImpl.get_entropy)
-    score = return_host_batch(MegatronPolicyWorkerImpl.score)
+    get_entropy = exchange_host_batches(MegatronPolicyWorkerImpl.get_entropy)
+    score = exchange_host_batches(MegatronPolicyWorkerImpl.score)
     prepare_refit_info = delegate("refits", HostRefits.announce_weights)  # type: ignore[arg-type]
     get_refit_address = delegate("refits", HostRefits.get_refit_address)
     get_zmq_address = get_refit_address
@@ -168,7 +171,7 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         """`topk_logits`, fp32, and `topk_indices`, int64, both [B, S, k]: divided by the
         temperature of `policy.generation`, as the host's are in every version that has them.
         """
-        found = self.policy.get_topk_logits(BatchedDataDict(data), k, micro_batch_size)
+        found = self.policy.get_topk_logits(from_host_batch(data), k, micro_batch_size)
         generation = self.policy.config.generation
         if generation is not None and generation.temperature:
             found["topk_logits"] /= generation.temperature
@@ -183,7 +186,7 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         """
         if Kind.PARAMETERS not in self.policy.memory.state.holds:
             self.policy.prepare_for_generation()
-        return to_host_batch(super().generate(data, greedy))
+        return to_host_batch(super().generate(from_host_batch(data), greedy))
 
     def generate_async(self, data: Mapping[str, Any], greedy: bool = False) -> Iterator[Any]:
         """The number of each prompt, and its continuation as `generate` returns it, in order."""

@@ -23,7 +23,6 @@ NOT_SUPPORTED = {
     "megatron_cfg.optimizer.optimizer_cpu_offload",
     "draft.enabled",
     "quant_cfg",
-    "is_vlm",
 }
 """What configurations of the host ask for in vain."""
 
