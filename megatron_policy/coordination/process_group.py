@@ -50,6 +50,14 @@ class BoundedProcessGroup:
         """Copy the `memory` of rank `source` into that of all other ranks."""
         return self._start(lambda: self._group.broadcast(memory, source))
 
+    def send(self, memory: Tensor, target: int) -> PendingCollective:
+        """Send the `memory` to that rank alone, which calls `receive`."""
+        return self._start(lambda: self._group.send([memory], target, 0))
+
+    def receive(self, memory: Tensor, source: int) -> PendingCollective:
+        """Fill the `memory` with what that rank sends."""
+        return self._start(lambda: self._group.recv([memory], source, 0))
+
     def all_gather(self, memory: Tensor) -> PendingCollective:
         """In place: `memory` has `size` equal parts; part `rank` is this process's own."""
         own = memory.view(self.size, -1)[self.rank]

@@ -141,7 +141,7 @@ def publish(path: Path, section: dict[str, Any], root: Path, numbers: list[int])
             disturb(policy, number, 0.02)
             policy.refit(DeltaDirectory(root))
             seen.append(bits_of(policy))
-        with pytest.raises(ConfigError, match="beside training"):
+        with pytest.raises(ConfigError, match="while the weights stay"):
             policy.begin_refit(DeltaDirectory(root))
         return seen
 

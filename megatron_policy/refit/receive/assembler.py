@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from megatron_policy.refit.manifest import (
     with_digests,
 )
 from megatron_policy.refit.streams import read_streams
+
+if TYPE_CHECKING:
+    from megatron_policy.refit.transports.collective.shards import ShardLayout, ShardRun
 
 Load = Callable[[list[tuple[str, Tensor]]], object]
 """Copies weights, by Hugging Face name, into an engine, which must not keep the tensors."""
@@ -106,8 +110,10 @@ class WeightAssembler:
         self._version = None if model is None else model.version
         if self._of_changes:
             self._check_version()
-        elif expected is not None:
-            self._compare(expected, announced)
+        else:
+            self._engine.version = None  # a transport may now fill what is kept
+            if expected is not None:
+                self._compare(expected, announced)
         self._forms = dict(announced)
         self._agree(model)
 
@@ -292,3 +298,61 @@ class WeightAssembler:
         """The error for that reason, which also says what the engine now has."""
         state = MIXED if self._engine.mixed else "The engine keeps the weights it had"
         return RefitError(f"{why}. {state}")
+
+
+class ShardAssembler:
+    """One refit of one engine rank's own elements."""
+
+    def __init__(
+        self, layout: ShardLayout, assembler: WeightAssembler, where: torch.device, engine: int
+    ) -> None:
+        """`engine` is the number of this rank. Tensors are made on the device, or are those that
+        the assembler keeps.
+        """
+        self._assembler, self._engine = assembler, engine
+        kept = assembler.kept if assembler.receives_in_place else {}
+        for name, (shape, dtype) in layout.forms.items():
+            old = kept.get(name)
+            if old is None or (tuple(old.shape), old.dtype, old.device) != (shape, dtype, where):
+                kept[name] = torch.empty(shape, dtype=dtype, device=where)
+        self._tensors = {name: kept[name] for name in layout.forms}
+        self._missing = {name: tensor.numel() for name, tensor in self._tensors.items()}
+        self._arrived: dict[str, Form] = {}
+        self._digests: Digests | None = None
+
+    def put(self, run: ShardRun, flat: Tensor) -> None:
+        """Copy the elements of a run, `[N]`, to where they belong."""
+        name, at = f"{self._engine}/{run.tensor.name}", 0
+        if self._digests is None:
+            self._digests = Digests(algorithm_for(flat))
+        self._digests.add(name, flat)
+        self._arrived[name] = tuple(flat.shape), flat.dtype
+        whole = self._tensors[run.of].view(-1)
+        for size, stride, offset in run.regions:
+            to = whole.as_strided(size, stride, whole.storage_offset() + offset)
+            to.copy_(flat[at : at + to.numel()].view(size))
+            at += to.numel()
+        self._missing[run.of] -= at
+
+    def check(self, sent: RefitManifest) -> None:
+        """RefitError unless all of it arrived as it was sent."""
+        prefix = f"{self._engine}/"
+        own = {name: of for name, of in sent.tensors.items() if name.startswith(prefix)}
+        found = {} if self._digests is None else self._digests.read()
+        try:
+            stated = RefitManifest(sent.step, sent.algorithm, own, sent.model)
+            stated.check(with_digests(self._arrived, found))
+            if wrong := [name for name, count in self._missing.items() if count]:
+                raise RefitError(describe_problems({"not sent whole": wrong}))
+        except RefitError as error:
+            raise self._assembler.refusal(str(error)) from error
+
+    def finish(self, sent: RefitManifest) -> RefitManifest:
+        """Let the engine load it, after `check`."""
+        self._assembler.take(list(self._tensors.items()))
+        digests = Digests(sent.algorithm)
+        for name, tensor in self._tensors.items():
+            digests.add(name, tensor)
+        forms = {name: (tuple(t.shape), t.dtype) for name, t in self._tensors.items()}
+        whole = with_digests(forms, digests.read())
+        return self._assembler.finish(RefitManifest(sent.step, sent.algorithm, whole, sent.model))

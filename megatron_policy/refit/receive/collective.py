@@ -19,14 +19,19 @@ from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel
-from megatron_policy.refit.receive.assembler import WeightAssembler
+from megatron_policy.refit.manifest import (
+    RefitInfo,
+    RefitManifest,
+    ServedModel,
+)
+from megatron_policy.refit.receive.assembler import ShardAssembler, WeightAssembler
 from megatron_policy.refit.transports.collective.handshake import (
     ACCEPTED,
     CALL,
     OFF,
     QUESTION,
     REFUSED,
+    SHARDS,
     encode,
     extract_manifest,
     group_name,
@@ -35,7 +40,9 @@ from megatron_policy.refit.transports.collective.handshake import (
     parse_note,
     raise_peer_failure,
     read_abort_reason,
+    shards_key,
 )
+from megatron_policy.refit.transports.collective.shards import ShardLayout, order_senders
 from megatron_policy.refit.transports.collective.stream import (
     ChunkReader,
     Reader,
@@ -89,6 +96,8 @@ class _Call:
     bucket_bytes: int
     made_in: tuple[int, ...]
     """For each sender, the handshake in which its group was made."""
+    shards: ShardLayout | None = None
+    """What this engine receives, where each has its own tensors."""
 
 
 class CollectiveGroup:
@@ -118,8 +127,11 @@ class CollectiveGroup:
             call = self._answer(self._wait_for_call(deadline, limit), assembler, deadline, limit)
         try:
             self._join(call, limit)
-            self._take(call, assembler)
-            manifest = assembler.finish(self._manifest(call, limit))
+            if call.shards is None:
+                self._take(call, assembler)
+                manifest = assembler.finish(self._manifest(call, limit))
+            else:
+                manifest = self._take_shards(call, call.shards, assembler, limit)
         except BaseException as error:
             self._refuse(call, error)
             raise
@@ -156,22 +168,28 @@ class CollectiveGroup:
         """
         missing = f"the trainer has not continued its refit within {limit:g} s"
         content = self._store.get(note_key(number, "offer"), _left(deadline), missing)
-        offer = parse_note("offer", content, layout=str, senders=int, bucket_bytes=int, model=dict)
+        offer = parse_note("offer", content, senders=int, bucket_bytes=int, model=dict)
         if QUESTION in offer:
             self._store.put(
                 note_key(number, "at", self._engine), encode({"at": [assembler.version]})
             )
             return None
-        if self._layout[0] != (digest := offer["layout"]):
-            content = self._store.get(layout_key(digest), _left(deadline), missing)
-            self._layout = digest, StreamLayout.decode(content)
-        layout = self._layout[1]
-        if offer["senders"] != len(layout.streams) or offer["bucket_bytes"] < 1:
+        layout, shards = self._layout[1], None
+        if SHARDS in offer:
+            key = shards_key(offer[SHARDS], self._engine)
+            shards = ShardLayout.decode(self._store.get(key, _left(deadline), missing))
+            forms, senders = dict(shards.forms), len(shards.runs)
+        else:
+            if self._layout[0] != (digest := offer["layout"]):
+                content = self._store.get(layout_key(digest), _left(deadline), missing)
+                self._layout = digest, StreamLayout.decode(content)
+            layout = self._layout[1]
+            slots = (slot for stream in layout.streams for slot in stream.slots)
+            forms, senders = {s.name: (s.shape, s.dtype) for s in slots}, len(layout.streams)
+        if offer["senders"] != senders or offer["bucket_bytes"] < 1:
             raise RefitError(f"the trainer's offer contradicts itself: {offer}")
         ready = note_key(number, "ready", self._engine)
         try:
-            slots = (slot for stream in layout.streams for slot in stream.slots)
-            forms = {slot.name: (slot.shape, slot.dtype) for slot in slots}
             assembler.announce(RefitInfo(forms, _read_model(offer)))
         except RefitError as error:
             self._store.put(ready, encode({REFUSED: str(error)}))
@@ -187,7 +205,7 @@ class CollectiveGroup:
         if any(self._process not in answer["to"] for answer in answers):
             return None
         made_in = tuple(answer["group"] for answer in answers)
-        return _Call(number, layout, offer["bucket_bytes"], made_in)
+        return _Call(number, layout, offer["bucket_bytes"], made_in, shards)
 
     def _join(self, call: _Call, limit: float) -> None:
         """Join the group of each sender."""
@@ -227,6 +245,33 @@ class CollectiveGroup:
             if not assembler.receives_in_place:
                 start(sender, number + 1)
 
+    def _take_shards(
+        self, call: _Call, shards: ShardLayout, assembler: WeightAssembler, limit: float
+    ) -> RefitManifest:
+        """Receive this engine's own elements, trainer after trainer, and let it load them."""
+        where = device.current_device()
+        whole = ShardAssembler(shards, assembler, where, self._engine)
+        for sender in order_senders(self._engine, self._engines, len(shards.runs)):
+            runs = {run.tensor.name: run for run in shards.runs[sender]}
+            stream = Stream.of([run.tensor for run in runs.values()])
+            reader = ChunkReader(stream, call.bucket_bytes, where)
+            for first, end in stream.chunks(call.bucket_bytes):
+                memory = reader.memory_for(first, end)
+                with raise_peer_failure(lambda: self._trainer_errors(call)):
+                    self._joined[sender][1].receive(memory, 0).wait()
+                for name, flat in reader.complete(first, end):
+                    whole.put(runs[name], flat)
+        sent = self._manifest(call, limit)
+        whole.check(sent)
+        # Ranks of one engine load all or none.
+        self._store.put(note_key(call.number, "checked", self._engine), ACCEPTED)
+        missing = "another engine rank has not said within {:g} s that all arrived"
+        for other in range(self._engines):
+            key = note_key(call.number, "checked", other)
+            if words := self._store.get(key, limit, missing.format(limit)):
+                raise RefitError(f"engine {other}: {words.decode(errors='replace')}")
+        return whole.finish(sent)
+
     def _manifest(self, call: _Call, limit: float) -> RefitManifest:
         """The manifest of what all senders have sent."""
         missing = f"the trainer has not said within {limit:g} s what it has sent"
@@ -251,8 +296,10 @@ class CollectiveGroup:
         """Tell the trainer why, then break the connection: the trainer then looks for a reason."""
         if self._store.connected:
             with contextlib.suppress(RefitError):  # the trainer is gone
-                words = str(error) or type(error).__name__
-                self._store.put(note_key(call.number, "verdict", self._engine), words.encode())
+                words = (str(error) or type(error).__name__).encode()
+                if call.shards is not None:
+                    self._store.put(note_key(call.number, "checked", self._engine), words)
+                self._store.put(note_key(call.number, "verdict", self._engine), words)
         self._leave()
 
     def _leave(self) -> None:

@@ -9,6 +9,7 @@ Each refit has one handshake, with a number <n>. The keys:
     <n>/at/<e>           which weights engine e has staged, where the offer is only a question
     <n>/go/<s>           sender s: which group it sends in, and to which engine processes
     <n>/sent/<s>         sender s: its manifest; or why it gave up
+    <n>/checked/<e>      of shards: all has arrived at engine e as it was sent; or why not
     <n>/verdict/<e>      engine e has accepted everything; or why not
 
 Each sender has its own group with all engines. In a single group, every sender would have to
@@ -22,7 +23,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +41,8 @@ OFF, REFUSED = "failed", "refused"
 """Fields that replace a message's content: why there is none."""
 QUESTION = "question"
 """The field of an offer that is none."""
+SHARDS = "shards"
+"""The field that an offer has in place of a layout, if each engine has its own."""
 
 _SENT, _GAVE_UP = b"+", b"-"
 _MOMENT_S = 1.0
@@ -54,6 +57,11 @@ def note_key(call: int, what: str, number: int | None = None) -> str:
 def layout_key(digest: str) -> str:
     """The key under which the layout with that digest is stored."""
     return f"layout/{digest}"
+
+
+def shards_key(digest: str, engine: int) -> str:
+    """The key under which an engine's own layout is stored, of the layouts with that digest."""
+    return f"{layout_key(digest)}/{engine}"
 
 
 def group_name(call: int, sender: int) -> str:
@@ -127,6 +135,11 @@ class Sender:
         self._made_in = self._broadcasts = 0
 
     @property
+    def engines(self) -> int:
+        """Number of engine processes."""
+        return self._engines
+
+    @property
     def broadcasts(self) -> int:
         """Number of broadcasts that it has sent."""
         return self._broadcasts + (self._channel.calls if self._channel else 0)
@@ -146,6 +159,19 @@ class Sender:
             self._layout = digest
         sizes = {"senders": senders, "bucket_bytes": bucket_bytes}
         self._put_offer({"layout": digest, **sizes, "model": model.plain()})
+
+    def offer_shards(
+        self, layouts: Sequence[bytes], senders: int, bucket_bytes: int, model: ServedModel
+    ) -> None:
+        """Publish the offer of other tensors for each engine; only sender 0 does."""
+        digest = xxhash.xxh3_64_hexdigest(b"".join(layouts))
+        if digest != self._layout:
+            self._store.drop([layout_key(self._layout)])
+            for engine, content in enumerate(layouts):
+                self._store.put(shards_key(digest, engine), content)
+            self._layout = digest
+        sizes = {"senders": senders, "bucket_bytes": bucket_bytes}
+        self._put_offer({SHARDS: digest, **sizes, "model": model.plain()})
 
     def ask(self) -> list[StagedVersion]:
         """Ask the engines, in a handshake of its own, which weights they have staged; only sender 0

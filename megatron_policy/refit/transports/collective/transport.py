@@ -5,6 +5,7 @@ The engine's side is in `refit.receive.collective`, the protocol in `handshake`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +19,12 @@ from megatron_policy.coordination.timeouts import ENGINE_SHARE, checked_timeout
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.manifest import RefitManifest, StagedVersion
+from megatron_policy.refit.shards import EngineShards
 from megatron_policy.refit.transports.collective.handshake import (
     Sender,
     raise_peer_failure,
 )
+from megatron_policy.refit.transports.collective.shards import ShardRefits
 from megatron_policy.refit.transports.collective.stream import Stream, StreamLayout, Writer
 
 if TYPE_CHECKING:
@@ -46,12 +49,14 @@ class Collective:
         timeout_s: float | None = None,
         *,
         secret: str | None = None,
+        of_shards: bool = False,
     ) -> Collective:
         """Join the group: rank 0 listens at (ip, port) and nowhere else; engines join any time.
 
         Without `train_world_size` the group is rank 0 and `world_size - 1` engines, and rank 0
         sends everything. With it, the group is all training ranks followed by the engines, and the
-        first rank of each pipeline stage sends that stage's tensors. ConfigError for sizes that do
+        first rank of each pipeline stage sends that stage's tensors, or `of_shards` every rank its
+        own. ConfigError for sizes that do
         not fit, RefitError if rank 0 cannot listen there. `timeout_s` defaults to the exporter's.
 
         Engines need `secret`, the same on all ranks. Without one, rank 0 makes it, collectively,
@@ -70,6 +75,7 @@ class Collective:
         sender = None if exporter.rank else 0
         if by_stage:
             sender = at.pp if (at.dp, at.cp, at.tp) == (0, 0, 0) else None
+            sender = exporter.rank if of_shards else sender
         limit_s = exporter.timeout_s if timeout_s is None else checked_timeout(timeout_s)
         engine_timeout_s = limit_s * ENGINE_SHARE
         if secret is None:
@@ -84,11 +90,14 @@ class Collective:
         if sender is not None:
             store = ControlStore(ip, port, engine_timeout_s, secret, host=sender == 0)
             member = Sender(store, sender, engines, engine_timeout_s)
-        return cls(by_stage, member, secret)
+        return cls(by_stage, member, secret, of_shards)
 
-    def __init__(self, by_stage: bool, member: Sender | None, secret: str) -> None:
+    def __init__(
+        self, by_stage: bool, member: Sender | None, secret: str, of_shards: bool = False
+    ) -> None:
         """See `join`; `member` is None on ranks that send nothing."""
         self.by_stage, self.member, self.secret = by_stage, member, secret
+        self.of_shards = of_shards
 
     @property
     def broadcasts(self) -> int:
@@ -102,6 +111,17 @@ class Collective:
         tensors in their own dtypes or in `dtype`.
         """
         return CollectiveTransport(self, bucket_bytes, dtype)
+
+    def shards(self, held: Mapping[str, EngineShards]) -> ShardRefits:
+        """Refits of an engine of which `held` says which ranks have which part of each tensor, by
+        the ranks' numbers among the engine's. ConfigError for a group that was not joined
+        `of_shards`.
+        """
+        if self.member is None or not self.of_shards:
+            raise ConfigError(
+                "this group sends whole tensors: join it with train_world_size and of_shards=True"
+            )
+        return ShardRefits(self.member, held)
 
     def close(self) -> None:
         """Leave for good; once rank 0 has left, engines cannot connect any more."""

@@ -1,0 +1,200 @@
+"""Engines that are split get their own elements from the trainers that hold them, bit for bit, in
+processes of their own; what fails is refused on both sides, and the next refit works.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_policy.coordination.rendezvous import reserved_port
+from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.parallel.topology import Topology
+from megatron_policy.refit.shards import place_on_grid
+from megatron_policy.refit.transports.collective import shards as transport_module
+from megatron_policy.refit.transports.collective.stream import Writer
+from megatron_policy.refit.transports.collective.transport import Collective
+from tests import collective_engine, refit_engine
+from tests.collective_engine import SECRET
+from tests.dist.cases import UNUSED, open_policy, policy_config
+from tests.dist.refits import LAYOUTS
+from tests.dist.resuming import replaced
+from tests.dist.test_delta_refit import BUCKET, disturb
+from tests.dist.test_detached_refit import PEFT, SIZES, bits_of
+from tests.other_process import OtherProcess
+from tests.ranks import RankPool
+
+TIMEOUT_S = 30.0
+ENGINES: dict[str, tuple[str, str, Topology, dict[str, Any]]] = {
+    "tp2 to tp2": ("qwen2", "tp2", Topology(tp=2), {}),
+    "ep2 tp2 to ep2": ("qwen3_moe", "ep2 tp2", Topology(dp=2, ep=2), {}),
+    "tp2 pp2 to tp2": ("qwen2", "tp2 pp2", Topology(tp=2), {}),
+    "stacked experts to pp2": ("gpt_oss", "ep2", Topology(pp=2), {}),
+    "fsdp2 to tp2": ("qwen2", "fsdp2", Topology(tp=2), {}),
+    "tp2, merged adapters, to dp2": ("qwen2", "tp2", Topology(dp=2), PEFT),
+}
+"""A family, the trainer's layout, the engine's, and what the policy has besides."""
+DAILY = ("tp2 to tp2", "ep2 tp2 to ep2")
+FAULTS: dict[str, tuple[Any, str, str]] = {
+    "a failure": (transport_module, "_send_runs", "the disk of this test is full"),
+    "a flipped bit": (Writer, "filled", "with a wrong digest"),
+}
+"""What is disturbed, and what is said of it."""
+
+
+def held_by(policy: Any, grid: Topology) -> Any:
+    return place_on_grid(policy.exporter.plan(), policy.exporter.table.architecture, grid)
+
+
+def join(policy: Any, port: int, engines: int) -> Collective:
+    ranks = policy.topology.world_size
+    sizes = {"world_size": ranks + engines, "train_world_size": ranks, "timeout_s": TIMEOUT_S}
+    own = {"secret": SECRET, "of_shards": True}
+    return Collective.join(policy.exporter, "127.0.0.1", port, **sizes, **own)
+
+
+def send(config: dict[str, Any], grid: Topology, port: int, fault: str) -> dict[str, Any]:
+    """Three refits, of which the second fails if there is a `fault`."""
+    with open_policy(config, **UNUSED) as policy:
+        held = held_by(policy, grid)
+        group = join(policy, port, grid.world_size)
+        refits, seen, sent = group.shards(held), [], []
+        for number in range(3):
+            disturb(policy, number, 0.5)
+            now = bits_of(policy)
+            if number == 1 and fault:
+                fail_once(policy, refits, fault)
+                continue
+            sent.append(policy.refit(refits).total_bytes)
+            seen.append(now)
+        with pytest.raises(ConfigError, match="ShardRefits sends while"):
+            policy.begin_refit(refits)
+        group.of_shards = False
+        with pytest.raises(ConfigError, match="join it with train_world_size and of_shards=True"):
+            group.shards(held)
+        group.close()
+        return {"seen": seen, "sent": sent, "held": held}
+
+
+def fail_once(policy: Any, refits: Any, fault: str) -> None:
+    """A refit in which rank 0 fails in its second call, or has another byte in its first run."""
+    holder, name, said = FAULTS[fault]
+    calls: list[Any] = []
+
+    def faulty(call: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any) -> Any:
+            calls.append(args)
+            if policy.rank == 0 and len(calls) == 2 and fault == "a failure":
+                raise OSError(said)
+            if policy.rank == 0 and len(calls) == 1 and fault == "a flipped bit":
+                args[2].bytes(1)[0] ^= 1
+            return call(*args)
+
+        return act
+
+    with replaced(holder, name, faulty), pytest.raises(RefitError, match=said):
+        policy.refit(refits)
+
+
+@pytest.fixture
+def engines() -> Iterator[list[OtherProcess]]:
+    started = [OtherProcess(), OtherProcess()]
+    yield started
+    for process in started:
+        process.kill()
+
+
+def run(
+    ranks: RankPool, engines: list[OtherProcess], path: Path, case: str, fault: str = ""
+) -> None:
+    _, layout, grid, more = ENGINES[case]
+    world, section = LAYOUTS[layout]
+    top = {"refit_bucket_bytes": BUCKET, "refit_timeout_s": TIMEOUT_S}
+    config = policy_config(path, section | more, **top)
+    with reserved_port() as port, ThreadPoolExecutor(1) as pool:
+        trainers = pool.submit(ranks.run, world, send, config, grid, port, fault)
+        for number, process in enumerate(engines):
+            options = {"expected": None, "timeout_s": TIMEOUT_S}
+            process.call(start_empty, options)
+            place = (port, world + number, world + len(engines), world, TIMEOUT_S)
+            process.call(collective_engine.join, *place)
+        heard = []
+        for number in range(3):
+            for process in engines:
+                process.begin(receive)
+            results = [process.result() for process in engines]
+            if number == 1 and fault:
+                assert any(FAULTS[fault][2] in str(said) for said in results)
+                assert all(isinstance(said, str) for said in results)
+            else:
+                heard.append(results)
+        first, *_ = of_ranks = trainers.result()
+    assert len(heard) == len(first["seen"])
+    for number, (results, whole) in enumerate(zip(heard, first["seen"], strict=True)):
+        own = [shards_of(whole, first["held"], rank) for rank in range(len(engines))]
+        differing = [
+            (rank, name)
+            for rank, (has, should) in enumerate(zip(results, own, strict=True))
+            for name in {**has, **should}
+            if has.get(name) != should.get(name)
+        ]
+        assert not differing
+        received = sum(len(bits) for each in own for _, _, bits in each.values())
+        assert sum(of_rank["sent"][number] for of_rank in of_ranks) == received
+
+
+def start_empty(options: dict[str, Any]) -> None:
+    """An engine that takes whatever it is given."""
+
+    class Taking(refit_engine.SmallEngine):
+        def load(self, tensors: Any) -> None:
+            self.weights = {name: tensor.clone() for name, tensor in tensors}
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    engine = Taking({})
+    receiver = refit_engine.Receiver(engine.load, **options)
+    refit_engine._here |= {"engine": engine, "receiver": receiver}
+
+
+def receive() -> Any:
+    """One refit; what the engine has then, or what was said of its failure."""
+    try:
+        collective_engine.receive()
+    except RefitError as error:
+        return str(error)
+    return refit_engine.bits(refit_engine._here["engine"].weights)
+
+
+def shards_of(whole: refit_engine.Bits, held: Any, rank: int) -> refit_engine.Bits:
+    """What that engine rank has of these tensors."""
+    found = {}
+    for name, (shape, dtype, content) in whole.items():
+        tensor = torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+        for part, holders in enumerate(held[name].holders):
+            low, high = held[name].bounds(shape or (1,), part)
+            if rank in holders and low < high:  # of a padded vocabulary a rank can have nothing
+                own = tensor.narrow(held[name].dim, low, high - low) if shape else tensor
+                found[name] = own.contiguous()
+    return refit_engine.bits(found)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.daily] * (c in DAILY)) for c in ENGINES]
+)
+def test_each_engine_rank_gets_its_own_elements_from_those_that_hold_them(
+    ranks: RankPool, checkpoint: Any, engines: Any, case: str
+) -> None:
+    run(ranks, engines, checkpoint(ENGINES[case][0], **SIZES), case)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_fails_fails_on_all_and_the_next_refit_works(
+    ranks: RankPool, checkpoint: Any, engines: Any, fault: str
+) -> None:
+    run(ranks, engines, checkpoint("qwen2", **SIZES), "tp2 to tp2", fault)
