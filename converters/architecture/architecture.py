@@ -195,9 +195,11 @@ class Architecture:
         """Whether any layer has a mixer or a feed alone."""
         return any(len(layer.parts) < 2 for layer in set(self.layers))
 
-    @cached_property
-    def layer_costs(self) -> tuple[int, ...]:
-        """Elements by which each layer multiplies a token, and the head after the last layer."""
+    def cost_layers(self, further: int = 0) -> tuple[int, ...]:
+        """Elements by which each layer multiplies a token. The last one counts with the head, and
+        with what predicts `further` tokens.
+        """
+        predicting = self.find_layer(self.num_layers)
         costs = {
             layer: sum(
                 linear.elements
@@ -205,11 +207,12 @@ class Architecture:
                 for group in part.list_linears(self.hidden_size)
                 for linear in group
             )
-            for layer in set(self.layers)
+            for layer in {*self.layers, predicting}
         }
         head = 0 if self.head else self.hidden_size * self.vocab_size
+        mtp = costs[predicting] + self.hidden_size * self.mtp_projection_size + head
         *others, last = (costs[layer] for layer in self.layers)
-        return *others, last + head
+        return *others, last + head + further * mtp
 
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:

@@ -210,7 +210,8 @@ def layer_split(config: PolicyConfig, architecture: Architecture, topology: Topo
     ends, chunks = (sizes.first_layers, sizes.last_layers), topology.pp * topology.vpp
     balanced = architecture.has_single_parts and topology.pp > 1 and ends == (None, None)
     if balanced and chunks <= architecture.num_layers:
-        return LayerSplit.balance(architecture.layer_costs, *stages)
+        costs = architecture.cost_layers(config.megatron_cfg.mtp_num_layers)
+        return LayerSplit.balance(costs, *stages)
     return LayerSplit.of(architecture.num_layers, *stages, *ends)
 
 

@@ -171,11 +171,19 @@ def test_stages_of_layers_of_one_part_have_equally_much_to_compute() -> None:
     keys, dear, cheap = {"pipeline_model_parallel_size": 2}, shape().feed, shape().mixer
     layers = stack(7, [None] * 2 + [cheap] * 5, [dear] * 2 + [None] * 5)
     model = replace(shape(), layers=layers)
-    least, most = sorted({*model.layer_costs[:-1]})
+    costs = model.cost_layers()
+    least, most = sorted({*costs[:-1]})
     head = model.hidden_size * model.vocab_size
-    assert model.layer_costs == (most, most, *[least] * 4, least + head)
+    assert costs == (most, most, *[least] * 4, least + head)
     split = layer_split(config(**keys), model, topology_of(config(**keys), 2))
-    assert split == LayerSplit.balance(model.layer_costs, 2)
+    assert split == LayerSplit.balance(costs, 2)
+    *others, last = model.cost_layers(further=3)
+    projection = 2 * model.hidden_size**2
+    assert (*others, last - 3 * (least + most + projection + head)) == costs
+    model = replace(model, further_layers=1, mtp_layers=1)
+    predicting = config(**keys, mtp_num_layers=3, mtp_use_repeated_layer=True)
+    split = layer_split(predicting, model, topology_of(predicting, 2))
+    assert split == LayerSplit.balance((*others, last), 2) != LayerSplit.balance(costs, 2)
     asked = config(**keys, num_layers_in_first_pipeline_stage=5)
     split = layer_split(asked, model, topology_of(asked, 2))
     assert split == LayerSplit(stages=((range(0, 5),), (range(5, 7),)))
