@@ -21,6 +21,8 @@ class Medium:
     """
     grids: str
     """The key with the patches of each picture in time, height and width, int `[pictures, 3]`."""
+    width: int | None = None
+    """The values of a patch; None if nothing says how many there are."""
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,9 @@ def check_batch(
     take_model_inputs(batch)
     batch["input_ids"] = check_tokens(batch, vocab_size)
     check_temperature(batch)
-    if shell is not None and "token_mask" in batch:  # which says what of placeholders was drawn
-        check_mask("token_mask", batch["token_mask"], tuple(batch["input_ids"].shape))
-    check_medium_types(batch, () if shell is None else shell.media)
+    if shell is not None or "mm_token_type_ids" in batch:
+        _check_masks(batch)
+        check_medium_types(batch, () if shell is None else shell.media)
     if shell is not None:
         check_pictures(batch, shell)
     return batch
@@ -232,13 +232,18 @@ def check_training_data(
                 f"has {shape[1]} entries for {length} tokens: dimension 0 must be the batch and "
                 "dimension 1, if any, the sequence"
             )
-    for key, wanted in (("sample_mask", (rows,)), ("token_mask", (rows, length))):
-        if key in checked:
-            check_mask(key, checked[key], wanted)
+    _check_masks(checked)
     lengths = check_lengths(checked, batching)
     if "token_mask" in checked:
         _check_mask_within(checked, lengths)
     return checked
+
+
+def _check_masks(data: BatchedDataDict) -> None:
+    rows, length = data["input_ids"].shape
+    for key, wanted in (("sample_mask", (rows,)), ("token_mask", (rows, length))):
+        if key in data:
+            check_mask(key, data[key], wanted)
 
 
 def _check_mask_within(data: BatchedDataDict, lengths: list[int]) -> None:

@@ -153,6 +153,12 @@ def _check_grids(medium: Medium, row: int, values: Any, grids: Any, merged: int)
             f"{medium.grids!r} has {grids.tolist()} in row {row}: pass integers [pictures, 3], the "
             f"patches in time, height and width, of which the last two are multiples of {side}"
         )
+    if values.ndim != 2 or values.size(1) != (medium.width or values.size(1)):
+        width = medium.width or "values"
+        raise BatchError(
+            f"{medium.values!r} has shape {tuple(values.shape)} in row {row}; it must be "
+            f"[patches, {width}], as the model's processor makes it"
+        )
     patches = int(grids.prod(-1).sum())
     if len(values) != patches:
         raise BatchError(

@@ -85,7 +85,7 @@ def test_attachments_of_another_kind_are_named(features: object, message: str) -
 SHELL = Shell(
     tensors=(("tower.weight", (4, 4)),),
     prefix="",
-    media=(Medium(7, "pixel_values", "image_grid_thw"), Medium(8, "films", "film_grids")),
+    media=(Medium(7, "pixel_values", "image_grid_thw", 5), Medium(8, "films", "film_grids")),
     merged=4,
 )
 GRID = torch.tensor([[1, 2, 4], [1, 2, 2]])
@@ -138,6 +138,12 @@ def test_pictures_that_fit_their_placeholders_pass_and_what_was_drawn_is_text() 
         ({"image_grid_thw": [None, GRID - 1, None]}, "multiples of 2"),
         ({"image_grid_thw": [None, GRID + 1, None]}, "multiples of 2"),
         ({"image_grid_thw": [None, GRID.float(), None]}, "in row 1: pass integers"),
+        (
+            {"pixel_values": [None, torch.ones(12, 4), None]},
+            r"\(12, 4\) in row 1; .* \[patches, 5",
+        ),
+        ({"films": [None, None, torch.ones(4)]}, r"\(4,\) in row 2; .* \[patches, values\]"),
+        ({"token_mask": [[1]] * 3}, "'token_mask' has no tensor"),
         ({"mm_token_type_ids": TYPES.flip(0)}, "has 2 in row 0 .* 0, where token 1 makes it 0"),
         ({"mm_token_type_ids": TYPES * (TYPES != 2)}, "has 0 in row 2 .* token 8 makes it 2"),
     ],

@@ -4,6 +4,7 @@ surrounds it, which transformers' own class computes.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from megatron_policy.converters.architecture import Medium, Shell
@@ -19,6 +20,8 @@ TENSORS = "shell"
 name and shape.
 """
 _BY_CLASS = "read by transformers' own class of what surrounds the decoder"
+_FIRST = "patch_embed.proj.weight"
+"""The end of the name of what a tower multiplies patches with, `[features, ...]`."""
 _MARKS = ("vision_start_token_id", "vision_end_token_id")
 
 
@@ -45,10 +48,11 @@ def take_shell(
         fields.ignore(name, _BY_CLASS)
     vision = fields.take("vision_config")
     tensors = fields.take(TENSORS)
-    media = [Medium(fields.take("image_token_id"), "pixel_values", "image_grid_thw")]
+    width = next((prod(each[1:]) for name, each in tensors.items() if name.endswith(_FIRST)), None)
+    media = [Medium(fields.take("image_token_id"), "pixel_values", "image_grid_thw", width)]
     if videos:
         video = fields.take("video_token_id")
-        media.append(Medium(video, "pixel_values_videos", "video_grid_thw"))
+        media.append(Medium(video, "pixel_values_videos", "video_grid_thw", width))
     shell = Shell(
         tensors=tuple((name, tuple(shape)) for name, shape in tensors.items()),
         prefix=prefix,
