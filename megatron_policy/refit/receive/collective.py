@@ -52,6 +52,8 @@ from megatron_policy.refit.transports.collective.stream import (
     make_views,
 )
 
+_PAUSE_S = 0.05  # between two looks at what another engine rank says
+
 
 def join_collective(
     ip: str,
@@ -265,10 +267,16 @@ class CollectiveGroup:
         whole.check(sent)
         # Ranks of one engine load all or none.
         self._store.put(note_key(call.number, "checked", self._engine), ACCEPTED)
-        missing = "another engine rank has not said within {:g} s that all arrived"
+        deadline = time.monotonic() + limit
         for other in range(self._engines):
             key = note_key(call.number, "checked", other)
-            if words := self._store.get(key, limit, missing.format(limit)):
+            while (words := self._store.find(key)) is None:
+                if reasons := self._trainer_errors(call):
+                    raise RefitError("; ".join(reasons))
+                if time.monotonic() > deadline:
+                    raise RefitError(f"engine {other} has not said within {limit:g} s what arrived")
+                time.sleep(_PAUSE_S)
+            if words:
                 raise RefitError(f"engine {other}: {words.decode(errors='replace')}")
         return whole.finish(sent)
 
