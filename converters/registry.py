@@ -98,8 +98,6 @@ class Family:
     """What names of HF tensors begin with, or have in them if it begins with a dot, and what the
     paths of transformers' modules have in its place.
     """
-    awaits: str = ""
-    """What its models have that is not offered yet."""
 
     @property
     def has_forms(self) -> bool:
@@ -213,11 +211,6 @@ FAMILIES = {
     )
 }
 
-PREPARED: dict[str, Family] = {}
-"""Families whose fields and tensors are known, but not offered: not all that a policy does with a
-model has been tried with theirs.
-"""
-
 REFUSED = {
     "gemma3": "it also reads images; its text part alone is of model_type gemma3_text",
     "phi4_multimodal": "it also reads images and sound; text-only Phi-4 is of model_type phi3",
@@ -234,12 +227,6 @@ def family_of(model_type: str) -> Family:
     family = added_family(model_type) or FAMILIES.get(model_type)
     if family is not None:
         return family
-    if (prepared := PREPARED.get(model_type)) is not None:
-        raise ConversionError(
-            f"{model_type} cannot be converted or trained by Megatron-Core yet: not all that a "
-            f"policy does has been tried with {prepared.awaits}. policy.dtensor_cfg can train it "
-            "with transformers' own modules (FSDP2)."
-        )
     if model_type in REFUSED:
         raise ConversionError(f"{model_type} cannot be converted: {REFUSED[model_type]}")
     known = sorted({*FAMILIES, *(entry.name for entry in entry_points(group=GROUP))})

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.registry import FAMILIES, PREPARED
 from tests import oracle, peft_models
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_steps
 from tests.dist.test_adapters import adapted
@@ -38,10 +36,7 @@ def train(config: dict[str, Any], rows: BatchedDataDict, target: Path) -> dict[s
     which are then in the directory `target`.
     """
     texts = BatchedDataDict({key: rows[key] for key in ("input_ids", "input_lengths", *MEDIA)})
-    with (
-        patch.dict(FAMILIES, PREPARED),
-        open_policy(config, init_reference_model=False) as policy,
-    ):
+    with open_policy(config, init_reference_model=False) as policy:
         mbs = 4 if policy.topology.dp == 1 else 1
         seen: dict[str, Any] = {
             "steps": [

@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.registry import FAMILIES, PREPARED
 from megatron_policy.engines import shell
 from megatron_policy.engines.megatron import assemble
 from megatron_policy.engines.megatron.layers.norm import make_replica
@@ -148,7 +147,7 @@ def go_on_from(
     """What the first step and a checkpoint leave, as a policy of the config `saver` makes it, or
     what the second step makes of that.
     """
-    with patch.dict(FAMILIES, PREPARED), open_policy(saver or config) as policy:
+    with open_policy(saver or config) as policy:
         first, second = own_steps(policy, rows)
         if saver is None:
             policy.load_checkpoint(**paths(root))
@@ -174,7 +173,6 @@ def train_on_pictures(
 ) -> dict[str, Any]:
     """Two steps, what they leave, and the log-probabilities of the rows before."""
     with (
-        patch.dict(FAMILIES, PREPARED),
         planted(fault),
         seen_patches() as patches,
         open_policy(config) as policy,
@@ -385,7 +383,7 @@ def read_answers(
     """Log-probabilities of `rows`, of the same with the token `other` in place of placeholders
     that the policy drew, and the patches at each call of the tower for the first ones.
     """
-    with patch.dict(FAMILIES, PREPARED), seen_patches() as seen, open_policy(config) as policy:
+    with seen_patches() as seen, open_policy(config) as policy:
         found, patches = policy.logprobs(rows), list(seen)
         ids_BS = rows["input_ids"]
         drawn_BS = (ids_BS == IMAGE) & (rows["token_mask"] != 0)

@@ -8,44 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 from megatron_policy import Policy
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.registry import FAMILIES, PREPARED
 from megatron_policy.workers import RayVirtualCluster
-from megatron_policy.workers import policy as driver
-from megatron_policy.workers.worker import MegatronPolicyWorkerImpl
 from tests.dist.cases import LOSSES, open_policy, policy_config
 from tests.picture_models import make_model, make_rows
 from tests.ray.policies import TOKENIZER
 
 
-class PreparedWorker(MegatronPolicyWorkerImpl):
-    """A worker that takes the families that are not offered yet."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        FAMILIES.update(PREPARED)
-        super().__init__(*args, **kwargs)
-
-
 def train_alone(config: dict[str, Any], rows: BatchedDataDict) -> dict[str, Any]:
     """Log-probabilities and a step of one process."""
-    with pytest.MonkeyPatch.context() as patch:
-        for family, prepared in PREPARED.items():
-            patch.setitem(FAMILIES, family, prepared)
-        with open_policy(config) as policy:
-            return {
-                "logprobs": policy.logprobs(rows),
-                "step": policy.train(rows, LOSSES["token"](), gbs=8, mbs=1),
-                "after": policy.logprobs(rows),
-            }
+    with open_policy(config) as policy:
+        return {
+            "logprobs": policy.logprobs(rows),
+            "step": policy.train(rows, LOSSES["token"](), gbs=8, mbs=1),
+            "after": policy.logprobs(rows),
+        }
 
 
 @pytest.mark.nightly
 def test_pixels_in_the_dtype_of_the_towers_give_what_wider_ones_give(
-    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: Any, tmp_path: Path
 ) -> None:
     rows = make_rows("qwen3_vl")
     config = policy_config(make_model(tmp_path / "hf", "qwen3_vl", torch.bfloat16), {})
@@ -53,9 +38,6 @@ def test_pixels_in_the_dtype_of_the_towers_give_what_wider_ones_give(
     config |= {"train_micro_batch_size": 1, "logprob_batch_size": 1}
     config["megatron_cfg"] |= {"tensor_model_parallel_size": 1}
     (alone,) = ranks.run(1, train_alone, config, rows)
-    for family, prepared in PREPARED.items():
-        monkeypatch.setitem(FAMILIES, family, prepared)
-    monkeypatch.setattr(driver, "MegatronPolicyWorker", ray.remote(PreparedWorker))
     cluster = RayVirtualCluster([1], use_gpus=False)
     policy = Policy(cluster, config, TOKENIZER)
     try:

@@ -20,7 +20,7 @@ from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.inspection import inspect
-from megatron_policy.converters.registry import FAMILIES, PREPARED
+from megatron_policy.converters.registry import FAMILIES
 from megatron_policy.converters.rows import Role, fill_shard
 from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
@@ -128,13 +128,6 @@ Qwen2.5-VL with the decoder's fields at the top.
 """
 
 
-@pytest.fixture
-def offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These families as if they were offered."""
-    for name, family in PREPARED.items():
-        monkeypatch.setitem(FAMILIES, name, family)
-
-
 @pytest.fixture(scope="module", params=TINY)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("pictures") / "hf"
@@ -145,7 +138,7 @@ def bound(path: Path) -> Table:
     return bind(read_config(path))
 
 
-def test_names_and_shapes_are_those_of_transformers(offered: None, checkpoint: Path) -> None:
+def test_names_and_shapes_are_those_of_transformers(checkpoint: Path) -> None:
     table = bound(checkpoint)
     with HfReader(checkpoint) as reader:
         assert table.hf_shapes() == reader.shapes
@@ -170,7 +163,7 @@ def test_names_and_shapes_are_those_of_transformers(offered: None, checkpoint: P
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_have_the_tensors_that_transformers_builds(
-    offered: None, tmp_path: Path, name: str
+    tmp_path: Path, name: str
 ) -> None:
     family, sections, fields = PUBLISHED[name]
     file = {"model_type": family, "architectures": list(FAMILIES[family].hf_architectures)}
@@ -189,7 +182,7 @@ def test_published_sizes_have_the_tensors_that_transformers_builds(
     assert [*map(table.architecture.ropes[0].axes.count, range(3))] == sections
 
 
-def test_what_a_class_always_does_is_read_as_that(offered: None, tmp_path: Path) -> None:
+def test_what_a_class_always_does_is_read_as_that(tmp_path: Path) -> None:
     found = bound(make_model(tmp_path, "qwen3_vl_moe")).architecture
     assert not found.tied, "what the decoder's own section says of it does not count"
     assert found.find_part(Moe).scoring is Scoring.SOFTMAX_OF_CHOSEN
@@ -197,7 +190,7 @@ def test_what_a_class_always_does_is_read_as_that(offered: None, tmp_path: Path)
     assert found.ropes[0].axes == (0, 1, 2, 0)
 
 
-def test_layers_that_predict_further_tokens_know_no_pictures(offered: None, tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_know_no_pictures(tmp_path: Path) -> None:
     config = read_config(make_model(tmp_path, "qwen3_5"))
     assert bind(config).architecture.attachments == MEDIA
     assert bind(config, mtp_layers=1).architecture.attachments == ()
@@ -212,7 +205,7 @@ def shard_of(path: Path, entry: Entry, rank: int) -> torch.Tensor:
     return shard
 
 
-def test_experts_are_the_same_in_the_order_of_either_release(offered: None, tmp_path: Path) -> None:
+def test_experts_are_the_same_in_the_order_of_either_release(tmp_path: Path) -> None:
     newer = make_model(tmp_path / "newer", "qwen3_vl_moe")
     shutil.copytree(newer, older := tmp_path / "older")
     weights = load_file(newer / "model.safetensors")
@@ -234,9 +227,7 @@ def test_experts_are_the_same_in_the_order_of_either_release(offered: None, tmp_
     assert all(torch.equal(back[name], tensor) for name, tensor in turned.items())
 
 
-def test_experts_in_one_tensor_are_read_as_those_in_tensors_of_their_own(
-    offered: None, tmp_path: Path
-) -> None:
+def test_experts_in_one_tensor_are_read_as_those_in_tensors_of_their_own(tmp_path: Path) -> None:
     apart = make_model(tmp_path / "apart", "qwen3_5_moe")
     shutil.copytree(apart, stacked := tmp_path / "stacked")
     stack_experts(stacked)
@@ -277,7 +268,7 @@ def test_pairs_are_turned_by_the_positions_that_the_sections_say(
     assert take_rope(fields, threefold=how).axes == axes
 
 
-def test_a_decoder_alone_is_refused_by_name(offered: None, tmp_path: Path) -> None:
+def test_a_decoder_alone_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="it is the decoder of a qwen3_vl alone; use the who"):
         bind({"model_type": "qwen3_vl_text"})
     path = make_model(tmp_path / "hf", "qwen2_5_vl")
@@ -321,7 +312,7 @@ def test_a_decoder_alone_is_refused_by_name(offered: None, tmp_path: Path) -> No
     ],
 )
 def test_values_that_cannot_be_honoured_are_refused_by_name(
-    offered: None, tmp_path: Path, family: str, section: str, changes: dict[str, Any], said: str
+    tmp_path: Path, family: str, section: str, changes: dict[str, Any], said: str
 ) -> None:
     fields = {"model_type": family, **TINY[family], **TOKENS}
     if section:

@@ -1,19 +1,15 @@
-"""A text model beside a tower, which is not offered yet."""
+"""A text model and one that also sees pictures, whose decoder it is."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from megatron_policy.converters.registry import FAMILIES, PREPARED
 from tests.checkpoints import make_checkpoint
 from tests.dist import test_mtp_training as mtp
 from tests.dist.cases import logits_of, policy_config
@@ -21,18 +17,6 @@ from tests.dist.test_export import assert_same_tensors, export
 from tests.exact import Exact, assert_equal
 from tests.families.qwen3_5_text import GRIDS
 from tests.mtp_checkpoints import add_mtp_layers
-
-
-@pytest.fixture(autouse=True)
-def offered() -> Iterator[None]:
-    with patch.dict(FAMILIES, PREPARED):
-        yield
-
-
-def run_offered(run: Callable[..., Any], *args: Any) -> Any:
-    """`run` on a rank that takes these families."""
-    with patch.dict(FAMILIES, PREPARED):
-        return run(*args)
 
 
 def put_beside_tower(source: Path, path: Path) -> Path:
@@ -66,8 +50,8 @@ def test_a_text_model_beside_a_tower_computes_alike_and_is_exported_with_it(
     add_mtp_layers(text)
     path, case = put_beside_tower(text, tmp_path / "hf"), mtp.LAYOUTS["PP2"]
     tokens = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(0))
-    ((logits,),) = ranks.run(1, run_offered, logits_of, [(path, sizes["vocab"])], tokens)
+    ((logits,),) = ranks.run(1, logits_of, [(path, sizes["vocab"])], tokens)
     assert_equal("logits", logits, Exact.of(text, lambda m: m(tokens).logits))
     config = policy_config(path, case.megatron | (mtp.MTP if predicting else {}))
-    ranks.run(2, run_offered, export, config, tmp_path / "exported")
+    ranks.run(2, export, config, tmp_path / "exported")
     assert_same_tensors(tmp_path / "exported", path)
