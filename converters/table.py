@@ -272,14 +272,9 @@ def _name_as(family: Family, tensors: Collection[str]) -> tuple[Row | Ignore, ..
     others = {
         part: other
         for part, other in family.other_names
-        if tensors and not any(_has(name, part) for name in tensors)
+        if tensors and not any(f".{part.removeprefix('.')}" in f".{name}" for name in tensors)
     }
     return rename(family.table, others) if others else family.table
-
-
-def _has(name: str, part: str) -> bool:
-    """Whether a name has this part, from the beginning of a module's name on."""
-    return f".{part.removeprefix('.')}" in f".{name}"
 
 
 def _count_mtp_layers(
