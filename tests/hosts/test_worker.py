@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import GenerationConfig, PolicyConfig
-from megatron_policy.converters.registry import FAMILIES, PREPARED
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl import refit
 from megatron_policy.hosts.nemo_rl.config import (
@@ -174,7 +172,7 @@ def read_pictures(path: Path, packed: Callable[..., Any]) -> None:
     types = {"mm_token_type_ids": (ids_BS == IMAGE) + 2 * (ids_BS == VIDEO).long()}
     host_rows = HostBatch({**rows, **types, **{key: packed(rows[key], 0) for key in MEDIA}})
     config = policy_config(path, {}) | {"max_total_sequence_length": ids_BS.size(1)}
-    with patch.dict(FAMILIES, PREPARED), host_with(PARTS):
+    with host_with(PARTS):
         worker = NemoRLWorker(config | {"is_vlm": True}, TOKENIZER, processor=object())
         read = worker.get_logprobs(data=host_rows)
         assert type(read) is HostBatch

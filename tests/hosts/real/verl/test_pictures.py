@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from megatron_policy.converters.registry import FAMILIES, PREPARED
 from tests.checkpoints import make_tokenizer
 from tests.exact import Exact, InDouble, assert_equal
 from tests.hosts.real.verl.configs import Case
@@ -45,14 +43,13 @@ def verl_rows() -> TensorDict:
 @in_its_own_job
 def train_on_pictures(case: Case, model: Path) -> dict[str, Any]:
     """Log-probabilities, a step, and the tower's weights before and after it."""
-    with patch.dict(FAMILIES, PREPARED):
-        worker = made_worker(case, model)
-        engine, data = worker.engine, mine(worker, verl_rows())
-        tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False)
-        read = text_of(engine, worker.infer_batch(data), "log_probs")
-        before = exported(engine)
-        worker.train_batch(mine(worker, verl_rows()))
-        after = exported(engine)
+    worker = made_worker(case, model)
+    engine, data = worker.engine, mine(worker, verl_rows())
+    tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False)
+    read = text_of(engine, worker.infer_batch(data), "log_probs")
+    before = exported(engine)
+    worker.train_batch(mine(worker, verl_rows()))
+    after = exported(engine)
     moved = {name for name in after if not np.array_equal(before[name], after[name])}
     return {"log_probs": [row.numpy() for row in read.unbind()], "moved": moved, "all": set(after)}
 
