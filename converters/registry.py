@@ -7,8 +7,8 @@ the model_type, its object a `Family`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
@@ -38,10 +38,12 @@ from megatron_policy.converters.families import (
     lfm2,
     lfm2_moe,
     llama,
+    llava,
     mimo,
     minimax_m2,
     ministral3,
     mistral,
+    mistral3,
     mixtral,
     nemotron_h,
     olmo2,
@@ -66,6 +68,8 @@ from megatron_policy.converters.families import (
     smollm3,
     starcoder2,
 )
+from megatron_policy.converters.families.shared.dense import rename
+from megatron_policy.converters.families.shared.pictures import take_text
 from megatron_policy.converters.rows import Ignore, Row
 from megatron_policy.converters.rows.expert_rows import STACKED
 from megatron_policy.converters.scalar_head import SEQUENCE, TOKEN
@@ -98,6 +102,20 @@ class Family:
     """What names of HF tensors begin with, or have in them if it begins with a dot, and what the
     paths of transformers' modules have in its place.
     """
+    find_rows: Callable[[Fields], tuple[Row | Ignore, ...]] | None = None
+    """Finds its rows, in place of `table`, where the config says whose its decoder is."""
+
+    def list_rows(self, fields: Fields, tensors: Collection[str] = ()) -> tuple[Row | Ignore, ...]:
+        """Its rows for a model of this config, by the names that a checkpoint with these HF tensors
+        has, if any are.
+        """
+        rows = self.table if self.find_rows is None else self.find_rows(fields)
+        others = {
+            part: other
+            for part, other in self.other_names
+            if tensors and not any(f".{part.removeprefix('.')}" in f".{name}" for name in tensors)
+        }
+        return rename(rows, others) if others else rows
 
     @property
     def has_forms(self) -> bool:
@@ -117,6 +135,41 @@ def _built_in(module: ModuleType, hf_architecture: str, name: str = "", **more: 
     """The family of a module in `families/`, which has its name unless another is given."""
     name = name or module.__name__.rpartition(".")[2]
     return Family(name, module.TABLE, module.architecture, (hf_architecture,), **more)
+
+
+def _surrounding(module: ModuleType, hf_architecture: str, *decoders: str, **more: Any) -> Family:
+    """The family of a module in `families/` whose decoder is one of these families', as its config
+    says.
+    """
+    name = module.__name__.rpartition(".")[2]
+
+    def choose(fields: Fields) -> tuple[Fields, Family]:
+        text = take_text(fields)
+        kind = text.take("model_type")
+        if kind not in decoders:
+            raise ConversionError(
+                f"text_config.model_type = {kind!r}: the decoder can be {' or '.join(decoders)}"
+            )
+        return text, FAMILIES[kind]
+
+    def architecture(fields: Fields) -> Architecture:
+        text, decoder = choose(fields)
+        return replace(decoder.architecture(text), **module.take_shell(fields))
+
+    def find_rows(fields: Fields) -> tuple[Row | Ignore, ...]:
+        return rename(choose(fields)[1].table, module.NAMES)
+
+    return Family(
+        name,
+        (),
+        architecture,
+        (hf_architecture,),
+        hf_prefix=hf_architecture.removesuffix("ForConditionalGeneration"),
+        surrounded=True,
+        paths=module.PATHS,
+        find_rows=find_rows,
+        **more,
+    )
 
 
 FAMILIES = {
@@ -152,10 +205,12 @@ FAMILIES = {
         _built_in(lfm2, "Lfm2ForCausalLM"),
         _built_in(lfm2_moe, "Lfm2MoeForCausalLM"),
         _built_in(llama, "LlamaForCausalLM"),
+        _surrounding(llava, "LlavaForConditionalGeneration", "llama", "mistral", "qwen2"),
         _built_in(mimo, "MiMoForCausalLM", hf_model_type="qwen2", hf_prefix="Qwen2"),
         _built_in(minimax_m2, "MiniMaxM2ForCausalLM"),
         _built_in(ministral3, "Ministral3ForCausalLM"),
         _built_in(mistral, "MistralForCausalLM"),
+        _surrounding(mistral3, "Mistral3ForConditionalGeneration", "mistral", "ministral3"),
         _built_in(mixtral, "MixtralForCausalLM"),
         _built_in(nemotron_h, "NemotronHForCausalLM", paths=(("backbone.", "model."),)),
         _built_in(olmo2, "Olmo2ForCausalLM"),

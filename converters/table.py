@@ -15,7 +15,6 @@ import torch
 from megatron_policy.converters.architecture import Architecture, Moe, ScalarHead
 from megatron_policy.converters.config_fields import IGNORED, Fields, shown
 from megatron_policy.converters.config_fields.quantisation import found_in
-from megatron_policy.converters.families.shared.dense import rename
 from megatron_policy.converters.families.shared.pictures import make_rows
 from megatron_policy.converters.rows import Ignore, Role, Row, Shape
 from megatron_policy.converters.rows.blocks import EXPERT, of_expert
@@ -235,7 +234,7 @@ def draft(
                 f"{family.name} converts {' or '.join(family.hf_architectures)}",
             )
     source = find_head(fields, names, family.scalar_classes, head)
-    rows = _name_as(family, named or tensors)
+    rows = family.list_rows(fields, named or tensors)
     rows = rows if source.head is None else put_head(rows)
     try:
         architecture = family.architecture(fields)
@@ -265,16 +264,6 @@ def draft(
         for name in _name_ignored(row, architecture)
     }
     return Table(family.name, architecture, entries, ignored, source.fields, source.fresh)
-
-
-def _name_as(family: Family, tensors: Collection[str]) -> tuple[Row | Ignore, ...]:
-    """The family's rows by the names that a checkpoint with these HF tensors has, if any are."""
-    others = {
-        part: other
-        for part, other in family.other_names
-        if tensors and not any(f".{part.removeprefix('.')}" in f".{name}" for name in tensors)
-    }
-    return rename(family.table, others) if others else family.table
 
 
 def _count_mtp_layers(

@@ -125,6 +125,7 @@ WITHOUT_DECAY = {
     ("GptOssAttention", "sinks"),
     ("Lfm2MoeSparseMoeBlock", "expert_bias"),
     ("MiniMaxM2SparseMoeBlock", "e_score_correction_bias"),
+    ("CLIPVisionEmbeddings", "class_embedding"),
     *(
         (f"{model}GatedDeltaNet", name)
         for model in ("OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
@@ -167,12 +168,28 @@ def list_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     return {name_on_file(model, name): each for name, each in model.named_parameters()}
 
 
+ON_FILE = {
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl"),
+        (("model.language_model.", "model."), ("model.visual.", "visual.")),
+    ),
+    **dict.fromkeys(
+        ("llava", "mistral3"),
+        (
+            ("model.language_model.", "language_model.model."),
+            ("model.", ""),
+            ("lm_head.", "language_model.lm_head."),
+        ),
+    ),
+}
+"""What names of parameters of a model begin with, and those of its files in its place."""
+
+
 def name_on_file(model: PreTrainedModel, name: str) -> str:
     """What the files of a model call the parameter `name`."""
-    if model.config.model_type in ("qwen2_vl", "qwen2_5_vl"):
-        for held, written in (("model.language_model.", "model."), ("model.visual.", "visual.")):
-            if name.startswith(held):
-                return written + name.removeprefix(held)
+    for held, written in ON_FILE.get(model.config.model_type, ()):
+        if name.startswith(held):
+            return written + name.removeprefix(held)
     return name
 
 
@@ -181,7 +198,8 @@ def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     for a tower if no row has a picture.
     """
     if parameter.grad is None:
-        assert name.endswith("e_score_correction_bias") or "visual." in name, name
+        tower = "vis" in name or "multi_modal_projector." in name
+        assert name.endswith("e_score_correction_bias") or tower, name
         return torch.zeros_like(parameter)
     return parameter.grad
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.architecture import join_rows
 from tests.families.qwen3_next import RANGES
 
 Fields = dict[str, Any]
@@ -69,7 +70,28 @@ GATED: Fields = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 OLDER = {name: value for name, value in VISION.items() if not name.endswith("hidden_size")}
+TOWER: Fields = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.1,
+}
+LLAMA = TEXT | {"tie_word_embeddings": False}
 TINY: dict[str, Fields] = {
+    "llava": {
+        "text_config": LLAMA | {"model_type": "llama"},
+        "vision_config": TOWER
+        | {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4},
+        "image_token_index": IMAGE,
+    },
+    "mistral3": {
+        "text_config": LLAMA | {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        "vision_config": TOWER
+        | {"model_type": "pixtral", "image_size": 32, "patch_size": 2, "head_dim": 8},
+        "spatial_merge_size": MERGE,
+        "image_token_index": IMAGE,
+    },
     "qwen2_vl": {
         "text_config": TEXT | {"rope_parameters": ROPE},
         "vision_config": OLDER | {"embed_dim": 16, "hidden_size": TEXT["hidden_size"]},
@@ -103,6 +125,11 @@ TINY: dict[str, Fields] = {
 }
 PATCH = VISION["in_channels"] * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+KEYS = (*MEDIA, "image_sizes")
+FIXED = {"llava": 4}
+"""Families whose pictures are all of 8 x 8 pixels, and how many tokens one makes."""
+WHOLE = dict.fromkeys(FIXED, ("pixel_values",)) | {"mistral3": ("pixel_values", "image_sizes")}
+"""Families that read pictures, not patches of them, and what they read."""
 IMAGES: tuple[Sequence[tuple[int, int, int]], ...] = (
     *((), [(1, 4, 6)], [(1, 4, 6)], ()),
     *([(1, 4, 4), (1, 6, 4)], [(1, 4, 4)], [(1, 4, 8)], ()),
@@ -112,7 +139,8 @@ VIDEOS: dict[int, tuple[int, int, int]] = {3: (2, 4, 4), 5: (3, 2, 4)}
 
 def make_model(path: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint with nothing in it trivial."""
-    config = AutoConfig.for_model(family, **TINY[family], **TOKENS)
+    tokens = {} if family in WHOLE else TOKENS
+    config = AutoConfig.for_model(family, **TINY[family], **tokens)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -162,24 +190,33 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
         return torch.randint(3, 100, (count,), generator=random).tolist()
 
     tokens: list[list[int]] = []
-    found: dict[str, list[Any]] = {key: [] for key in MEDIA}
+    found: dict[str, list[Any]] = {key: [] for key in KEYS}
     for row in range(len(IMAGES) * repeats):
         images, videos = IMAGES[row % 8], [VIDEOS[row % 8]] if row % 8 in VIDEOS else []
+        videos = [] if family in WHOLE else videos
         ids = words(2 + row % 3)
         for grid in images:
-            ids += [START, *[IMAGE] * (_patches(grid) // MERGE**2), END, *words(2)]
+            count = FIXED.get(family) or _patches(grid) // MERGE**2
+            ids += [START, *[IMAGE] * count, END, *words(2)]
         for grid in videos:
             apart = grid[0] if family.startswith("qwen3") else 1
             for _ in range(apart):
                 ids += [START, *[VIDEO] * (_patches(grid) // MERGE**2 // apart), END, *words(1)]
         tokens.append(ids + words(4 + row % 5))
         for key, grids in (("pixel_values", images), ("pixel_values_videos", videos)):
-            pixels = [torch.randn(_patches(grid), PATCH, generator=random) for grid in grids]
-            found[key].append(torch.cat(pixels) if grids else None)
+            shapes = [(_patches(grid), PATCH) for grid in grids]
+            sizes = [_measure(family, grid) for grid in grids]
+            if family in WHOLE:
+                shapes = [(1, 3, *size) for size in sizes]
+            pixels = [torch.randn(shape, generator=random) for shape in shapes]
+            found[key].append(join_rows(pixels) if grids else None)
         if row % 8 == 2:
             found["pixel_values"][-1] = found["pixel_values"][-2].clone()
-        found["image_grid_thw"].append(torch.tensor(images) if images else None)
-        found["video_grid_thw"].append(torch.tensor(videos) if videos else None)
+        measured = "image_sizes" if family == "mistral3" else "image_grid_thw"
+        sizes = [_measure(family, grid) for grid in images]
+        given = sizes if family == "mistral3" else [] if family in WHOLE else images
+        for key, value in ((measured, given), ("video_grid_thw", videos)):
+            found[key].append(torch.tensor(value) if value else None)
     lengths = torch.tensor([*map(len, tokens)])
     ids_BS = torch.zeros(len(tokens), int(lengths.max()), dtype=torch.long)
     for row, own in enumerate(tokens):
@@ -187,7 +224,7 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
     inside = torch.arange(ids_BS.size(1)) < lengths.unsqueeze(1)
     return BatchedDataDict(
         {
-            **found,
+            **{key: rows for key, rows in found.items() if any(row is not None for row in rows)},
             "input_ids": ids_BS,
             "input_lengths": lengths,
             "token_mask": (inside & (ids_BS < IMAGE)).long(),
@@ -200,12 +237,18 @@ def _patches(grid: Sequence[int]) -> int:
     return grid[0] * grid[1] * grid[2]
 
 
+def _measure(family: str, grid: Sequence[int]) -> tuple[int, int]:
+    """The pixels of a picture in height and width."""
+    return (8, 8) if family in FIXED else (2 * grid[1], 2 * grid[2])
+
+
 def hf_inputs(rows: BatchedDataDict, row: int) -> dict[str, Any]:
     """What transformers' class is called with for one row: it counts positions of padding too."""
     own = rows["input_ids"][row : row + 1, : rows["input_lengths"][row]]
-    media = {key: rows[key][row] for key in MEDIA if rows[key][row] is not None}
+    given = ((key, rows[key][row]) for key in KEYS if key in rows)
+    media = {key: value for key, value in given if value is not None}
     types = (own == IMAGE).int() + 2 * (own == VIDEO).int()
-    more = {"mm_token_type_ids": types} if media else {}
+    more = {"mm_token_type_ids": types} if media.keys() - {"pixel_values", "image_sizes"} else {}
     return {"input_ids": own, **media, **more}
 
 

@@ -114,6 +114,17 @@ def surround(
     return {"text_config": text, "vision_config": tower, **PLACEHOLDERS, **top}
 
 
+def enclose(text: Fields, decoder: str, vision: Fields, **more: Any) -> Fields:
+    """The fields of a model that also sees whole pictures from those of its decoder, of the family
+    `decoder`; `vision` are those of its tower, unless `text` has them, and `more` others.
+    """
+    top = {name: text[name] for name in _OF_THE_WHOLE if name in text}
+    text = {name: value for name, value in text.items() if name not in top}
+    top["tie_word_embeddings"] = text.pop("tie_word_embeddings", False)
+    tower = text.pop("vision_config", vision)
+    return {"text_config": text | {"model_type": decoder}, "vision_config": tower, **more, **top}
+
+
 def parse_published(text: str) -> Fields:
     """What `config.json` has between its braces, behind the number of the checkpoint's parameters,
     tied ones once, which becomes `parameters`. Left out are `model_type`, `architectures`, and what

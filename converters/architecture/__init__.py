@@ -18,7 +18,7 @@ from .moe import Moe
 from .part import LayerPart
 from .recurrence import HeadRows, Recurrence
 from .rotary import Rope
-from .shell import Medium, Shell
+from .shell import PatchMedium, PictureMedium, Shell, join_rows
 from .short_convolution import ShortConvolution
 from .traits import Activation, Norm, QkNorm, ScalarHead, Scoring
 
@@ -35,13 +35,14 @@ __all__ = [
     "Layer",
     "LayerPart",
     "Mamba2",
-    "Medium",
     "Mixer",
     "Mla",
     "Mlp",
     "Moe",
     "Norm",
     "Norms",
+    "PatchMedium",
+    "PictureMedium",
     "QkNorm",
     "Recurrence",
     "Rope",
@@ -50,6 +51,7 @@ __all__ = [
     "Shell",
     "ShortConvolution",
     "VocabShard",
+    "join_rows",
     "padded_vocab",
     "stack",
     "vocab_shard",

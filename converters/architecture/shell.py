@@ -3,26 +3,122 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megatron_policy.errors import ConversionError
 
+OfRow = Mapping[str, torch.Tensor | None]
+"""What a row has for a tower, by the key of a batch."""
+
 
 @dataclass(frozen=True)
 class Medium:
-    """A kind of input beside text. Its features take the places of the tokens `placeholder`."""
+    """A kind of input beside text. Its features take the places of the tokens `placeholder`. See
+    `PatchMedium` and `PictureMedium`.
+    """
 
     placeholder: int
     values: str
-    """The key of a batch with what a tower reads: pixels of patches `[patches, values]`, those of
-    all pictures of a row one after another.
+    """The key of a batch with what a tower reads: of each row a tensor, or None."""
+    merged: int
+    """Patches that make one token, a square of them."""
+
+    def __post_init__(self) -> None:
+        if self.merged < 1 or self.side**2 != self.merged:
+            raise ConversionError(
+                f"{self.merged} patches of {self.values} make a token: it must be a square"
+            )
+
+    @property
+    def side(self) -> int:
+        """The patches of a token along height and width."""
+        return math.isqrt(self.merged)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of a batch that belong to it."""
+        return (self.values,)
+
+    @property
+    def indivisible(self) -> int:
+        """The patches of which a row can have only a multiple."""
+        return self.merged
+
+    def pick(self, batch: Mapping[str, Any], row: int) -> OfRow:
+        """What a row of a batch has under these keys."""
+        return {key: batch[key][row] if key in batch else None for key in self.keys}
+
+
+@dataclass(frozen=True)
+class PatchMedium(Medium):
+    """Pictures or videos cut into patches: values `[patches, values of one]`, those of all pictures
+    of a row one after another.
     """
+
     grids: str
     """The key with the patches of each picture in time, height and width, int `[pictures, 3]`."""
     width: int | None = None
     """The values of a patch; None if nothing says how many there are."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.values, self.grids
+
+    def count_patches(self, given: OfRow) -> int:
+        """The patches of what a row has."""
+        values = given[self.values]
+        return 0 if values is None else len(values)
+
+    def count_tokens(self, given: OfRow) -> int:
+        """The tokens of a row whose places its pictures take."""
+        grids = given[self.grids]
+        return 0 if grids is None else int(grids.prod(-1).sum()) // self.merged
+
+
+@dataclass(frozen=True)
+class PictureMedium(Medium):
+    """Whole pictures: values `[pictures, channels, height, width]`, of pixels."""
+
+    patch: int
+    """Pixels along height and width of a patch."""
+    sizes: str | None = None
+    """The key with the pixels of each picture that count, in height and width, int `[pictures, 2]`,
+    where a row's pictures can differ in them; None: all count.
+    """
+    further: int = 0
+    """Tokens of a picture beside those of its patches."""
+    fixed: tuple[int, int] | None = None
+    """The height and width that every picture has to have."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.values,) if self.sizes is None else (self.values, self.sizes)
+
+    @property
+    def indivisible(self) -> int:
+        return self.merged if self.fixed is None else math.prod(self.fixed) // self.patch**2
+
+    def count_patches(self, given: OfRow) -> int:
+        """The patches of what a row has."""
+        return int((self._measure(given) // self.patch).prod(-1).sum())
+
+    def count_tokens(self, given: OfRow) -> int:
+        """The tokens of a row whose places its pictures take."""
+        sizes_N2 = self._measure(given)
+        tokens_N = (sizes_N2 // (self.patch * self.side)).prod(-1)
+        return int(tokens_N.sum()) + self.further * len(sizes_N2)
+
+    def _measure(self, given: OfRow) -> torch.Tensor:
+        """The pixels of each picture that count, in height and width, int `[pictures, 2]`."""
+        values = given[self.values]
+        if values is None:
+            return torch.empty(0, 2, dtype=torch.long)
+        sizes = None if self.sizes is None else given[self.sizes]
+        return torch.tensor([values.shape[-2:]] * len(values)) if sizes is None else sizes
 
 
 @dataclass(frozen=True)
@@ -35,32 +131,45 @@ class Shell:
     """Name, within the composite model, and shape of each."""
     prefix: str
     """What their names begin with in a checkpoint."""
-    media: tuple[Medium, ...]
-    merged: int
-    """Patches that make one token."""
+    media: tuple[PatchMedium | PictureMedium, ...]
     further: tuple[str, ...] = ()
     """Keys of a batch that it reads beside those of its media: a tensor, or None, for each row."""
     deep: int = 0
     """How many of the decoder's first layers have features added to what they return."""
 
     def __post_init__(self) -> None:
-        if not self.tensors or self.merged < 1:
-            raise ConversionError(
-                f"what surrounds the decoder has {len(self.tensors)} tensors and makes a token of "
-                f"{self.merged} patches; both must be 1 or more"
-            )
+        if not self.tensors:
+            raise ConversionError("what surrounds the decoder has no tensors")
 
     @property
     def attachments(self) -> tuple[str, ...]:
         """The keys of a batch that it reads."""
-        keys = (key for medium in self.media for key in (medium.values, medium.grids))
-        return (*keys, *self.further)
+        return (*(key for medium in self.media for key in medium.keys), *self.further)
 
-    @property
-    def patch_values(self) -> int:
-        """The values of a patch: the inputs of the first convolution."""
-        return next(math.prod(shape[1:]) for _, shape in self.tensors if len(shape) > 2)
+    def make_picture(
+        self, number: int, patches: tuple[int, int], make: Callable[..., torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """A picture for medium `number`, of so many patches in height and width or as large as it
+        has to be: what `make` gives for the shape of its values, and their size, by key.
+        """
+        medium = self.media[number]
+        channels, *_ = weight = next(shape[1:] for _, shape in self.tensors if len(shape) > 2)
+        if isinstance(medium, PatchMedium):
+            values = make(math.prod(patches), math.prod(weight))
+            return {medium.values: values, medium.grids: torch.tensor([[1, *patches]])}
+        size = medium.fixed or tuple(each * medium.patch for each in patches)
+        found = {medium.values: make(1, channels, *size)}
+        return found if medium.sizes is None else found | {medium.sizes: torch.tensor([size])}
 
-    def count_tokens(self, grids: torch.Tensor | None) -> int:
-        """The tokens of a row that pictures with these `grids` take."""
-        return 0 if grids is None else int(grids.prod(-1).sum()) // self.merged
+
+def join_rows(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What rows have for a tower, one after another; pictures of different sizes are filled up with
+    zeros to the largest.
+    """
+    sizes = [max(each) for each in zip(*(value.shape[1:] for value in values), strict=True)]
+    if all([*value.shape[1:]] == sizes for value in values):
+        return torch.cat([*values])
+    joined = values[0].new_zeros(sum(map(len, values)), *sizes)
+    for value, place in zip(values, joined.split([*map(len, values)]), strict=True):
+        place[tuple(map(slice, value.shape))] = value
+    return joined

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.architecture import Shell
+from megatron_policy.converters.architecture import Shell, join_rows
 from megatron_policy.converters.formats.hf_config import DECODERS, transformers_config
 from megatron_policy.device import to_device
 from megatron_policy.errors import ConfigError
@@ -115,7 +115,7 @@ def take_surroundings(whole: Any) -> torch.nn.Module:
 
     composite: Any = copy(whole)
     composite._modules = dict(whole._modules)
-    if _TYPES not in inspect.signature(composite.forward).parameters:
+    if hasattr(composite, "get_rope_index") and not _takes_types(composite):
         raise ConfigError(
             f"the {type(composite).__name__} of transformers {__version__} does not take {_TYPES}: "
             "install transformers 5.3 or newer"
@@ -126,6 +126,11 @@ def take_surroundings(whole: Any) -> torch.nn.Module:
     composite.get_input_embeddings = decoder.get_input_embeddings
     built: torch.nn.Module = composite
     return built
+
+
+def _takes_types(composite: torch.nn.Module) -> bool:
+    """Whether the model makes positions, and is called with the type of each token for it."""
+    return _TYPES in inspect.signature(composite.forward).parameters
 
 
 def fill_composite(
@@ -145,9 +150,10 @@ def fill_composite(
             setattr(module, name, buffer.to(made.device))
 
 
-class _WithoutPictures(torch.autograd.Function):
-    """Hidden states as they are. Parameters get gradients of zero, since who waits for a gradient
-    of each of them would wait in vain.
+class _GiveAll(torch.autograd.Function):
+    """Hidden states as they are. Parameters get gradients of zero beside those that they have from
+    pictures, if any: who waits for a gradient of each of them would wait in vain for one of those
+    that no feature is made with.
     """
 
     @staticmethod
@@ -157,7 +163,7 @@ class _WithoutPictures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, *map(torch.zeros_like, ctx.parameters)
+        return grad, *(each.new_zeros(()).expand_as(each) for each in ctx.parameters)
 
 
 class _HandBack(torch.autograd.Function):
@@ -223,11 +229,11 @@ class PictureEmbedder:
     def enter(self, tokens_RT: torch.Tensor, microbatch: Microbatch) -> Entering:
         hidden = self.text.embed(tokens_RT)
         types_BS = self._find_types(microbatch)
+        trained = [p for p in self.composite.parameters() if p.requires_grad]
+        if trained and torch.is_grad_enabled():
+            hidden = _GiveAll.apply(hidden, *trained)  # type: ignore[no-untyped-call]
         if not types_BS.any():
-            trained = [p for p in self.composite.parameters() if p.requires_grad]
-            if not (trained and torch.is_grad_enabled()):
-                return Entering(hidden)
-            return Entering(_WithoutPictures.apply(hidden, *trained))  # type: ignore[no-untyped-call]
+            return Entering(hidden)
         first_B = _find_same([self._media(microbatch, row) for row in range(len(types_BS))])
         rows = [row for row in dict.fromkeys(first_B) if types_BS[row].any()]
         keys = {key: microbatch.attached(key, rows) for key in self.attachments}
@@ -255,7 +261,7 @@ class PictureEmbedder:
 
     def positions(self, microbatch: Microbatch) -> torch.Tensor | None:
         types_BS = self._find_types(microbatch)
-        if not types_BS.any():
+        if not (types_BS.any() and _takes_types(self.composite)):
             return None
         data = microbatch.host.data
         values = {medium.values for medium in self.shell.media}
@@ -275,7 +281,9 @@ class PictureEmbedder:
         for placeholder in placeholders:
             # What the policy has drawn is text.
             ids_BS = ids_BS.masked_fill((ids_BS == placeholder) & (types_BS == 0), other)
-        self.composite(input_ids=ids_BS, use_cache=False, **{_TYPES: types_BS.int()}, **more)
+        if _takes_types(self.composite):
+            more = more | {_TYPES: types_BS.int()}
+        self.composite(input_ids=ids_BS, use_cache=False, **more)
         decoder = next(each for each in self.composite.children() if isinstance(each, _Decoder))
         return decoder.take()
 
@@ -288,8 +296,8 @@ class PictureEmbedder:
         tokens_BS = data["input_ids"]
         types_BS = torch.zeros_like(tokens_BS)
         for number, medium in enumerate(self.shell.media, start=1):
-            grids = data.get(medium.grids, [None] * len(tokens_BS))
-            counts_B = torch.tensor([*map(self.shell.count_tokens, grids)])
+            rows = (medium.pick(data, row) for row in range(len(tokens_BS)))
+            counts_B = torch.tensor([*map(medium.count_tokens, rows)])
             at_BS = tokens_BS == medium.placeholder
             at_BS &= at_BS.cumsum(1) <= counts_B.unsqueeze(1)
             types_BS[at_BS] = number
@@ -340,4 +348,4 @@ def _order(types_S: torch.Tensor) -> torch.Tensor:
 def _join(keys: dict[str, list[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
     """What the rows have under each key, one after another."""
     found = {key: [each for each in rows if each is not None] for key, rows in keys.items()}
-    return {key: torch.cat(rows) for key, rows in found.items() if rows}
+    return {key: join_rows(rows) for key, rows in found.items() if rows}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -52,9 +52,9 @@ def check_patches(architecture: Architecture, patches: int) -> None:
     shell = architecture.shell
     if patches and shell is None:
         raise ConfigError(f"{patches} patches: this model sees no pictures, so leave them out")
-    if shell is not None and patches % shell.merged:
+    if shell is not None and patches % (whole := shell.media[0].indivisible):
         raise ConfigError(
-            f"{patches} patches: {shell.merged} make a token, so give a multiple of {shell.merged}"
+            f"{patches} patches: the model sees {whole} together, so give a multiple of {whole}"
         )
 
 
@@ -79,10 +79,13 @@ def _run(model: str, overrides: str, precision: str, shell: Shell, patches: int)
     """Operations of a forward pass, and bytes that it keeps."""
     settings, dtype = transformers_config(model, json.loads(overrides)), dtype_named(precision)
     composite = build_without_values(settings, dtype=dtype, attn_implementation="sdpa")
-    pixels = torch.empty(patches, shell.patch_values, dtype=dtype, device="meta")
-    tokens, side = patches // shell.merged, math.isqrt(shell.merged)
-    height = max(n for n in range(1, math.isqrt(tokens) + 1) if tokens % n == 0)
-    grid = torch.tensor([[1, side * height, side * tokens // height]])
+    medium = shell.media[0]
+    squares, side = patches // medium.merged, medium.side
+    height = max(n for n in range(1, math.isqrt(squares) + 1) if squares % n == 0)
+    size = side * height, side * squares // height
+    picture = shell.make_picture(0, size, partial(torch.empty, dtype=dtype, device="meta"))
+    if (count := patches // medium.count_patches(picture)) > 1:  # all are as large
+        picture = {key: torch.cat([value] * count) for key, value in picture.items()}
     known = {parameter.untyped_storage()._cdata for parameter in composite.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -94,7 +97,7 @@ def _run(model: str, overrides: str, precision: str, shell: Shell, patches: int)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     alone: Any = _ShapesAlone()  # type: ignore[no-untyped-call]
     with torch.enable_grad(), _OneKernel(), alone, counter, hooks:
-        composite.get_image_features(pixels, grid)
+        composite.get_image_features(**picture)
     bytes_kept = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in known)
     return int(counter.get_total_flops()), bytes_kept
 
@@ -104,10 +107,14 @@ def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
 
 
 class _OneKernel(TorchFunctionMode):
-    """Attention is the kernel that keeps no scores, as on every device that has one."""
+    """Attention is the kernel that keeps no scores, as on every device that has one. What is taken
+    as a tensor, sizes of pictures, keeps its values.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.as_tensor:
+            return func(*args, **kwargs | {"device": None})
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         return _ATTENTION(*args[:3], scale=kwargs.get("scale"))[0]

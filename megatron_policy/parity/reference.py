@@ -13,7 +13,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.convert.headers import open_headers
-from megatron_policy.converters.architecture import Shell
+from megatron_policy.converters.architecture import PatchMedium, Shell, join_rows
 from megatron_policy.converters.config_fields import quantisation
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.formats.hf_config import (
@@ -64,10 +64,10 @@ def _describe_batch(data: BatchedDataDict, shell: Shell | None) -> dict[str, tor
     tokens_BS = data["input_ids"]
     given = {"input_ids": tokens_BS}
     for number, medium in enumerate(() if shell is None else shell.media, start=1):
-        pictures = [each for each in data.get(medium.values, ()) if each is not None]
-        if pictures:
-            grids = [each for each in data[medium.grids] if each is not None]
-            given |= {medium.values: torch.cat(pictures), medium.grids: torch.cat(grids)}
+        for key in medium.keys:
+            if found := [each for each in data.get(key, ()) if each is not None]:
+                given[key] = join_rows(found)
+        if isinstance(medium, PatchMedium) and medium.values in given:
             given["mm_token_type_ids"] = (tokens_BS == medium.placeholder).int() * number
     return {name: tensor.to(current_device()) for name, tensor in given.items()}
 

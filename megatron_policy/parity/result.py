@@ -5,9 +5,9 @@ Shapes: B rows, S positions, V vocabulary, D model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,17 +59,17 @@ def draw_batch(job: Job, shell: Shell | None) -> BatchedDataDict:
     text = min({*range(len(shell.media) + 1)} - {medium.placeholder for medium in shell.media})
     for medium in shell.media:
         tokens_BS.masked_fill_(tokens_BS == medium.placeholder, text)
-    random, side = torch.Generator().manual_seed(job.seed), math.isqrt(shell.merged)
-    pixels, grids, medium = [], [], shell.media[0]
+    medium = shell.media[0]
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(job.seed))
+    found: dict[str, list[torch.Tensor | None]] = {key: [] for key in medium.keys}
     for row, tokens_S in enumerate(tokens_BS):
-        grid = torch.tensor([[1, 2 * side, 2 * side * (row + 1)]])
-        tokens = shell.count_tokens(grid)
+        picture = shell.make_picture(0, (2 * medium.side, 2 * medium.side * (row + 1)), draw)
+        tokens = medium.count_tokens(picture)
         fits = tokens + 2 <= len(tokens_S)
         tokens_S[1 : 1 + tokens * fits] = medium.placeholder
-        values = torch.randn(int(grid.prod()), shell.patch_values, generator=random)
-        pixels.append(values if fits else None)
-        grids.append(grid if fits else None)
-    return BatchedDataDict({**data, medium.values: pixels, medium.grids: grids})
+        for key, values in picture.items():
+            found[key].append(values if fits else None)
+    return BatchedDataDict({**data, **found})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import Medium
+from megatron_policy.converters.architecture import PatchMedium, PictureMedium
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.microbatch import counted, inside
 from megatron_policy.training.value_checks import holds_integers
@@ -80,7 +80,9 @@ def take_model_inputs(batch: BatchedDataDict) -> None:
             )
 
 
-def check_medium_types(batch: BatchedDataDict, media: Sequence[Medium]) -> None:
+def check_medium_types(
+    batch: BatchedDataDict, media: Sequence[PatchMedium | PictureMedium]
+) -> None:
     """BatchError, naming the row, for `mm_token_type_ids` that are not the number of each token's
     medium, from 1 on in the order of `media`, and 0 for text. What the policy has drawn is text,
     and rows that do not count are not compared.

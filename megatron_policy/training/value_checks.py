@@ -6,7 +6,6 @@ Shapes: B rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.numbers import COLDEST, HOTTEST
-from megatron_policy.converters.architecture import Medium, Shell
+from megatron_policy.converters.architecture import PatchMedium, PictureMedium, Shell
+from megatron_policy.converters.architecture.shell import OfRow
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.microbatch import PATCHES, TEMPERATURE, inside
 
@@ -122,31 +122,42 @@ def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
     tokens_BS = batch["input_ids"]
     text_BS = inside(batch)
     drawn_BS = batch["token_mask"] != 0 if "token_mask" in batch else text_BS
-    nothing, patches_B = [None] * len(tokens_BS), torch.zeros(len(tokens_BS), dtype=torch.long)
+    patches_B = torch.zeros(len(tokens_BS), dtype=torch.long)
     for medium in shell.media:
         at_BS = (tokens_BS == medium.placeholder) & text_BS
-        for row, (values, grids) in enumerate(
-            zip(batch.get(medium.values, nothing), batch.get(medium.grids, nothing), strict=True)
-        ):
-            if values is not None or grids is not None:
-                _check_grids(medium, row, values, grids, shell.merged)
-            patches_B[row] += 0 if values is None else len(values)
-            wanted, found = shell.count_tokens(grids), int(at_BS[row].sum())
+        for row in range(len(tokens_BS)):
+            given = medium.pick(batch, row)
+            _check_media(medium, row, given)
+            patches_B[row] += medium.count_patches(given)
+            wanted, found = medium.count_tokens(given), int(at_BS[row].sum())
             if not found - int((at_BS[row] & drawn_BS[row]).sum()) <= wanted <= found:
                 raise BatchError(
                     f"row {row} has {found} tokens {medium.placeholder}, whose place features of "
-                    f"{medium.values!r} take, but its {medium.grids!r} make {wanted}: expand "
+                    f"{medium.values!r} take, but its {medium.keys[-1]!r} make {wanted}: expand "
                     "placeholders as the model's processor does, pass what belongs to them, and do "
                     "not cut a row within a picture"
                 )
     batch[PATCHES] = patches_B
 
 
-def _check_grids(medium: Medium, row: int, values: Any, grids: Any, merged: int) -> None:
-    if values is None or grids is None:
-        has, lacks = (medium.values, medium.grids)[:: 1 if grids is None else -1]
-        raise BatchError(f"row {row} has {has!r} without {lacks!r}: pass both, or None for both")
-    side = math.isqrt(merged)
+def _check_media(medium: PatchMedium | PictureMedium, row: int, given: OfRow) -> None:
+    missing = [key for key, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return
+    if missing:
+        has = next(key for key in given if key not in missing)
+        raise BatchError(
+            f"row {row} has {has!r} without {missing[0]!r}: pass both, or None for both"
+        )
+    values, *sizes = given.values()
+    if isinstance(medium, PatchMedium):
+        _check_grids(medium, row, values, *sizes)
+    else:
+        _check_sizes(medium, row, values, *sizes)
+
+
+def _check_grids(medium: PatchMedium, row: int, values: Any, grids: Any) -> None:
+    side = medium.side
     legal = grids.ndim == 2 and grids.size(1) == 3 and holds_integers(grids.dtype) and len(grids)
     if not legal or (grids < 1).any() or (grids[:, 1:] % side).any():
         raise BatchError(
@@ -164,6 +175,25 @@ def _check_grids(medium: Medium, row: int, values: Any, grids: Any, merged: int)
         raise BatchError(
             f"{medium.values!r} has {len(values)} patches in row {row}, but {medium.grids!r} count "
             f"{patches}"
+        )
+
+
+def _check_sizes(medium: PictureMedium, row: int, values: Any, sizes: Any = None) -> None:
+    most, step = values.shape[2:], medium.patch * medium.side
+    if values.ndim != 4 or not len(values) or medium.fixed not in (None, tuple(most)):
+        shape = ", ".join(map(str, medium.fixed or ("height", "width")))
+        raise BatchError(
+            f"{medium.values!r} has shape {[*values.shape]} in row {row}: pass whole pictures, "
+            f"[pictures, channels, {shape}]"
+        )
+    if sizes is None:
+        sizes = torch.tensor(most).expand(len(values), 2)
+    legal = sizes.shape == (len(values), 2) and holds_integers(sizes.dtype)
+    if not legal or (sizes < 1).any() or (sizes % step).any() or (sizes > torch.tensor(most)).any():
+        raise BatchError(
+            f"{medium.sizes or medium.values!r} has sizes {sizes.tolist()} in row {row}: pass the "
+            f"pixels of each of the {len(values)} pictures in height and width, multiples of "
+            f"{step} up to {[*most]}"
         )
 
 

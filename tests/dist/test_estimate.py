@@ -118,7 +118,7 @@ def measure(config: dict[str, Any], rows: int, length: int, patches: int = 0) ->
         data = full_rows(rows, length)
         arch = policy._engine.table.architecture
         if patches:
-            show_pictures(data, arch.shell, patches)
+            data = show_pictures(data, arch.shell, patches)
         if arch.moe is not None:
             data["routed_experts"] = evenly_routed(rows, length, arch)
         with live_saved(known) as most:
@@ -164,13 +164,12 @@ def indices(adapters: Any) -> set[int]:
 
 def show_pictures(data: BatchedDataDict, shell: Shell, patches: int) -> BatchedDataDict:
     """The rows with a picture of so many patches in each, as high as it is wide."""
-    medium, side = shell.media[0], math.isqrt(patches)
-    grid, rows = torch.tensor([[1, side, side]]), data.size
-    data["input_ids"][:, 1 : 1 + shell.count_tokens(grid)] = medium.placeholder
-    data["token_mask"][:, 1 : 1 + shell.count_tokens(grid)] = 0
-    data[medium.values] = [torch.randn(patches, shell.patch_values) for _ in range(rows)]
-    data[medium.grids] = [grid] * rows
-    return data
+    side = math.isqrt(patches)
+    pictures = [shell.make_picture(0, (side, side), torch.randn) for _ in range(data.size)]
+    tokens = shell.media[0].count_tokens(pictures[0])
+    data["input_ids"][:, 1 : 1 + tokens] = shell.media[0].placeholder
+    data["token_mask"][:, 1 : 1 + tokens] = 0
+    return BatchedDataDict({**data, **{key: [p[key] for p in pictures] for key in pictures[0]}})
 
 
 def _written(engine: Any) -> int:

@@ -70,6 +70,8 @@ def read(job: Job) -> ModelOutputs:
         pytest.param("llama", LAYOUTS, marks=pytest.mark.daily),
         pytest.param("qwen3_vl", LAYOUTS, marks=pytest.mark.daily),
         ("glm4v", LAYOUTS),
+        ("llava", LAYOUTS),
+        ("mistral3", LAYOUTS),
         ("qwen2_vl", LAYOUTS),
         ("qwen2_5_vl", LAYOUTS),
         ("qwen3", LAYOUTS),

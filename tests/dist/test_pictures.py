@@ -27,7 +27,7 @@ from tests.dist.shortcuts import UNUSED
 from tests.dist.test_export import tensors_of
 from tests.exact import Exact, InDouble, assert_equal
 from tests.picture_models import (
-    MEDIA,
+    KEYS,
     hf_inputs,
     hf_logprobs,
     hf_values,
@@ -48,6 +48,8 @@ GENERATING = {
     "qwen2_5_vl": {"TP2": layout(2, tp=2)},
     "qwen3_5": {"TP2+SP": layout(2, tp=2, **SP), "PP2": layout(2, pp=2)},
     "qwen3_vl_moe": {"EP2xTP2+SP": EXPERT_LAYOUTS["EP2xTP2+SP"]},
+    "llava": {"TP2": layout(2, tp=2)},
+    "mistral3": {"PP2": layout(2, pp=2)},
 }
 
 
@@ -62,10 +64,14 @@ def continue_prompts(
         return texts, done.logprobs_BT, policy.logprobs(texts)
 
 
+def texts_of(rows: BatchedDataDict) -> BatchedDataDict:
+    keys = ("input_ids", "input_lengths", *KEYS)
+    return BatchedDataDict({key: rows[key] for key in keys if key in rows})
+
+
 @cache
 def make_prompts(family: str) -> BatchedDataDict:
-    rows = make_rows(family)
-    return BatchedDataDict({key: rows[key] for key in ("input_ids", "input_lengths", *MEDIA)})
+    return texts_of(make_rows(family))
 
 
 def generate_greedily(model: Any, prompts: BatchedDataDict, row: int) -> list[int]:
@@ -147,7 +153,7 @@ def learn_and_send(
     config: dict[str, Any], rows: BatchedDataDict, folder: Path
 ) -> dict[str, torch.Tensor]:
     """Log-probabilities before and after a step, and of the reference; the weights are sent."""
-    texts = BatchedDataDict({key: rows[key] for key in ("input_ids", "input_lengths", *MEDIA)})
+    texts = texts_of(rows)
     with open_policy(config) as policy:
         seen = {"before": policy.logprobs(texts)}
         policy.train(own_share(policy, rows), LOSSES["token"](), gbs=GLOBAL_BATCH, mbs=2)
@@ -165,6 +171,7 @@ def learn_and_send(
         ("qwen3_5", "PP2"),
         ("qwen3_vl", "PP2"),
         ("qwen3_vl_moe", "EP2xTP2+SP"),
+        ("mistral3", "PP2"),
         ("qwen3_vl", "FSDP2 TP2+SP x 2"),
     ],
 )

@@ -45,7 +45,8 @@ def with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     """
     samples = SAMPLES[fields["model_type"]]
     if "text_config" in fields:
-        tower = fields["vision_config"] | {"depth": 2}
+        tower = fields["vision_config"]
+        tower = tower | {n: 2 for n in ("depth", "num_hidden_layers") if n in tower}
         deep = {"deepstack_visual_indexes": [1]} if "deepstack_visual_indexes" in tower else {}
         text = _with_layers(decoder_of(fields), layers, samples)
         return fields | {"vision_config": tower | deep, "text_config": text}

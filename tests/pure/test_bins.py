@@ -174,6 +174,6 @@ def test_a_long_sequence_costs_more_than_its_parts_as_attention_is_quadratic() -
 def test_a_patch_costs_what_the_matrices_of_the_towers_are_to_those_of_the_layers() -> None:
     sizes = {"num_attention_heads": 2, "kv_channels": 50, "ffn_hidden_size": 400, "gated": False}
     tensors = (("block.weight", (600, 100)), ("block.bias", (600,)))
-    shell = Shell(tensors=tensors, prefix="", media=(), merged=4)
+    shell = Shell(tensors=tensors, prefix="", media=())
     cost = sequence_cost(model(hidden_size=100, shell=shell, **sizes))
     assert cost(10, 7) == pytest.approx(cost(10) + 7 * 60_000 / (2 * 120_000))

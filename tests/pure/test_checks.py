@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import Medium, Shell
+from megatron_policy.converters.architecture import PatchMedium, PictureMedium, Shell
 from megatron_policy.errors import BatchError, LossError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.packing.batching import Batching
@@ -85,8 +85,18 @@ def test_attachments_of_another_kind_are_named(features: object, message: str) -
 SHELL = Shell(
     tensors=(("tower.weight", (4, 4)),),
     prefix="",
-    media=(Medium(7, "pixel_values", "image_grid_thw", 5), Medium(8, "films", "film_grids")),
-    merged=4,
+    media=(
+        PatchMedium(7, "pixel_values", 4, "image_grid_thw", 5),
+        PatchMedium(8, "films", 4, "film_grids"),
+    ),
+)
+WHOLE = Shell(
+    tensors=(("tower.weight", (4, 3, 2, 2)),),
+    prefix="",
+    media=(
+        PictureMedium(7, "pixel_values", 4, patch=2, sizes="image_sizes"),
+        PictureMedium(8, "tiles", 1, patch=2, fixed=(2, 4)),
+    ),
 )
 GRID = torch.tensor([[1, 2, 4], [1, 2, 2]])
 
@@ -153,6 +163,54 @@ def test_pictures_that_do_not_fit_are_named_with_their_row(
 ) -> None:
     with pytest.raises(BatchError, match=message):
         check_batch(pictured(**changes), 9, SHELL.attachments, SHELL)
+
+
+SIZES = torch.tensor([[4, 8], [4, 4]])
+TILE = torch.ones(1, 3, 2, 4)
+
+
+def seen_whole(**changes: object) -> BatchedDataDict:
+    """The same rows with whole pictures, of which the second is smaller than the pixels, and a tile
+    of two tokens in place of the film.
+    """
+    data = {
+        "pixel_values": [None, torch.ones(2, 3, 4, 8), None],
+        "image_sizes": [None, SIZES, None],
+        "tiles": [None, None, TILE],
+        "token_mask": torch.zeros(3, 6),
+        "image_grid_thw": None,
+        "films": None,
+        "film_grids": None,
+    }
+    tokens = torch.tensor([[1] * 6, [7, 7, 1, 7, 1, 1], [8, 1, 8, 1, 1, 1]])
+    return pictured(**{"input_ids": tokens} | data | changes)
+
+
+def test_whole_pictures_that_fit_their_placeholders_pass() -> None:
+    check_batch(seen_whole(), 9, WHOLE.attachments, WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_lengths": torch.tensor([2, 3, 6])}, "row 1 has 2 tokens 7.* make 3"),
+        ({"image_sizes": None}, "row 1 has 'pixel_values' without 'image_sizes'"),
+        (
+            {"image_sizes": [None, SIZES * 2, None]},
+            r"\[\[8, 16\], .* multiples of 4 up to \[4, 8\]",
+        ),
+        ({"image_sizes": [None, SIZES - 2, None]}, r"\[\[2, 6\], .* in row 1: .* multiples of 4"),
+        ({"image_sizes": [None, SIZES[:1], None]}, "in row 1: .* each of the 2 pictures"),
+        ({"image_sizes": [None, SIZES.float(), None]}, "'image_sizes' has sizes"),
+        ({"pixel_values": [None, torch.ones(12, 5), None]}, r"has shape \[12, 5\] in row 1: pass"),
+        ({"tiles": [None, None, TILE.mT]}, r"'tiles' has shape .* row 2: .* channels, 2, 4\]"),
+    ],
+)
+def test_whole_pictures_that_do_not_fit_are_named_with_their_row(
+    changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        check_batch(seen_whole(**changes), 9, WHOLE.attachments, WHOLE)
 
 
 def test_placeholders_of_prompts_are_pictures_unless_a_mask_says_they_were_drawn() -> None:

@@ -221,7 +221,7 @@ def test_layers_to_recompute_are_those_that_a_model_chunk_has(
 
 
 def test_the_first_chunk_has_all_layers_that_features_of_pictures_are_added_to() -> None:
-    shell = Shell(tensors=(("tower.weight", (4, 4)),), prefix="", media=(), merged=4, deep=3)
+    shell = Shell(tensors=(("tower.weight", (4, 4)),), prefix="", media=(), deep=3)
     layout = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     check_layout(config(), shape(shell=shell), Topology(pp=2))
     with pytest.raises(ConfigError, match=r"first 3 layers.* has 2: give it 3 or more"):

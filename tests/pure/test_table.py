@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_policy.converters.canonical import canonical_name
+from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.mismatch import SHOWN
 from megatron_policy.converters.registry import FAMILIES, Family
 from megatron_policy.converters.rows import Ignore, Role, Row, Whole, fill_shard
@@ -55,6 +56,11 @@ def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
     return found | {"shell": {"visual.proj.weight": [6, 4], "visual.norm.bias": [4]}}
 
 
+def list_rows(family: str) -> tuple[Row | Ignore, ...]:
+    """All rows of the family, for the decoder of its samples if models of it have several."""
+    return FAMILIES[family].list_rows(Fields(raw(family)))
+
+
 def small(family: str = "qwen2", layers: int = 3, **changes: Any) -> Table:
     return bound(raw(family, layers, **changes))
 
@@ -75,7 +81,8 @@ def check(
 
 def without(family: str, row: Row | Ignore) -> Family:
     whole = FAMILIES[family]
-    return replace(whole, table=tuple(other for other in whole.table if other != row))
+    rows = tuple(other for other in list_rows(family) if other != row)
+    return replace(whole, find_rows=lambda fields: whole.list_rows(fields) and rows)
 
 
 def rows_in_use() -> dict[tuple[str, bool], list[Row]]:
@@ -84,7 +91,7 @@ def rows_in_use() -> dict[tuple[str, bool], list[Row]]:
     for tied in (False, True):
         for family in [f for f, each in SAMPLES.items() if not (tied and each.untied)]:
             table = small(family, tie_word_embeddings=tied)
-            for row in FAMILIES[family].table:
+            for row in list_rows(family):
                 if not isinstance(row, Ignore) and entries_of(row, table):
                     first.setdefault((tied, row), family)
     by_family: dict[tuple[str, bool], list[Row]] = {}

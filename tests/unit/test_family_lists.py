@@ -14,7 +14,7 @@ from megatron_policy.converters.rows import Ignore
 from tests.dist import test_fsdp2_unlisted as unlisted
 from tests.dist.test_dense_models import draw
 from tests.families import DENSE, EXPERTS, SAMPLES
-from tests.pure.test_table import small
+from tests.pure.test_table import list_rows, small
 from tests.samples import draw_scaling
 
 WITHOUT_WINDOW = {"mimo": "a config with windows is refused"}
@@ -24,8 +24,7 @@ SIZES_ALONE = ("apertus", "ernie4_5_moe")
 
 def class_of(family: str) -> Any:
     """The class that transformers has of the config of the family's decoder."""
-    found = CONFIG_MAPPING[SAMPLES[family].hf_model_type or family]
-    return found.sub_configs.get("text_config", found)
+    return type(CONFIG_MAPPING[SAMPLES[family].hf_model_type or family]().get_text_config())
 
 
 def test_every_family_has_a_file_of_samples_with_all_that_its_kind_needs() -> None:
@@ -60,7 +59,7 @@ def test_every_row_of_a_dense_family_applies_under_its_full_settings() -> None:
             for entry in small(family, tie_word_embeddings=tied).entries
             if not entry.megatron.startswith(PARAMETERS)
         }
-        rows = {row.megatron for row in FAMILIES[family].table if not isinstance(row, Ignore)}
+        rows = {row.megatron for row in list_rows(family) if not isinstance(row, Ignore)}
         assert rows == applying, (
             f"add to `full` of tests/families/{family}.py what switches these rows on: "
             f"{sorted(rows - applying)}"

@@ -138,19 +138,21 @@ def test_forward_and_backward_are_what_torch_counts_on_the_reference(checkpoint,
     assert counted(model, 2, backward=True) == 3 * ours
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava", "mistral3"])
 def test_towers_cost_what_torch_counts_on_the_reference(checkpoint, family: str) -> None:
     path = checkpoint(family)
-    config, grid = PolicyConfig.parse(policy_config(path, {})), torch.tensor([[1, 8, 12]])
+    config = PolicyConfig.parse(policy_config(path, {}))
     rows = ModelRows.of(bind_model(config))
-    pixels = torch.randn(96, rows.architecture.shell.patch_values)
+    shell = rows.architecture.shell
+    picture = shell.make_picture(0, (8, 12), torch.randn)
+    patches = shell.media[0].count_patches(picture)
     with FlopCounterMode(display=False) as counter:
-        reference(path).model.get_image_features(pixels, grid)
-    found = count_tower(config, rows, 96)
+        reference(path).model.get_image_features(**picture)
+    found = count_tower(config, rows, patches)
     assert found.flops == counter.get_total_flops() and found.kept > 0 and found.trained
     groups = [{"roles": ["vision"], "freeze": True}]
     frozen = policy_config(path, {"optimizer": {"param_groups": groups}})
-    found = count_tower(PolicyConfig.parse(frozen), rows, 96)
+    found = count_tower(PolicyConfig.parse(frozen), rows, patches)
     assert found.flops == counter.get_total_flops() and found.kept == 0 and not found.trained
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import RolloutMismatchConfig
-from megatron_policy.converters.architecture import Medium, Shell
+from megatron_policy.converters.architecture import PatchMedium, Shell
 from megatron_policy.errors import BatchError, ConfigError
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.cost import sequence_cost
@@ -103,7 +103,7 @@ def test_attachments_go_with_their_rows_and_without_those_of_others(training: Ba
 
 
 def test_pixels_travel_once_for_all_rows_that_share_them_in_the_dtype_of_the_towers() -> None:
-    shell = Shell((("tower", (1,)),), "", (Medium(9, "pixels", "grids"),), 4)
+    shell = Shell((("tower", (1,)),), "", (PatchMedium(9, "pixels", 4, "grids"),))
     dealer = replace(dealer_of(PADDED), attachments=shell.attachments, shell=shell)
     data = numbered(8, 3) | {"input_lengths": torch.full((8,), 3), "sample_mask": torch.ones(8)}
     data["input_ids"][:, 0], data["token_mask"] = 9, torch.tensor([[0, 1, 1]]).repeat(8, 1)

@@ -189,10 +189,13 @@ REFUSED: dict[str, tuple[str, str]] = {
         "vLLM has models of this family for NVIDIA's and AMD's GPUs alone",
     ),
     "glm4v": ("failed to be inspected", IMAGES),
+    "llava": ("failed to be inspected", IMAGES),
+    "llava with biases": ("failed to be inspected", IMAGES),
     "minimax_m2": (
         "AssertionError",
         "vLLM's router for CPUs has no sigmoid of experts without groups, and an empty message",
     ),
+    "mistral3": ("failed to be inspected", IMAGES),
     "nemotron_h": (
         "is_act_and_mul=False is supported only",
         "vLLM has experts without gates on GPUs alone",

@@ -7,7 +7,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from megatron_policy.converters.architecture import Medium, Shell
+from megatron_policy.converters.architecture import PatchMedium, PictureMedium, Shell
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.rows import Role, Row, Whole
 from megatron_policy.errors import ConversionError
@@ -19,7 +19,7 @@ TENSORS = "shell"
 """The field that a config has beside those of its file: the tensors of what surrounds the decoder,
 name and shape.
 """
-_BY_CLASS = "read by transformers' own class of what surrounds the decoder"
+BY_CLASS = "read by transformers' own class of what surrounds the decoder"
 _FIRST = "patch_embed.proj.weight"
 """The end of the name of what a tower multiplies patches with, `[features, ...]`."""
 _MARKS = ("vision_start_token_id", "vision_end_token_id")
@@ -45,22 +45,30 @@ def take_shell(
     fields `marks` are tokens around pictures.
     """
     for name in marks:
-        fields.ignore(name, _BY_CLASS)
+        fields.ignore(name, BY_CLASS)
     vision = fields.take("vision_config")
-    tensors = fields.take(TENSORS)
-    width = next((prod(each[1:]) for name, each in tensors.items() if name.endswith(_FIRST)), None)
-    media = [Medium(fields.take("image_token_id"), "pixel_values", "image_grid_thw", width)]
-    if videos:
-        video = fields.take("video_token_id")
-        media.append(Medium(video, "pixel_values_videos", "video_grid_thw", width))
-    shell = Shell(
-        tensors=tuple((name, tuple(shape)) for name, shape in tensors.items()),
-        prefix=prefix,
-        media=tuple(media),
-        merged=vision["spatial_merge_size"] ** 2,
-        further=further,
-        deep=len(vision.get("deepstack_visual_indexes") or ()),
+    first = (
+        prod(shape[1:]) for name, shape in fields.take(TENSORS).items() if name.endswith(_FIRST)
     )
+    merged, width = vision["spatial_merge_size"] ** 2, next(first, None)
+    kinds = [("image_token_id", "pixel_values", "image_grid_thw")]
+    if videos:
+        kinds.append(("video_token_id", "pixel_values_videos", "video_grid_thw"))
+    media = (
+        PatchMedium(fields.take(token), key, merged, grids, width) for token, key, grids in kinds
+    )
+    deep = len(vision.get("deepstack_visual_indexes") or ())
+    return surround(fields, prefix, *media, further=further, deep=deep)
+
+
+def surround(
+    fields: Fields, prefix: str, *media: PatchMedium | PictureMedium, **more: Any
+) -> dict[str, Any]:
+    """What `Architecture` says of a shell that reads these media; tensors of it have names with the
+    `prefix` in a checkpoint.
+    """
+    tensors = tuple((name, tuple(shape)) for name, shape in fields.take(TENSORS).items())
+    shell = Shell(tensors, prefix, media, **more)
     return {"shell": shell, "attachments": shell.attachments}
 
 

@@ -1,0 +1,36 @@
+"""LLaVA: CLIP's tower beside a decoder of another family. All pictures are of one size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_policy.converters.architecture import PictureMedium
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.families.shared import pictures
+
+NAMES = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+PATHS = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head", "lm_head"),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+    ("vision_tower.", "model.vision_tower."),
+)
+"""What names of tensors begin with, and the paths of transformers' modules in its place."""
+
+
+def take_shell(fields: Fields) -> dict[str, Any]:
+    """What `Architecture` says of the pictures of a LlavaConfig."""
+    vision = fields.take("vision_config")
+    strategy = fields.take("vision_feature_select_strategy", "default")
+    for name in ("image_seq_length", "multimodal_projector_bias", "vision_feature_layer"):
+        fields.ignore(name, pictures.BY_CLASS)
+    fields.ignore("projector_hidden_act", pictures.BY_CLASS)
+    medium = PictureMedium(
+        fields.take("image_token_index"),
+        "pixel_values",
+        merged=1,
+        patch=vision["patch_size"],
+        further=int(strategy == "full"),
+        fixed=(vision["image_size"],) * 2,
+    )
+    return pictures.surround(fields, "", medium)

@@ -1,0 +1,26 @@
+"""Mistral 3: Pixtral's tower beside a decoder of another family. Pictures are of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_policy.converters.architecture import PictureMedium
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.families.shared import pictures
+
+from .llava import NAMES as NAMES
+from .llava import PATHS as PATHS
+
+
+def take_shell(fields: Fields) -> dict[str, Any]:
+    """What `Architecture` says of the pictures of a Mistral3Config."""
+    for name in ("multimodal_projector_bias", "projector_hidden_act", "vision_feature_layer"):
+        fields.ignore(name, pictures.BY_CLASS)
+    medium = PictureMedium(
+        fields.take("image_token_index"),
+        "pixel_values",
+        merged=fields.take("spatial_merge_size") ** 2,
+        patch=fields.take("vision_config")["patch_size"],
+        sizes="image_sizes",
+    )
+    return pictures.surround(fields, "", medium)
