@@ -240,9 +240,11 @@ class Exporter:
         for number, exchange in enumerate(plan.exchanges):
             if exchange.gathers or exchange.in_rounds:
                 group = groups.of(exchange.of_experts)
-                kept = None if self._kept is None else self._kept[number]
+                kept = None
                 if self._streams:
                     kept = self._streams[number].keep(exchange, self.coords.pp)
+                elif self._kept is not None:
+                    kept = self._kept[number]
                 # Nothing keeps the buffer of these rounds while the next exchange makes its own.
                 yield from stream_together(
                     exchange, make_rounds(exchange, self._sources, group, groups.pp, kept), place

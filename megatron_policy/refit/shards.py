@@ -136,6 +136,12 @@ def plan_shards(
     place whole.
     """
     replicas = _Replicas(topology)
+    holding = {rank for of in placements.values() for part in of.holders for rank in part}
+    if holding != set(range(engine_ranks)):
+        raise ConfigError(
+            f"the engine's layout is of ranks {sorted(holding)}, but the group has {engine_ranks} "
+            "engine ranks: each holds a part of some tensor"
+        )
     known: dict[object, list[_Overlap]] = {}
     sent, found = [0] * topology.world_size, list[ShardTransfer]()
     # Experts first: fewer trainers have the same one, and others can make up for them.
@@ -188,8 +194,12 @@ def place_on_grid(
         stage = (grid.pp - 1) * (entry.where == HEAD)
         if entry.where == LAYER and entry.layer is not None:
             stage = entry.layer * grid.pp // architecture.num_layers
+        stages = {stage}
+        if architecture.tied and entry.megatron.startswith("embedding.word_embeddings."):
+            stages.add(grid.pp - 1)  # the head is a copy of it
         holders = (
-            tuple(rank for at in part for rank in replicas.of(apart, stage, *at)) for part in parts
+            tuple(r for at in part for of in sorted(stages) for r in replicas.of(apart, of, *at))
+            for part in parts
         )
         found[item.tensor.name] = EngineShards(dim, chunk, tuple(holders))
     return found

@@ -11,6 +11,7 @@ from megatron_policy.errors import ConfigError, RefitError, WorkerError
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.refit.comparison import EngineComparison, Logprobs, Rows
 from megatron_policy.refit.probe import EngineProbe, ProbeFacts, run_probe
+from megatron_policy.refit.transports.collective.shards import ShardRefits
 from megatron_policy.refit.transports.collective.transport import CollectiveTransport
 from megatron_policy.workers.checks import refuse_unknown
 from megatron_policy.workers.cluster.group import WorkerGroup
@@ -223,7 +224,8 @@ class _ProbedWorkers:
 
 
 def _refuse_groups(transport: Destination) -> None:
-    if isinstance(getattr(transport, "transport", transport), CollectiveTransport):
+    groups = CollectiveTransport | ShardRefits
+    if isinstance(getattr(transport, "transport", transport), groups):
         raise ConfigError(
             "a group's transport cannot be sent to the workers: call init_collective and "
             "broadcast_weights_for_collective"

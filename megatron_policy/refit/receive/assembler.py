@@ -140,7 +140,7 @@ class WeightAssembler:
         if self._of_changes:
             self.patch(self._read_streams(), manifest.step)
         else:
-            self._check_step(manifest.step)
+            self.check_step(manifest.step)
             if self._engine.staged:
                 self._load(list(self._engine.kept.items()))
             self._accept(manifest.step, manifest.model)
@@ -186,7 +186,7 @@ class WeightAssembler:
             for message in messages:
                 patches.apply(decode_message(message))
             patches.check()
-            self._check_step(step)
+            self.check_step(step)
         except BaseException as error:
             patches.undo()
             if isinstance(error, OtherWeightsError):
@@ -251,7 +251,7 @@ class WeightAssembler:
         self._call_engine(engine.finish)
         engine.step, engine.mixed, engine.model = step, False, model
 
-    def _check_step(self, step: int) -> None:
+    def check_step(self, step: int) -> None:
         last = self._engine.step
         if last is not None and step < last:
             raise self.refusal(
@@ -346,6 +346,7 @@ class ShardAssembler:
                 raise RefitError(describe_problems({"not sent whole": wrong}))
         except RefitError as error:
             raise self._assembler.refusal(str(error)) from error
+        self._assembler.check_step(sent.step)  # other ranks load as soon as this one has checked
 
     def finish(self, sent: RefitManifest) -> RefitManifest:
         """Let the engine load it, after `check`."""

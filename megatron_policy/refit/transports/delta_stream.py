@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_policy.refit.ranks import RefitRanks
 
 _MOST_VERSIONS = 64
+_MOST_FAILURES = 2  # in turn; then an engine gets whole weights
 _FAILED, _WHOLE = "failed", "whole"
 
 
@@ -61,6 +62,8 @@ class _Sent:
             for kind in self._kinds
         ]
         self._changes: list[list[bytes]] = []
+        self.failed = 0
+        """How many refits in turn that sent changes have failed."""
 
     @property
     def oldest(self) -> int:
@@ -74,7 +77,7 @@ class _Sent:
         self._changes.append([encode_message(copy.advance()) for copy in self.copies])
         self.number += 1
         most = sum(copy.nbytes for copy in self.copies) // 2
-        while len(self._changes) > _MOST_VERSIONS or self._nbytes > most:
+        while len(self._changes) > _MOST_VERSIONS or (most and self._nbytes > most):
             self._changes.pop(0)
 
     def begin_chain(self, name: str) -> None:
@@ -153,9 +156,12 @@ class DeltaStream:
                 frozen.ranks.leave_together()
                 whole = (frozen if beside else exporter).versioned(version)
                 whole.begin()
+                sent.failed = 0
                 return carry_out(whole, self.transport, planned, step, began)
             changes = frozen.versioned(version, _join_streams(frozen, sent.since(since)))
+            sent.failed += 1
             carried = carry_out(changes, self.transport, self.transport.plan(changes), step, began)
+            sent.failed = 0
             return replace(carried, tensors={}, changed_bytes=carried.total_bytes)
 
         return send
@@ -171,7 +177,9 @@ class DeltaStream:
                 asked = self.transport.ask(exporter)
         except Exception as error:
             failure = error
-        own = [failure is not None, [sent.chain, sent.number], sent.oldest, asked]
+        # The engine that takes part may be another than the one that was asked.
+        oldest = sent.oldest if sent.failed < _MOST_FAILURES else sent.number + 1
+        own = [failure is not None, [sent.chain, sent.number], oldest, asked]
         words = ranks.gather_text(json.dumps(own))
         decided = ranks.broadcast_text(_decide(words) if exporter.rank == 0 else None)
         if decided == _FAILED:

@@ -179,9 +179,12 @@ class Sender:
         """
         self._put_offer({QUESTION: "at"})
         missing = "did not say within {:g} s which weights it has: is it running, and receiving?"
-        answers = [
-            parse_note("at", content, at=list) for content in self._from_engines("at", missing)
-        ]
+        try:
+            answers = [
+                parse_note("at", content, at=list) for content in self._from_engines("at", missing)
+            ]
+        finally:
+            self._end()  # an engine that comes now waits for the next one
         return [read_version(*answer["at"]) for answer in answers]
 
     def _put_offer(self, offer: dict[str, Any]) -> None:

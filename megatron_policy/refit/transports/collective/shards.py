@@ -111,6 +111,7 @@ class ShardRefits:
         Collective over all ranks. RefitError on all of them if any failed.
         """
         began, failure, nbytes = time.perf_counter(), None, 0
+        self._plan(exporter)  # a layout that does not fit is refused before engines hear of a refit
         exporter.begin()
         self._member.begin()
         try:

@@ -65,6 +65,8 @@ class Collective:
         trains = exporter.topology.world_size
         if train_world_size not in (None, trains):
             raise ConfigError(f"train_world_size={train_world_size}, but {trains} ranks train")
+        if of_shards and train_world_size is None:
+            raise ConfigError("of_shards=True needs train_world_size: every rank sends its own")
         engines = world_size - (train_world_size or 1)
         if engines < 1:
             raise ConfigError(
@@ -110,6 +112,8 @@ class Collective:
         """The transport for refits in broadcasts of `bucket_bytes` (None: the policy's), with
         tensors in their own dtypes or in `dtype`.
         """
+        if self.of_shards:
+            raise ConfigError("this group sends shards: give refit() what shards(held) returns")
         return CollectiveTransport(self, bucket_bytes, dtype)
 
     def shards(self, held: Mapping[str, EngineShards]) -> ShardRefits:
