@@ -100,7 +100,9 @@ _NOT_APPLIED: dict[str, Rules] = {
     ),
     "dtensor_cfg.automodel_kwargs.": {
         "use_liger_kernel force_hf backend": _AUTOMODEL,
-        "freeze_config": Rejected("all parameters are trained"),
+        "freeze_config": Rejected(
+            "policy.optimizer.param_groups freezes parameters, by names and roles"
+        ),
     },
     "draft.": switched_off(
         "training a draft model with the policy is not supported",

@@ -19,7 +19,7 @@ from megatron_policy.config.numbers import (
     RateOrNone,
 )
 from megatron_policy.config.section import Dtype, Section
-from megatron_policy.config.trained import ParamGroupConfig, PeftConfig
+from megatron_policy.config.trained import FreezeConfig, ParamGroupConfig, PeftConfig
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp"]
 
@@ -200,6 +200,7 @@ class MegatronConfig(Section):
     converter_type: str | None = None
     freeze_moe_router: bool = False
     """The weights of routers are not trained."""
+    freeze_config: FreezeConfig = FreezeConfig()
     moe_router_dtype: str | None = None
     """fp32 or fp64; null means what the model's family computes in."""
     moe_router_load_balancing_type: str | None = None

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from fnmatch import translate
+from fnmatch import fnmatchcase, translate
 from typing import Any, get_args
 
 from megatron_policy.config import MegatronConfig, PolicyConfig
@@ -23,10 +23,19 @@ _KEY = "policy.megatron_cfg.optimizer.param_groups"
 _TORCH_KEY = "policy.optimizer.param_groups"
 _ROUTER = ".mlp.router."
 _SHOWN = 4
-_BASE = ParamGroupConfig(roles=tuple(r for r in get_args(ParamRole) if r != "adapter"), freeze=True)
+_ROLES: tuple[ParamRole, ...] = get_args(ParamRole)
+_BASE = ParamGroupConfig(roles=tuple(r for r in _ROLES if r != "adapter"), freeze=True)
 """What adapters leave as it is: all else but a scalar head."""
 _ROUTERS = ParamGroupConfig(roles=("router",), freeze=True)
-"""What `freeze_moe_router` asks for, also of a model without routers."""
+_TOWER = ParamGroupConfig(roles=("vision",), freeze=True)
+_PROJECTORS = ParamGroupConfig(names=("*merger*",), roles=("vision",), freeze=True)
+_DECODER = ParamGroupConfig(roles=tuple(r for r in _ROLES if r != "vision"), freeze=True)
+_BUT = {id(_BASE): SCALAR_HEAD, id(_DECODER): SCALAR_HEAD, id(_TOWER): _PROJECTORS.names or ()}
+"""Patterns of names that are not in the group all the same."""
+_IMPLIED = [id(group) for group in (_BASE, _ROUTERS, _TOWER, _PROJECTORS, _DECODER)]
+"""Groups that other keys ask for, also of a model that lacks what is in them: `peft`,
+`freeze_moe_router` and the three of `freeze_config`.
+"""
 
 
 def role_of(entry: Entry) -> str:
@@ -66,11 +75,14 @@ class ParamGroups:
     @classmethod
     def of(cls, settings: MegatronConfig) -> ParamGroups:
         """The groups that `settings` ask for."""
-        first = []
-        if settings.peft.enabled:
-            first = [_BASE]
-        elif settings.freeze_moe_router:
-            first = [_ROUTERS]
+        part = settings.freeze_config
+        asked = [
+            (settings.freeze_moe_router, _ROUTERS),
+            (part.freeze_vision_model, _TOWER),
+            (part.freeze_vision_projection, _PROJECTORS),
+            (part.freeze_language_model, _DECODER),
+        ]
+        first = [_BASE] if settings.peft.enabled else [group for on, group in asked if on]
         return cls([*first, *settings.optimizer.param_groups])
 
     @classmethod
@@ -103,7 +115,7 @@ class ParamGroups:
     def _group(self, role: str, name: str) -> ParamGroupConfig | None:
         for group, pattern in zip(self._groups, self._patterns, strict=True):
             fits = pattern is None or pattern.fullmatch(name) is not None
-            if group is _BASE and name in SCALAR_HEAD:
+            if fits and any(fnmatchcase(name, each) for each in _BUT.get(id(group), ())):
                 continue
             if fits and (group.roles is None or role in group.roles):
                 return group
@@ -123,7 +135,7 @@ class ParamGroups:
             )
         names = [name for entry in table.entries for name in entry.hf]
         for group in self._groups:
-            for pattern in group.names or ():
+            for pattern in () if id(group) in _IMPLIED else group.names or ():
                 _refuse_unfitting(self._key, pattern, names)
         self._refuse_empty(table)
         experts: dict[tuple[int | None, str], set[int]] = defaultdict(set)
@@ -153,7 +165,7 @@ class ParamGroups:
     def _refuse_empty(self, table: Table) -> None:
         """ConfigError for a group with roles that no tensor of its names has."""
         for group, pattern in zip(self._groups, self._patterns, strict=True):
-            if group.roles is None or group is _BASE or group is _ROUTERS:
+            if group.roles is None or id(group) in _IMPLIED:
                 continue
             named = (
                 role_of(entry)

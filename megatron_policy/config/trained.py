@@ -71,6 +71,19 @@ class ParamGroupConfig(ValueSection):
         return self
 
 
+class FreezeConfig(Section):
+    """Parts of a model that sees pictures and keep their values, as groups before those of
+    `param_groups` do. A model without the part is trained as it is.
+    """
+
+    freeze_vision_model: bool = False
+    """The tower, without its projectors."""
+    freeze_vision_projection: bool = False
+    """The projectors: what merges patches into features of the decoder's width."""
+    freeze_language_model: bool = False
+    """All but tower and projectors; a scalar head is trained."""
+
+
 def _none_for_nothing(value: Any) -> Any:
     return None if value in ("None", "") else value
 

@@ -267,15 +267,17 @@ def test_a_key_of_the_engine_that_is_off_passes_and_counts_where_it_is_on() -> N
         assert any(said in line for line in lines), lines
 
 
-def test_freezing_towers_that_a_text_model_lacks_passes_and_freezing_the_model_does_not() -> None:
+def test_keys_that_freeze_parts_of_a_model_are_applied_or_refused() -> None:
     raw = copy.deepcopy(host_policies.EARLY)
-    raw["megatron_cfg"]["freeze_config"] = frozen = {"freeze_vision_model": True}
-    assert "megatron_cfg.freeze_config.freeze_vision_model" in ignored_keys(raw)
-    PolicyConfig.parse(raw)
-    for key in ("freeze_language_model", "freeze_everything"):
-        raw["megatron_cfg"]["freeze_config"] = frozen | {key: True}
-        with pytest.raises(ConfigError, match=f"{key}=True would change results"):
-            PolicyConfig.parse(raw)
+    raw["megatron_cfg"] |= {"freeze_vision_model": False, "freeze_sound_encoder": True}
+    raw["megatron_cfg"]["freeze_config"] = {"freeze_vision_model": True}
+    assert PolicyConfig.parse(raw).megatron_cfg.freeze_config.freeze_vision_model
+    for section, key in (("", "freeze_vision_model"), ("freeze_config.", "freeze_everything")):
+        wrong = copy.deepcopy(raw)
+        held = wrong["megatron_cfg"]["freeze_config"] if section else wrong["megatron_cfg"]
+        held[key] = True
+        with pytest.raises(ConfigError, match=rf"{section}{key}=True would change .*param_groups"):
+            PolicyConfig.parse(wrong)
 
 
 def test_the_balancing_coefficient_that_is_overridden_counts_unless_ours_is_given() -> None:

@@ -20,6 +20,7 @@ from megatron_policy.converters.rows import Role
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConfigError
 from tests.dist.cases import policy_config
+from tests.picture_models import make_model
 
 
 def groups_of(*groups: dict[str, Any], **settings: Any) -> ParamGroups:
@@ -111,6 +112,25 @@ def test_a_group_of_a_role_that_the_model_lacks_is_refused(checkpoint) -> None:
         groups_of({"roles": ["router"], "lr": 1e-3}).check(dense)
     groups_of({"roles": ["router", "norm"], "lr": 1e-3}).check(dense)
     groups_of(freeze_moe_router=True).check(dense)
+
+
+def test_parts_are_frozen_by_the_keys_of_the_host(checkpoint, tmp_path: Path) -> None:
+    table = table_of(make_model(tmp_path, "qwen3_vl"))
+    names = [entry.hf[0] for entry in table.entries]
+    tower = {name for name in names if name.startswith("model.visual.")}
+    mergers = {name for name in tower if name.split(".")[2] in ("merger", "deepstack_merger_list")}
+    assert mergers and tower > mergers
+    parts = {"vision_model": tower - mergers, "vision_projection": mergers}
+    parts["language_model"] = {*names} - tower
+    for part, frozen in parts.items():
+        groups = groups_of(freeze_config={f"freeze_{part}": True})
+        groups.check(table)
+        assert {e.hf[0] for e in table.entries if groups.frozen(e)} == frozen, part
+    both = groups_of(freeze_config={"freeze_vision_model": True, "freeze_vision_projection": True})
+    assert {e.hf[0] for e in table.entries if both.frozen(e)} == tower
+    text = table_of(checkpoint("qwen3"))
+    both.check(text)
+    assert not any(map(both.frozen, text.entries))
 
 
 def test_groups_of_a_model_without_a_family_are_refused(checkpoint) -> None:
