@@ -76,12 +76,29 @@ FURTHER = {
     "Qwen/Qwen3.5-35B-A3B-Base": "Qwen3.5-35B-A3B",
     "Qwen/Qwen3.5-9B-Base": "Qwen3.5-9B",
 }
+_VL_7B = PUBLISHED["Qwen2.5-VL-7B-Instruct"][1]
+_VL_3B = {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+}
+SEEING: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-VL-3B-Instruct": _VL_7B
+    | {
+        "text_config": _VL_7B["text_config"] | _VL_3B,
+        "tie_word_embeddings": True,
+        "vision_config": _VL_7B["vision_config"] | {"out_hidden_size": 2048},
+    },
+}
+"""Models that see pictures, of other sizes than those of `tests/families`."""
 MODELS = ("policy", "teacher", "value")
 SPLIT_MODEL = [
     f"{axis}_parallel_size"
     for axis in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 ]
-PICTURES = "examples have pictures or sounds, which the model families of this package do not take"
 NOT_KNOWN = "a model that is not in the tables of tests/hosts/real/recipes.py"
 
 
@@ -118,14 +135,12 @@ def for_our_worker(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipes() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name, models and cluster of every recipe that trains a policy with Megatron, and whether its
-    examples have pictures or sounds, of which the policy's section can say nothing.
-    """
+    """Name, models and cluster of every recipe that trains a policy with Megatron."""
     root = checkout() / "examples" / "configs" / "recipes"
     for file in sorted(root.glob("**/*.yaml")):
         document = sections(file, "cluster", *MODELS)
         if with_megatron(document, "policy"):
-            yield str(file.relative_to(root)), document | {"pictures": file.parent.name == "vlm"}
+            yield str(file.relative_to(root)), document
 
 
 def with_megatron(document: Mapping[str, Any], model: str) -> bool:
@@ -161,6 +176,8 @@ def architecture_of(config: PolicyConfig) -> Architecture | None:
         fields = dense_config(*DENSE[model])
     elif model in FURTHER:
         fields = (PUBLISHED | HYBRIDS)[FURTHER[model]][1]
+    elif model in SEEING:
+        fields = SEEING[model]
     else:
         return None
     with TemporaryDirectory() as folder:
@@ -172,8 +189,7 @@ def refusal(document: Mapping[str, Any]) -> str:
     """What a recipe is refused for; empty if it is taken."""
     policy = document["policy"]
     found = (refusal_of(document[m], document) for m in MODELS if with_megatron(document, m))
-    pictures = PICTURES if document.get("pictures") else ""
-    return next(filter(None, found), "") or pictures or refused_generation(policy)
+    return next(filter(None, found), "") or refused_generation(policy)
 
 
 def refusal_of(raw: dict[str, Any], document: Mapping[str, Any]) -> str:
