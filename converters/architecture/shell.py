@@ -63,6 +63,8 @@ class PatchMedium(Medium):
     """The key with the patches of each picture in time, height and width, int `[pictures, 3]`."""
     width: int | None = None
     """The values of a patch; None if nothing says how many there are."""
+    by_frame: bool = False
+    """Whether other tokens stand between the placeholders of frames of a video."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -75,8 +77,15 @@ class PatchMedium(Medium):
 
     def count_tokens(self, given: OfRow) -> int:
         """The tokens of a row whose places its pictures take."""
-        grids = given[self.grids]
-        return 0 if grids is None else int(grids.prod(-1).sum()) // self.merged
+        return sum(self.list_groups(given))
+
+    def list_groups(self, given: OfRow) -> list[int]:
+        """The tokens of a row that stand together, picture by picture or frame by frame."""
+        grids, found = given[self.grids], list[int]()
+        for times, height, width in [] if grids is None else grids.tolist():
+            tokens = height * width // self.merged
+            found += [tokens] * times if self.by_frame else [tokens * times]
+        return found
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,14 @@ class Shell:
         size = medium.fixed or tuple(each * medium.patch for each in patches)
         found = {medium.values: make(1, channels, *size)}
         return found if medium.sizes is None else found | {medium.sizes: torch.tensor([size])}
+
+
+def choose_placeholders(at_S: torch.Tensor, drawn_S: torch.Tensor, count: int) -> torch.Tensor:
+    """Of a row's placeholders `at_S` those whose places features take, bool `[S]`: all that the
+    policy has not drawn if there are `count` of them, else the first ones.
+    """
+    given_S = at_S & ~drawn_S
+    return given_S if int(given_S.sum()) == count else at_S & (at_S.cumsum(0) <= count)
 
 
 def join_rows(values: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -19,6 +19,7 @@ def architecture(fields: Fields) -> Architecture:
     text = pictures.take_text(fields)
     rope = take_rope(text, partial=True, interleaved=True, threefold="apart")
     attention = dense.take_attention(text, rope=rope, qkv_bias=True)
+    text.ignore("attention_bias", "the class always has biases of queries, keys and values")
     for name in _OF_VIDEOS:
         fields.ignore(name, "a token of videos, which batches do not have")
     marks = ("image_start_token_id", "image_end_token_id")

@@ -18,5 +18,5 @@ def architecture(fields: Fields) -> Architecture:
     text = pictures.take_text(fields)
     rope = take_rope(text, threefold="apart")
     attention = dense.take_attention(text, rope=rope, qkv_bias=True)
-    shell = pictures.take_shell(fields, "", "second_per_grid_ts")
+    shell = pictures.take_shell(fields, "", "second_per_grid_ts", by_frame=False)
     return dense.architecture(text, dense.take_windows(text, attention), **shell)

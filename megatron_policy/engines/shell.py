@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.architecture import Shell, join_rows
+from megatron_policy.converters.architecture import Shell, choose_placeholders, join_rows
 from megatron_policy.converters.formats.hf_config import DECODERS, transformers_config
 from megatron_policy.device import to_device
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.embedder import Embedder, Entering
-from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.packing.microbatch import Microbatch, inside
 
 _TYPES = "mm_token_type_ids"
 """The argument of composite models that says of each token which medium's it is, or 0."""
@@ -289,18 +289,17 @@ class PictureEmbedder:
 
     def _find_types(self, microbatch: Microbatch) -> torch.Tensor:
         """Int64 `[B, S]`, on the host: the number of the medium, from 1 on, whose feature takes the
-        place of a token, and 0 for text. Of a row's placeholders the first ones count, as many as
-        its grids say.
+        place of a token, and 0 for text. See `choose_placeholders`.
         """
         data = microbatch.host.data
-        tokens_BS = data["input_ids"]
+        tokens_BS, inside_BS = data["input_ids"], inside(data)
+        drawn_BS = data["token_mask"] != 0 if "token_mask" in data else inside_BS
         types_BS = torch.zeros_like(tokens_BS)
         for number, medium in enumerate(self.shell.media, start=1):
-            rows = (medium.pick(data, row) for row in range(len(tokens_BS)))
-            counts_B = torch.tensor([*map(medium.count_tokens, rows)])
-            at_BS = tokens_BS == medium.placeholder
-            at_BS &= at_BS.cumsum(1) <= counts_B.unsqueeze(1)
-            types_BS[at_BS] = number
+            for row, tokens_S in enumerate(tokens_BS):
+                count = medium.count_tokens(medium.pick(data, row))
+                at_S = (tokens_S == medium.placeholder) & inside_BS[row]
+                types_BS[row, choose_placeholders(at_S, drawn_BS[row], count)] = number
         return types_BS
 
 

@@ -19,7 +19,8 @@ from megatron_policy.training.value_checks import holds_integers
 IGNORED_LABEL = -100
 """What transformers leaves out of a loss."""
 
-_TEXT_ONLY = "this model reads text alone, as all that predict further tokens (MTP)"
+_TEXT_ONLY = "this model reads text alone, as do models that see pictures while they are trained "
+_TEXT_ONLY += "to predict further tokens (MTP)"
 _FROM_THE_START = "every row is computed from its first token on"
 _REFUSED = {
     "inputs_embeds": "a model embeds input_ids itself",

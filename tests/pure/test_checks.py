@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import PatchMedium, PictureMedium, Shell
+from megatron_policy.converters.architecture import (
+    PatchMedium,
+    PictureMedium,
+    Shell,
+    choose_placeholders,
+)
 from megatron_policy.errors import BatchError, LossError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.packing.batching import Batching
@@ -154,6 +161,8 @@ def test_pictures_that_fit_their_placeholders_pass_and_what_was_drawn_is_text() 
         ),
         ({"films": [None, None, torch.ones(4)]}, r"\(4,\) in row 2; .* \[patches, values\]"),
         ({"token_mask": [[1]] * 3}, "'token_mask' has no tensor"),
+        ({"image_grid_thw": [None, GRID.flip(0), None]}, r"groups of \[2, 1\].* of \[1, 2\]"),
+        ({"films": [None, None, torch.ones(4, 5).byte()]}, "'films' is torch.uint8 in row 2"),
         ({"mm_token_type_ids": TYPES.flip(0)}, "has 2 in row 0 .* 0, where token 1 makes it 0"),
         ({"mm_token_type_ids": TYPES * (TYPES != 2)}, "has 0 in row 2 .* token 8 makes it 2"),
     ],
@@ -163,6 +172,28 @@ def test_pictures_that_do_not_fit_are_named_with_their_row(
 ) -> None:
     with pytest.raises(BatchError, match=message):
         check_batch(pictured(**changes), 9, SHELL.attachments, SHELL)
+
+
+def test_what_was_drawn_before_a_picture_is_text_too() -> None:
+    at_S = torch.tensor([1, 0, 1, 1, 0, 1]) == 1
+    drawn_S = torch.tensor([1, 1, 0, 0, 0, 1]) == 1
+    assert choose_placeholders(at_S, drawn_S, 2).tolist() == [0, 0, 1, 1, 0, 0]
+    assert choose_placeholders(at_S, at_S, 3).tolist() == [1, 0, 1, 1, 0, 0]
+    tokens = torch.tensor([[7, 1, 7, 7, 1, 1]])
+    row = {"pixel_values": [torch.ones(8, 5)], "image_grid_thw": [GRID[:1]]}
+    data = {"input_ids": tokens, "input_lengths": torch.tensor([6]), **row}
+    masked = BatchedDataDict(token_mask=drawn_S[None].long(), **data)
+    check_batch(masked, 9, SHELL.attachments, SHELL)
+    with pytest.raises(BatchError, match=r"groups of \[1, 1\].* of \[2\]"):
+        check_batch(BatchedDataDict(data), 9, SHELL.attachments, SHELL)
+
+
+def test_frames_of_a_video_stand_apart_where_the_model_wants_it() -> None:
+    given = {"films": torch.ones(16, 5), "film_grids": torch.tensor([[2, 2, 4]])}
+    together = SHELL.media[1]
+    assert isinstance(together, PatchMedium)
+    assert together.list_groups(given) == [4]
+    assert replace(together, by_frame=True).list_groups(given) == [2, 2]
 
 
 SIZES = torch.tensor([[4, 8], [4, 4]])

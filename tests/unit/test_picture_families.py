@@ -24,6 +24,7 @@ from megatron_policy.converters.registry import FAMILIES
 from megatron_policy.converters.rows import Role, fill_shard
 from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
+from tests.checkpoints import make_checkpoint
 from tests.picture_models import MEDIA, ROPE, TINY, TOKENS, WHOLE, make_model, stack_experts
 
 PUBLISHED: dict[str, tuple[str, list[int], dict[str, Any]]] = {
@@ -324,3 +325,29 @@ def test_values_that_cannot_be_honoured_are_refused_by_name(
     with pytest.raises((ConfigError, ConversionError)) as caught:
         bound(tmp_path)
     assert said in str(caught.value)
+
+
+TEXT_OF_4_54 = {
+    **dict.fromkeys(("vision_start_token_id", "vision_end_token_id", "vision_token_id"), 7),
+    **dict.fromkeys(("image_token_id", "video_token_id")),
+}
+"""What transformers 4.54 repeats in the decoder's section."""
+
+
+@pytest.mark.parametrize(
+    ("family", "top", "text"),
+    [
+        ("qwen2_vl", {"vision_token_id": 7}, {}),
+        ("qwen2_5_vl", {"vision_token_id": 7}, TEXT_OF_4_54),
+        ("glm4v", {}, {"attention_bias": True}),
+    ],
+)
+def test_fields_of_published_files_that_change_nothing_are_no_hindrance(
+    tmp_path: Path, family: str, top: dict[str, Any], text: dict[str, Any]
+) -> None:
+    plain = make_checkpoint(tmp_path / "plain", family)
+    config = json.loads((plain / "config.json").read_text())
+    (tmp_path / "further").mkdir()
+    more = config | top | {"text_config": config["text_config"] | text}
+    (tmp_path / "further" / "config.json").write_text(json.dumps(more))
+    assert bound(tmp_path / "further").architecture == bound(plain).architecture

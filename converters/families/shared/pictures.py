@@ -22,7 +22,12 @@ name and shape.
 BY_CLASS = "read by transformers' own class of what surrounds the decoder"
 _FIRST = "patch_embed.proj.weight"
 """The end of the name of what a tower multiplies patches with, `[features, ...]`."""
-_MARKS = ("vision_start_token_id", "vision_end_token_id")
+_MARKS = ("vision_start_token_id", "vision_end_token_id", "vision_token_id")
+_REPEATED = (
+    *_MARKS,
+    *("image_token_id", "image_start_token_id", "image_end_token_id"),
+    *("video_token_id", "video_start_token_id", "video_end_token_id"),
+)
 
 
 def take_text(fields: Fields) -> Fields:
@@ -30,6 +35,8 @@ def take_text(fields: Fields) -> Fields:
     text = fields.section("text_config", inherited=("tie_word_embeddings",))
     if text is None:
         raise ConversionError("config.json has no text_config, which this model family needs")
+    for name in _REPEATED:
+        text.ignore(name, "the fields of the whole model count")
     return text
 
 
@@ -39,10 +46,12 @@ def take_shell(
     *further: str,
     marks: tuple[str, ...] = _MARKS,
     videos: bool = True,
+    by_frame: bool = True,
 ) -> dict[str, Any]:
-    """What `Architecture` says of pictures, and of `videos` if they are read; tensors of the shell
-    have names with this `prefix` in a checkpoint. It reads the keys `further` of a batch. The
-    fields `marks` are tokens around pictures.
+    """What `Architecture` says of pictures, and of `videos` if they are read, `by_frame` where
+    other tokens stand between their frames; tensors of the shell have names with this `prefix` in a
+    checkpoint. It reads the keys `further` of a batch. The fields `marks` are tokens around
+    pictures.
     """
     for name in marks:
         fields.ignore(name, BY_CLASS)
@@ -51,12 +60,11 @@ def take_shell(
         prod(shape[1:]) for name, shape in fields.take(TENSORS).items() if name.endswith(_FIRST)
     )
     merged, width = vision["spatial_merge_size"] ** 2, next(first, None)
-    kinds = [("image_token_id", "pixel_values", "image_grid_thw")]
+    image = fields.take("image_token_id")
+    media = [PatchMedium(image, "pixel_values", merged, "image_grid_thw", width)]
     if videos:
-        kinds.append(("video_token_id", "pixel_values_videos", "video_grid_thw"))
-    media = (
-        PatchMedium(fields.take(token), key, merged, grids, width) for token, key, grids in kinds
-    )
+        keys = ("pixel_values_videos", merged, "video_grid_thw", width, by_frame)
+        media.append(PatchMedium(fields.take("video_token_id"), *keys))
     deep = len(vision.get("deepstack_visual_indexes") or ())
     return surround(fields, prefix, *media, further=further, deep=deep)
 
