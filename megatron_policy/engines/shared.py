@@ -73,9 +73,10 @@ class GrowingRows:
         cls, embedder: Embedder, prompts: BatchedDataDict, positions: int, time: int
     ) -> GrowingRows:
         """For `prompts` and `positions` as `NewCache` has them."""
-        tokens_BS = prompts["input_ids"]
-        tokens_BT = F.pad(tokens_BS, (0, positions - tokens_BS.size(1)))
-        rows = BatchedDataDict({**prompts, "input_ids": tokens_BT})
+        missing = positions - prompts["input_ids"].size(1)
+        of_tokens = (key for key in ("input_ids", "token_mask") if key in prompts)
+        wide = {key: F.pad(prompts[key], (0, missing)) for key in of_tokens}
+        rows = BatchedDataDict({**prompts, **wide})
         alone = Multiples(row=1, sequence=1, context_ranks=1)
         return cls(embedder, padded_microbatch(rows, positions, positions, alone), time)
 

@@ -33,6 +33,7 @@ SAMPLES = Samples(
     windows=set_window,
     full={"sliding_window": 16},
     draw=draw,
+    ranges={"ln_pre": (0.5, 1.5)},
     variants={
         "mistral3 with a window": {"window": 7},
         "mistral3 without one": {"tied": True},

@@ -36,7 +36,7 @@ def test_transformers_and_the_table_of_a_family_know_every_weight_and_none_is_co
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert model.get_input_embeddings().padding_idx is None
     tensors = load_file(path / "model.safetensors")
-    assert ("lm_head.weight" in tensors) is not tied
+    assert any(name.endswith("lm_head.weight") for name in tensors) is not tied
     assert tensors.keys() == bind(read_config(path)).hf_shapes().keys()
     constant = [name for name, t in tensors.items() if t.numel() > 1 and not t.std() > 0.01]
     assert constant == [], "give their names a range in the family's file of tests/families"

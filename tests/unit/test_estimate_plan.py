@@ -508,7 +508,7 @@ def test_pictures_cost_the_first_stage_memory_and_time(tmp_path) -> None:
     assert BatchShape.of(config, 4096, TowerCost(4096)).rows_together == 2
     assert BatchShape.of(config, 4096).rows_together == 4
     code, _, errors = run(*options, "--patches", 6)
-    assert code == 2 and "6 patches: 4 make a token, so give a multiple of 4" in errors
+    assert code == 2 and "6 patches: the model sees 4 together, so give a multiple of 4" in errors
 
 
 def test_a_refit_is_of_all_gpus_also_as_json(tmp_path) -> None:
