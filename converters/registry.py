@@ -7,7 +7,7 @@ the model_type, its object a `Family`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -106,16 +106,20 @@ class Family:
     """Finds its rows, in place of `table`, where the config says whose its decoder is."""
 
     def list_rows(self, fields: Fields, tensors: Collection[str] = ()) -> tuple[Row | Ignore, ...]:
-        """Its rows for a model of this config, by the names that a checkpoint with these HF tensors
-        has, if any are.
-        """
+        """Its rows for a model of this config; see `name_rows`."""
         rows = self.table if self.find_rows is None else self.find_rows(fields)
+        return self.name_rows(rows, tensors)
+
+    def name_rows(
+        self, rows: Iterable[Row | Ignore], tensors: Collection[str]
+    ) -> tuple[Row | Ignore, ...]:
+        """The rows by the names that a checkpoint with these HF tensors has, if any are."""
         others = {
             part: other
             for part, other in self.other_names
             if tensors and not any(f".{part.removeprefix('.')}" in f".{name}" for name in tensors)
         }
-        return rename(rows, others) if others else rows
+        return rename(rows, others)
 
     @property
     def has_forms(self) -> bool:
@@ -205,7 +209,14 @@ FAMILIES = {
         _built_in(lfm2, "Lfm2ForCausalLM"),
         _built_in(lfm2_moe, "Lfm2MoeForCausalLM"),
         _built_in(llama, "LlamaForCausalLM"),
-        _surrounding(llava, "LlavaForConditionalGeneration", "llama", "mistral", "qwen2"),
+        _surrounding(
+            llava,
+            "LlavaForConditionalGeneration",
+            "llama",
+            "mistral",
+            "qwen2",
+            other_names=llava.OTHER_NAMES,
+        ),
         _built_in(mimo, "MiMoForCausalLM", hf_model_type="qwen2", hf_prefix="Qwen2"),
         _built_in(minimax_m2, "MiniMaxM2ForCausalLM"),
         _built_in(ministral3, "Ministral3ForCausalLM"),

@@ -253,7 +253,8 @@ def draft(
             f"config.json has a value that a {family.name} model cannot have: {error}"
         ) from error
     if architecture.shell is not None:
-        rows = (*rows, *make_rows(architecture.shell))
+        shell = make_rows(architecture.shell)
+        rows = (*rows, *family.name_rows(shell, named or tensors))
     entries = _make_entries([row for row in rows if not isinstance(row, Ignore)], architecture)
     _refuse_duplicates(family.name, entries)
     _refuse_vectors_as_matrices(family.name, entries, architecture)

@@ -1,4 +1,6 @@
-"""LLaVA: CLIP's tower beside a decoder of another family. All pictures are of one size."""
+"""LLaVA: the tower of CLIP or SigLIP beside a decoder of another family. All pictures are of one
+size.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,20 @@ PATHS = (
     ("vision_tower.", "model.vision_tower."),
 )
 """What names of tensors begin with, and the paths of transformers' modules in its place."""
+OTHER_NAMES = tuple(
+    (f"vision_tower.{part}", f"vision_tower.vision_model.{part}")
+    for part in ("embeddings.", "encoder.", "head.", "post_layernorm.", "pre_layrnorm.")
+)
+"""What makers call parts of the tower, where transformers 5 has shorter names."""
+_OF_CLASS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+"""By the kind of tower: how many tokens of a picture stand before those of its patches."""
 
 
 def take_shell(fields: Fields) -> dict[str, Any]:
     """What `Architecture` says of the pictures of a LlavaConfig."""
     vision = fields.take("vision_config")
+    if (kind := vision["model_type"]) not in _OF_CLASS:
+        fields.refuse("vision_config.model_type", kind, f"it can be {' or '.join(_OF_CLASS)}")
     strategy = fields.take("vision_feature_select_strategy", "default")
     for name in ("image_seq_length", "multimodal_projector_bias", "vision_feature_layer"):
         fields.ignore(name, pictures.BY_CLASS)
@@ -30,7 +41,7 @@ def take_shell(fields: Fields) -> dict[str, Any]:
         "pixel_values",
         merged=1,
         patch=vision["patch_size"],
-        further=int(strategy == "full"),
+        further=_OF_CLASS.get(kind, 0) - (strategy == "default"),
         fixed=(vision["image_size"],) * 2,
     )
     return pictures.surround(fields, "", medium)

@@ -109,7 +109,7 @@ def build_composite(config: PolicyConfig) -> torch.nn.Module:
 def take_surroundings(whole: Any) -> torch.nn.Module:
     """A composite model with the modules of `whole`, but for its decoder.
 
-    ConfigError if its class is not called with the type of each token.
+    ConfigError if its class makes positions and is not called with the type of each token for it.
     """
     from transformers import __version__
 

@@ -351,3 +351,56 @@ def test_fields_of_published_files_that_change_nothing_are_no_hindrance(
     more = config | top | {"text_config": config["text_config"] | text}
     (tmp_path / "further" / "config.json").write_text(json.dumps(more))
     assert bound(tmp_path / "further").architecture == bound(plain).architecture
+
+
+def test_towers_under_the_names_of_their_makers_are_those_of_transformers(tmp_path: Path) -> None:
+    own = make_model(tmp_path / "own", "llava")
+    shutil.copytree(own, made := tmp_path / "made")
+    before = "vision_tower."
+    named = {
+        name.replace(before, before + "vision_model."): tensor
+        for name, tensor in load_file(own / "model.safetensors").items()
+    }
+    save_file(named, made / "model.safetensors", {"format": "pt"})
+    model, report = AutoModelForImageTextToText.from_pretrained(made, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    ours = AutoModelForImageTextToText.from_pretrained(own).state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in model.state_dict().items())
+    convert(made, tmp_path / "mcore", "mcore")
+    convert(tmp_path / "mcore", tmp_path / "back", "hf")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == named.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in named.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("clip_vision_model", "default"),
+        ("clip_vision_model", "full"),
+        ("siglip_vision_model", "full"),
+        ("siglip_vision_model", "default"),
+    ],
+)
+def test_pictures_take_as_many_places_as_a_tower_makes_features(
+    tmp_path: Path, kind: str, strategy: str
+) -> None:
+    fields = TINY["llava"] | {"vision_feature_select_strategy": strategy}
+    fields |= {"vision_config": fields["vision_config"] | {"model_type": kind}}
+    config = AutoConfig.for_model("llava", **fields)
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path)
+    shell = bound(tmp_path).architecture.shell
+    assert shell is not None
+    picture = shell.make_picture(0, (2, 2), torch.randn)
+    (features,) = model.model.get_image_features(picture["pixel_values"]).pooler_output
+    assert shell.media[0].count_tokens(picture) == len(features)
+
+
+def test_a_tower_whose_pictures_differ_in_size_is_refused_by_name(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "llava")
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"] |= {"model_type": "pixtral"}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConversionError, match=r"vision_config\.model_type = 'pixtral': it can be"):
+        bound(path)

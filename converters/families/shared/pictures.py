@@ -28,6 +28,7 @@ _REPEATED = (
     *("image_token_id", "image_start_token_id", "image_end_token_id"),
     *("video_token_id", "video_start_token_id", "video_end_token_id"),
 )
+"""Tokens that some releases of transformers state in the section of the decoder too."""
 
 
 def take_text(fields: Fields) -> Fields:
