@@ -3,7 +3,7 @@
 # .venv-gpu-image (Python 3.12, older releases, without Ray).
 PYTHON ?= python3
 PYTHON_LATEST ?=
-PYTHON_GPU_IMAGE ?= python3.12
+PYTHON_GPU_IMAGE ?=
 # Where torch documents its CPU builds: .ci/venv uses it where there is no GPU; empty: pip's own index.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # The same of .venv-latest, which has a CUDA build on every machine: its tests compile kernels, and build models on GPUs
@@ -129,12 +129,13 @@ $(VENV)/.installed: pyproject.toml .ci/constraints.txt .ci/venv
 	@TORCH_INDEX="$(TORCH_INDEX)" .ci/venv $(VENV) $(PYTHON) .ci/constraints.txt
 
 $(LATEST)/.installed: pyproject.toml .ci/constraints-latest.txt .ci/venv
-	@python=$$(PYTHON_LATEST="$(PYTHON_LATEST)" .ci/python-latest) && \
+	@python=$$(PYTHON_LATEST="$(PYTHON_LATEST)" .ci/find-python PYTHON_LATEST 3.13 3.12) && \
 	TORCH_INDEX="$(TORCH_INDEX_LATEST)" .ci/venv $(LATEST) "$$python" .ci/constraints-latest.txt
 
 # What the dev extra has for tests, without Ray; torch is a CUDA build, as on the machines whose versions these are.
 $(GPU_IMAGE)/.installed: pyproject.toml .ci/constraints-gpu-image.txt .ci/venv
-	@EXTRAS=docs,pictures,refit,tensorboard TORCH_INDEX= .ci/venv $(GPU_IMAGE) $(PYTHON_GPU_IMAGE) \
+	@python=$$(PYTHON_GPU_IMAGE="$(PYTHON_GPU_IMAGE)" .ci/find-python PYTHON_GPU_IMAGE 3.12) && \
+	EXTRAS=docs,pictures,refit,tensorboard TORCH_INDEX= .ci/venv $(GPU_IMAGE) "$$python" \
 		.ci/constraints-gpu-image.txt hypothesis import-linter omegaconf peft psutil pytest pytest-xdist setuptools
 
 # Its engines find this project's receiver on PYTHONPATH. The builds of torch's companions are for another torch.
