@@ -29,6 +29,7 @@ from megatron_policy.converters.families import (
     glm4_moe,
     glm4_moe_lite,
     glm4v,
+    glm4v_moe,
     gpt_oss,
     granite,
     granitemoe,
@@ -192,6 +193,9 @@ FAMILIES = {
         _built_in(glm4_moe, "Glm4MoeForCausalLM"),
         _built_in(glm4_moe_lite, "Glm4MoeLiteForCausalLM"),
         _built_in(glm4v, "Glm4vForConditionalGeneration", hf_prefix="Glm4v", surrounded=True),
+        _built_in(
+            glm4v_moe, "Glm4vMoeForConditionalGeneration", hf_prefix="Glm4vMoe", surrounded=True
+        ),
         _built_in(gpt_oss, "GptOssForCausalLM"),
         _built_in(granite, "GraniteForCausalLM"),
         _built_in(granitemoe, "GraniteMoeForCausalLM"),
@@ -282,7 +286,7 @@ REFUSED = {
     "phi4_multimodal": "it also reads images and sound; text-only Phi-4 is of model_type phi3",
     **{
         f"{whole}_text": f"it is the decoder of a {whole} alone; use the whole model"
-        for whole in ("glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+        for whole in ("glm4v", "glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
     },
 }
 """Relatives of supported families, and why they are not supported."""

@@ -78,7 +78,26 @@ TOWER: Fields = {
     "initializer_range": 0.1,
 }
 LLAMA = TEXT | {"tie_word_embeddings": False}
+HALF = {"head_dim": 16, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
+SIGMOID: Fields = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
 TINY: dict[str, Fields] = {
+    "glm4v": {
+        "text_config": TEXT | HALF | {"num_attention_heads": 2},
+        "vision_config": VISION | {"image_size": 16},
+        "tie_word_embeddings": False,
+    },
+    "glm4v_moe": {
+        "text_config": TEXT | HALF | SIGMOID,
+        "vision_config": VISION | {"image_size": 16},
+        "tie_word_embeddings": False,
+    },
     "llava": {
         "text_config": LLAMA | {"model_type": "llama"},
         "vision_config": TOWER
@@ -130,6 +149,8 @@ FIXED = {"llava": 4}
 """Families whose pictures are all of 8 x 8 pixels, and how many tokens one makes."""
 WHOLE = dict.fromkeys(FIXED, ("pixel_values",)) | {"mistral3": ("pixel_values", "image_sizes")}
 """Families that read pictures, not patches of them, and what they read."""
+STILL = WHOLE | dict.fromkeys(("glm4v", "glm4v_moe"), MEDIA[:2])
+"""Families that read no videos, and what they read."""
 IMAGES: tuple[Sequence[tuple[int, int, int]], ...] = (
     *((), [(1, 4, 6)], [(1, 4, 6)], ()),
     *([(1, 4, 4), (1, 6, 4)], [(1, 4, 4)], [(1, 4, 8)], ()),
@@ -137,18 +158,26 @@ IMAGES: tuple[Sequence[tuple[int, int, int]], ...] = (
 VIDEOS: dict[int, tuple[int, int, int]] = {3: (2, 4, 4), 5: (3, 2, 4)}
 
 
+def list_tokens(family: str) -> dict[str, int]:
+    """The fields of the whole model's config that name tokens."""
+    if family in WHOLE:
+        return {}
+    if family in STILL:
+        return {"image_token_id": IMAGE, "image_start_token_id": START, "image_end_token_id": END}
+    return TOKENS
+
+
 def make_model(path: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint with nothing in it trivial."""
-    tokens = {} if family in WHOLE else TOKENS
-    config = AutoConfig.for_model(family, **TINY[family], **tokens)
+    config = AutoConfig.for_model(family, **TINY[family], **list_tokens(family))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in (*model.named_parameters(), *model.named_buffers()):
                 if name.endswith("bias"):
                     parameter.normal_(0.0, 0.1)
-                elif parameter.ndim == 1:
+                elif parameter.ndim == 1 and isinstance(parameter, torch.nn.Parameter):
                     parameter.uniform_(0.5, 1.5)
                 if family.startswith("qwen3_5") and ".language_model." in name:
                     for part, between in RANGES.items():
@@ -193,7 +222,7 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
     found: dict[str, list[Any]] = {key: [] for key in KEYS}
     for row in range(len(IMAGES) * repeats):
         images, videos = IMAGES[row % 8], [VIDEOS[row % 8]] if row % 8 in VIDEOS else []
-        videos = [] if family in WHOLE else videos
+        videos = [] if family in STILL else videos
         ids = words(2 + row % 3)
         for grid in images:
             count = FIXED.get(family) or _patches(grid) // MERGE**2

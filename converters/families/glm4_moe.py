@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_policy.converters.architecture import Architecture, QkNorm
+from megatron_policy.converters.architecture import Architecture, Feed, QkNorm
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.families.shared import dense, experts, mtp
 from megatron_policy.converters.rows import Ignore, Row
 
-_LAYER: tuple[Row | Ignore, ...] = (
+LAYER: tuple[Row | Ignore, ...] = (
     *dense.BLOCK,
     *dense.QKV_BIAS,
     *dense.QK_NORM,
@@ -16,7 +16,7 @@ _LAYER: tuple[Row | Ignore, ...] = (
     experts.CORRECTION_BIAS,
     *experts.shared("shared_experts"),
 )
-TABLE: tuple[Row | Ignore, ...] = (*dense.ENDS, *_LAYER, *mtp.layers(_LAYER))
+TABLE: tuple[Row | Ignore, ...] = (*dense.ENDS, *LAYER, *mtp.layers(LAYER))
 
 
 def architecture(fields: Fields) -> Architecture:
@@ -27,10 +27,12 @@ def architecture(fields: Fields) -> Architecture:
         qkv_bias=fields.take("attention_bias", False),
         qk_norm=QkNorm.PER_HEAD if fields.take("use_qk_norm", False) else QkNorm.NONE,
     )
-    moe, layers = experts.take_sigmoid_moe(fields), experts.take_layers_after_dense(fields)
     return dense.architecture(
-        fields,
-        attention,
-        experts.place(fields, moe, layers),
-        further_layers=mtp.take_layers(fields),
+        fields, attention, take_feed(fields), further_layers=mtp.take_layers(fields)
     )
+
+
+def take_feed(fields: Fields) -> Feed | list[Feed]:
+    """What a token passes through in each layer: an MLP in the first ones, then experts."""
+    moe, layers = experts.take_sigmoid_moe(fields), experts.take_layers_after_dense(fields)
+    return experts.place(fields, moe, layers)

@@ -70,6 +70,7 @@ def read(job: Job) -> ModelOutputs:
         pytest.param("llama", LAYOUTS, marks=pytest.mark.daily),
         pytest.param("qwen3_vl", LAYOUTS, marks=pytest.mark.daily),
         ("glm4v", LAYOUTS),
+        ("glm4v_moe", OF_EXPERTS),
         ("llava", LAYOUTS),
         ("mistral3", LAYOUTS),
         ("qwen2_vl", LAYOUTS),

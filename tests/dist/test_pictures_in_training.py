@@ -39,6 +39,7 @@ from tests.dist.layouts import (
     layout,
 )
 from tests.dist.resuming import paths
+from tests.dist.test_export import tensors_of
 from tests.exact import ROOM, Exact, InDouble, assert_equal, furthest
 from tests.losses import loss_mask, token_nll
 from tests.picture_models import (
@@ -102,7 +103,8 @@ REFUSED_WITHOUT = (
 SOME = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2", "CP2", "DP2, overlaps")}
 OLDER = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2")}
 LAYOUTS_OF = {
-    **dict.fromkeys(("llava", "mistral3"), SOME),
+    **dict.fromkeys(("glm4v", "llava", "mistral3"), SOME),
+    "glm4v_moe": WITH_EXPERTS,
     "qwen2_vl": OLDER,
     "qwen2_5_vl": LAYOUTS | SHARDED,
     # transformers packs no rows of delta nets.
@@ -251,7 +253,7 @@ def test_pictures_count_as_in_transformers(ranks, model_of, family: str, name: s
         inside = torch.arange(1, rows["input_ids"].size(1)) < rows["input_lengths"][own, None]
         assert_equal("logprobs", rank["logprobs"][:, 1:][inside], exact[own][inside], name)
         hf.assert_same_steps(rank["steps"], name)
-        assert hf.exact.weights.keys() - rank["weights"].keys() <= {"lm_head.weight"}
+        assert rank["weights"].keys() == tensors_of(path).keys()
         hf.assert_same_weights(rank["weights"])
 
 

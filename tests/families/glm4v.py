@@ -3,6 +3,7 @@ from functools import partial
 from tests.families.qwen3_vl import draw
 from tests.samples import VISION, Fields, Samples, parse_published, surround
 
+MARKS = ("image_start", "image_end")
 SQUARE = VISION | {"image_size": 16}
 TOWER: Fields = {
     "depth": 24,
@@ -16,9 +17,7 @@ TOWER: Fields = {
 
 SAMPLES = Samples(
     architecture="Glm4vForConditionalGeneration",
-    surround=partial(
-        surround, vision=SQUARE, interleaved=False, marks=("image_start", "image_end")
-    ),
+    surround=partial(surround, vision=SQUARE, interleaved=False, marks=MARKS),
     tiny={"partial_rotary_factor": 0.5},
     draw=draw,
     variants={"glm4v": {}},

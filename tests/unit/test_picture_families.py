@@ -25,7 +25,7 @@ from megatron_policy.converters.rows import Role, fill_shard
 from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 from tests.checkpoints import make_checkpoint
-from tests.picture_models import MEDIA, ROPE, TINY, TOKENS, WHOLE, make_model, stack_experts
+from tests.picture_models import MEDIA, ROPE, STILL, TINY, TOKENS, make_model, stack_experts
 
 PUBLISHED: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "Qwen2.5-VL-7B": (
@@ -152,7 +152,7 @@ def test_names_and_shapes_are_those_of_transformers(checkpoint: Path) -> None:
         )
     assert seen.problems == () and seen.unmatched == ()
     shell = table.architecture.shell
-    keys = WHOLE.get(table.family, MEDIA)
+    keys = STILL.get(table.family, MEDIA)
     assert shell is not None and table.architecture.attachments[: len(keys)] == keys
     assert all(medium.merged == 4 - 3 * (table.family == "llava") for medium in shell.media)
     assert shell.deep == (2 if table.family.startswith("qwen3_vl") else 0)

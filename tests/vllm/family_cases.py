@@ -183,6 +183,7 @@ REFUSED: dict[str, tuple[str, str]] = {
         FAR,
         "vLLM's router for CPUs leaves out correction biases of a softmax, without an error",
     ),
+    "glm4v_moe": ("failed to be inspected", IMAGES),
     "granitemoe with biases": (UNREAD, "vLLM's attention of this family has no biases"),
     "kimi_linear": (
         "--mamba-block-size can only be set with",
