@@ -18,7 +18,7 @@ from .moe import Moe
 from .part import LayerPart
 from .recurrence import HeadRows, Recurrence
 from .rotary import Rope
-from .shell import PatchMedium, PictureMedium, Shell, choose_placeholders, join_rows
+from .shell import PatchMedium, PictureMedium, Shell, join_rows, pick_row
 from .short_convolution import ShortConvolution
 from .traits import Activation, Norm, QkNorm, ScalarHead, Scoring
 
@@ -51,9 +51,9 @@ __all__ = [
     "Shell",
     "ShortConvolution",
     "VocabShard",
-    "choose_placeholders",
     "join_rows",
     "padded_vocab",
+    "pick_row",
     "stack",
     "vocab_shard",
 ]

@@ -39,18 +39,9 @@ class Medium:
         return math.isqrt(self.merged)
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of a batch that belong to it."""
-        return (self.values,)
-
-    @property
     def indivisible(self) -> int:
         """The patches of which a row can have only a multiple."""
         return self.merged
-
-    def pick(self, batch: Mapping[str, Any], row: int) -> OfRow:
-        """What a row of a batch has under these keys."""
-        return {key: batch[key][row] if key in batch else None for key in self.keys}
 
 
 @dataclass(frozen=True)
@@ -68,6 +59,7 @@ class PatchMedium(Medium):
 
     @property
     def keys(self) -> tuple[str, ...]:
+        """The keys of a batch that belong to it."""
         return self.values, self.grids
 
     def count_patches(self, given: OfRow) -> int:
@@ -105,6 +97,7 @@ class PictureMedium(Medium):
 
     @property
     def keys(self) -> tuple[str, ...]:
+        """The keys of a batch that belong to it."""
         return (self.values,) if self.sizes is None else (self.values, self.sizes)
 
     @property
@@ -155,6 +148,20 @@ class Shell:
         """The keys of a batch that it reads."""
         return (*(key for medium in self.media for key in medium.keys), *self.further)
 
+    def find_types(self, batch: Mapping[str, Any], text_BS: torch.Tensor) -> torch.Tensor:
+        """Int64 `[B, S]`: the number of the medium, from 1 on, whose feature takes the place of a
+        token, and 0 for text. `text_BS` is False behind rows' ends. Placeholders that `token_mask`
+        says were drawn are text; without it, those behind the first ones that features need.
+        """
+        tokens_BS = batch["input_ids"]
+        drawn_BS = batch["token_mask"] != 0 if "token_mask" in batch else text_BS
+        types_BS = torch.zeros_like(tokens_BS)
+        for number, medium in enumerate(self.media, start=1):
+            for row, at_S in enumerate((tokens_BS == medium.placeholder) & text_BS):
+                count = medium.count_tokens(pick_row(medium, batch, row))
+                types_BS[row, choose_placeholders(at_S, drawn_BS[row], count)] = number
+        return types_BS
+
     def make_picture(
         self, number: int, patches: tuple[int, int], make: Callable[..., torch.Tensor]
     ) -> dict[str, torch.Tensor]:
@@ -169,6 +176,11 @@ class Shell:
         size = medium.fixed or tuple(each * medium.patch for each in patches)
         found = {medium.values: make(1, channels, *size)}
         return found if medium.sizes is None else found | {medium.sizes: torch.tensor([size])}
+
+
+def pick_row(medium: PatchMedium | PictureMedium, batch: Mapping[str, Any], row: int) -> OfRow:
+    """What a row of a batch has for a medium."""
+    return {key: batch[key][row] if key in batch else None for key in medium.keys}
 
 
 def choose_placeholders(at_S: torch.Tensor, drawn_S: torch.Tensor, count: int) -> torch.Tensor:

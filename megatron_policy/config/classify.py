@@ -128,6 +128,12 @@ class _Whole:
         enabled = _section_of(self.raw, "dtensor_cfg").get("enabled")
         return path.startswith("dtensor_cfg.") and not enabled
 
+    def is_idle(self, path: str) -> bool:
+        """Whether `path` is of another engine than the one that is enabled."""
+        enabled = [name for name in ENGINES if _section_of(self.raw, name).get("enabled")]
+        engine = path.partition(".")[0]
+        return bool(enabled) and engine in ENGINES and engine not in enabled
+
     def means(self, path: str, value: Any) -> bool:
         """Whether `value` equals the value of the key `path`, given or default."""
         *sections, name = path.split(".")
@@ -179,7 +185,7 @@ def _walk(
             elif whole.is_off(path):
                 result.ignored[path] = "affects the engine of dtensor_cfg only"
             else:
-                yield _unknown(prefix, str(name))
+                yield _unknown(whole, prefix, str(name))
         elif value is None and path not in _NULL_IS_A_VALUE:
             continue
         elif isinstance(rule, Nested):
@@ -211,14 +217,16 @@ def _rejection(rule: Rejected, path: str, value: Any) -> str:
     return f"{refused}: {rule.why}; {fix}"
 
 
-def _unknown(prefix: str, name: str) -> str:
-    """Suggest the same key elsewhere, the nearest of the section, or all that have an effect; and
-    say what to do with a key from a newer host. Of a key that only another engine has, one of this
-    section that is almost the same comes first.
+def _unknown(whole: _Whole, prefix: str, name: str) -> str:
+    """Suggest the same key elsewhere, first where the enabled engine has it, the nearest of the
+    section, or all that have an effect; and say what to do with a key from a newer host. Of a key
+    that only another engine has, one of this section that is almost the same comes first.
     """
     siblings = SECTIONS[prefix]
     elsewhere = [section for section, rules in SECTIONS.items() if name in rules]
-    elsewhere.sort(key=lambda section: section.count("."))
+    elsewhere.sort(key=lambda section: (whole.is_idle(section), section.count(".")))
+    if name == "param_groups" and whole.is_idle("megatron_cfg."):
+        elsewhere.insert(0, "optimizer.")  # a value, whose keys are in no table
     near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.8 if elsewhere else 0.6)
     tops = {section.partition(".")[0] for section in (prefix, *elsewhere)}
     other_engine = len(tops) > 1 and tops <= {*ENGINES}

@@ -200,7 +200,7 @@ def layer_split(config: PolicyConfig, architecture: Architecture, topology: Topo
     """
     sizes, stages = parallel_sizes(config), (topology.pp, topology.vpp)
     if sizes.layout is not None:
-        counts = read_layout(sizes.layout)
+        counts, _ = read_layout(sizes.layout)
         if sum(counts) != architecture.num_layers:
             raise ConfigError(
                 f"pipeline_model_parallel_layout has {sum(counts)} layers (t), but the model has "

@@ -158,7 +158,8 @@ class MegatronConfig(Section):
     """The same for the last stage."""
     pipeline_model_parallel_layout: str | None = None
     """What each model chunk has, in Megatron-Core's letters, with a stroke between chunks: E, one t
-    for each decoder layer, m, L. Every chunk has a layer, and only the last one has m and L.
+    for each decoder layer, one m for each of `mtp_num_layers`, L. Every chunk has a layer, and only
+    the last one has m and L.
     """
     context_parallel_size: Count = 1
     """Ranks that share out the positions of each row (CP)."""

@@ -109,14 +109,14 @@ def parallel_sizes(config: PolicySection) -> ParallelSizes:
         )
     sizes = {name: getattr(config.megatron_cfg, key) for name, key in MEGATRON_SIZES.items()}
     if sizes["layout"] is not None:
-        sizes["vpp"] = _count_chunks(sizes)
+        sizes["vpp"] = _count_chunks(sizes, config.megatron_cfg.mtp_num_layers)
     return ParallelSizes("policy.megatron_cfg", tp_key=MEGATRON_SIZES["tp"], **sizes)
 
 
-def read_layout(layout: str) -> tuple[int, ...]:
-    """The decoder layers of each model chunk, in the order of the layers, from what Megatron-Core
-    takes for them, such as `Et|(tt|)*3tL`: E is the embedding, t a decoder layer, m one for
-    multi-token prediction, L the head.
+def read_layout(layout: str) -> tuple[tuple[int, ...], int]:
+    """The decoder layers of each model chunk, in the order of the layers, and those for multi-token
+    prediction, from what Megatron-Core takes for them, such as `Et|(tt|)*3tmL`: E is the embedding,
+    t a decoder layer, m one for multi-token prediction, L the head.
 
     ConfigError unless each chunk has a layer, E is in the first one, and m and L are in the last.
     """
@@ -129,12 +129,20 @@ def read_layout(layout: str) -> tuple[int, ...]:
             "chunks are separated by |; begin with E, give each chunk one t or more, and end with "
             "L, as in 'Et|(tt|)*3tL'"
         )
-    return tuple(chunk.count("t") for chunk in written.split("|"))
+    return tuple(chunk.count("t") for chunk in written.split("|")), written.count("m")
 
 
-def _count_chunks(sizes: Mapping[str, Any]) -> int:
-    """Model chunks of each stage in a layout; ConfigError if another of the `sizes` forbids it."""
-    chunks, pp = len(read_layout(sizes["layout"])), int(sizes["pp"])
+def _count_chunks(sizes: Mapping[str, Any], predicting: int) -> int:
+    """Model chunks of each stage in a layout; ConfigError if another of the `sizes` forbids it, or
+    the number of layers for multi-token prediction, `predicting`.
+    """
+    counts, found = read_layout(sizes["layout"])
+    if found != predicting:
+        raise ConfigError(
+            f"policy.megatron_cfg.pipeline_model_parallel_layout has {found} layers for multi-token "
+            f"prediction (m), but mtp_num_layers is {predicting}: make both agree"
+        )
+    chunks, pp = len(counts), int(sizes["pp"])
     each, left = divmod(chunks, pp)
     ends = sizes["first_layers"], sizes["last_layers"]
     if left or (pp == 1 and each > 1) or sizes["vpp"] not in (1, each) or ends != (None, None):

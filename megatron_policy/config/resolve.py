@@ -159,6 +159,11 @@ def _check_engine(config: PolicySection) -> Iterator[str]:
         yield from _check_transformers(config)
     elif chosen == ["fsdp_cfg"]:
         yield from _check_transformers(config)
+    elif config.optimizer is not None and config.optimizer.param_groups:
+        yield (
+            "policy.optimizer.param_groups belongs to torch's optimizers: call it "
+            "policy.megatron_cfg.optimizer.param_groups"
+        )
 
 
 def _enabled_engines(config: PolicySection) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.architecture import Shell, choose_placeholders, join_rows
+from megatron_policy.converters.architecture import Shell, join_rows
 from megatron_policy.converters.formats.hf_config import DECODERS, transformers_config
 from megatron_policy.device import to_device
 from megatron_policy.errors import ConfigError
@@ -288,19 +288,9 @@ class PictureEmbedder:
         return decoder.take()
 
     def _find_types(self, microbatch: Microbatch) -> torch.Tensor:
-        """Int64 `[B, S]`, on the host: the number of the medium, from 1 on, whose feature takes the
-        place of a token, and 0 for text. See `choose_placeholders`.
-        """
+        """What each token's place is taken by, on the host."""
         data = microbatch.host.data
-        tokens_BS, inside_BS = data["input_ids"], inside(data)
-        drawn_BS = data["token_mask"] != 0 if "token_mask" in data else inside_BS
-        types_BS = torch.zeros_like(tokens_BS)
-        for number, medium in enumerate(self.shell.media, start=1):
-            for row, tokens_S in enumerate(tokens_BS):
-                count = medium.count_tokens(medium.pick(data, row))
-                at_S = (tokens_S == medium.placeholder) & inside_BS[row]
-                types_BS[row, choose_placeholders(at_S, drawn_BS[row], count)] = number
-        return types_BS
+        return self.shell.find_types(data, inside(data))
 
 
 def _find_same(media_B: Sequence[tuple[torch.Tensor | None, ...]]) -> list[int]:

@@ -175,6 +175,7 @@ def plan_of(
     if length is None:
         length = longest_row(config, arch)
     _check_positions(arch, length)
+    check_patches(arch, patches, length)
     shape = BatchShape.of(config, length, count_tower(config, rows, patches))
     return StepPlan(config, rows, topology, shape, device)
 
@@ -226,13 +227,13 @@ def search(
     Ordered by the time of a step in which nothing overlaps. Of those as fast as the fastest within
     `EQUAL`, the simplest come first: with fewer pipeline stages and chunks, then with less memory.
     """
+    longest = length or int(base.get("max_total_sequence_length", LEAST_TOKENS))
     if length is not None:
         _check_positions(rows.architecture, length)
-    check_patches(rows.architecture, patches)
+    check_patches(rows.architecture, patches, longest)
     plans = []
     written = base.get("megatron_cfg") or {}
     kept = {key: value for key, value in written.items() if key not in SEARCHED}
-    longest = length or int(base.get("max_total_sequence_length", LEAST_TOKENS))
     for keys in _layouts(rows.architecture, world_size, longest):
         megatron = {**kept, **keys}
         try:

@@ -47,8 +47,10 @@ class TowerCost:
 NO_PICTURES = TowerCost()
 
 
-def check_patches(architecture: Architecture, patches: int) -> None:
-    """ConfigError for patches of a row that the model sees none of, or that do not make tokens."""
+def check_patches(architecture: Architecture, patches: int, length: int) -> None:
+    """ConfigError for patches of a row of `length` tokens that the model sees none of, that do not
+    make tokens, or that make more than the row has.
+    """
     shell = architecture.shell
     if patches and shell is None:
         raise ConfigError(f"{patches} patches: this model sees no pictures, so leave them out")
@@ -56,13 +58,18 @@ def check_patches(architecture: Architecture, patches: int) -> None:
         raise ConfigError(
             f"{patches} patches: the model sees {whole} together, so give a multiple of {whole}"
         )
+    if shell is not None and (tokens := patches // shell.media[0].merged) > length:
+        most = length * shell.media[0].merged // whole * whole
+        raise ConfigError(
+            f"{patches} patches make {tokens} tokens of a row, which has {length}: give {most} "
+            "patches or fewer, or longer rows"
+        )
 
 
 def count_tower(config: PolicyConfig, rows: ModelRows, patches: int) -> TowerCost:
-    """What `patches` of a row cost the model of the configuration, as one picture that is about as
-    high as it is wide; ConfigError as `check_patches`.
+    """What `patches` of a row, which pass `check_patches`, cost the model of the configuration, as
+    one picture that is about as high as it is wide.
     """
-    check_patches(rows.architecture, patches)
     shell = rows.architecture.shell
     if not patches or shell is None:
         return NO_PICTURES

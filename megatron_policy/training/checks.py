@@ -51,7 +51,7 @@ def check_batch(
     odd = [key for key in batch if not isinstance(key, str)]
     if odd:
         raise BatchError(f"the data have the key {odd[0]!r}; keys must be strings")
-    refuse_unread_inputs(batch, attachments)
+    refuse_unread_inputs(batch, attachments, shell)
     batch["input_ids"] = _token_ids(batch)
     rows = batch["input_ids"].size(0)
     if batch.get("input_lengths") is not None:
@@ -71,9 +71,9 @@ def check_batch(
     check_temperature(batch)
     if shell is not None or "mm_token_type_ids" in batch:
         _check_masks(batch)
-        check_medium_types(batch, () if shell is None else shell.media)
     if shell is not None:
         check_pictures(batch, shell)
+    check_medium_types(batch, shell)
     return batch
 
 

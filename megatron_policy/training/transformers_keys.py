@@ -5,13 +5,13 @@ Shapes: B rows, S positions.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import PatchMedium, PictureMedium
+from megatron_policy.converters.architecture import Shell
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.microbatch import counted, inside
 from megatron_policy.training.value_checks import holds_integers
@@ -19,28 +19,30 @@ from megatron_policy.training.value_checks import holds_integers
 IGNORED_LABEL = -100
 """What transformers leaves out of a loss."""
 
-_TEXT_ONLY = "this model reads text alone, as do models that see pictures while they are trained "
-_TEXT_ONLY += "to predict further tokens (MTP)"
 _FROM_THE_START = "every row is computed from its first token on"
 _REFUSED = {
     "inputs_embeds": "a model embeds input_ids itself",
     "past_key_values": _FROM_THE_START,
     "cache_position": _FROM_THE_START,
-    "pixel_values": _TEXT_ONLY,
-    "pixel_values_videos": _TEXT_ONLY,
-    "input_features": _TEXT_ONLY,
     "decoder_input_ids": "models have no encoder here",
     "encoder_hidden_states": "models have no encoder here",
     "head_mask": "no head of attention is left out here",
     "shift_labels": "the tokens that a loss counts are those of token_mask",
 }
+_MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
 
 
-def refuse_unread_inputs(batch: BatchedDataDict, attachments: Collection[str] = ()) -> None:
+def refuse_unread_inputs(
+    batch: BatchedDataDict, attachments: Collection[str] = (), shell: Shell | None = None
+) -> None:
     """BatchError for an input of transformers' models that no model reads here, unless it is one of
-    this model's `attachments`.
+    this model's `attachments`, which are none where its `shell` is not used.
     """
-    for key, why in _REFUSED.items():
+    media = f"this model reads {', '.join(attachments)} beside text"
+    if not attachments:
+        media = "this model reads text alone"
+        media += "" if shell is None else " while it is trained to predict further tokens (MTP)"
+    for key, why in (_REFUSED | dict.fromkeys(_MEDIA, media)).items():
         if key in batch and key not in attachments:
             raise BatchError(f"the data have {key!r}, which is not read: {why}. Leave it out")
 
@@ -81,24 +83,22 @@ def take_model_inputs(batch: BatchedDataDict) -> None:
             )
 
 
-def check_medium_types(
-    batch: BatchedDataDict, media: Sequence[PatchMedium | PictureMedium]
-) -> None:
-    """BatchError, naming the row, for `mm_token_type_ids` that are not the number of each token's
-    medium, from 1 on in the order of `media`, and 0 for text. What the policy has drawn is text,
-    and rows that do not count are not compared.
+def check_medium_types(batch: BatchedDataDict, shell: Shell | None) -> None:
+    """BatchError, naming the row, for `mm_token_type_ids` other than those that the `shell` finds.
+    A placeholder that is text can have its medium's number too, and rows that do not count are not
+    compared.
     """
     if "mm_token_type_ids" not in batch:
         return
     types_BS, tokens_BS = _of_tokens(batch, "mm_token_type_ids"), batch["input_ids"]
-    wanted_BS = torch.zeros_like(types_BS)
-    for number, medium in enumerate(media, start=1):
-        wanted_BS[tokens_BS == medium.placeholder] = number
     compared_BS = inside(batch)
+    wanted_BS = shell.find_types(batch, compared_BS) if shell else torch.zeros_like(types_BS)
+    wrong_BS = types_BS != wanted_BS
+    for number, medium in enumerate(shell.media if shell else (), start=1):
+        as_if_BS = (tokens_BS == medium.placeholder) & (types_BS == number)
+        wrong_BS &= ~(as_if_BS & (wanted_BS == 0))
     if "sample_mask" in batch:
         compared_BS = compared_BS & (batch["sample_mask"] != 0).unsqueeze(-1)
-    drawn_BS = batch["token_mask"] != 0 if "token_mask" in batch else compared_BS
-    wrong_BS = (types_BS != wanted_BS) & ~(drawn_BS & (types_BS == 0))
     if (found := _first(wrong_BS & compared_BS)) is not None:
         raise BatchError(
             f"mm_token_type_ids has {types_BS[found]} in row {found[0]} at position {found[1]}, "

@@ -15,12 +15,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.numbers import COLDEST, HOTTEST
-from megatron_policy.converters.architecture import (
-    PatchMedium,
-    PictureMedium,
-    Shell,
-    choose_placeholders,
-)
+from megatron_policy.converters.architecture import PatchMedium, PictureMedium, Shell, pick_row
 from megatron_policy.converters.architecture.shell import OfRow
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.microbatch import PATCHES, TEMPERATURE, inside
@@ -132,7 +127,7 @@ def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
     for medium in shell.media:
         at_BS = (tokens_BS == medium.placeholder) & text_BS
         for row in range(len(tokens_BS)):
-            given = medium.pick(batch, row)
+            given = pick_row(medium, batch, row)
             _check_media(medium, row, given)
             patches_B[row] += medium.count_patches(given)
             wanted, found = medium.count_tokens(given), int(at_BS[row].sum())
@@ -143,20 +138,25 @@ def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
                     "placeholders as the model's processor does, pass what belongs to them, and do "
                     "not cut a row within a picture"
                 )
-            if isinstance(medium, PatchMedium):
-                chosen_S = choose_placeholders(at_BS[row], drawn_BS[row], wanted)
-                _check_groups(medium, row, chosen_S, medium.list_groups(given))
     batch[PATCHES] = patches_B
+    _check_groups(batch, shell)
 
 
-def _check_groups(medium: PatchMedium, row: int, chosen_S: torch.Tensor, wanted: list[int]) -> None:
-    runs = [len([*run]) for is_one, run in groupby(chosen_S.tolist()) if is_one]
-    if runs != wanted:
-        raise BatchError(
-            f"row {row} has tokens {medium.placeholder} in groups of {runs}, but its "
-            f"{medium.grids!r} make groups of {wanted}: keep the order of pictures, and the tokens "
-            "that the model's processor puts between them and between frames of videos"
-        )
+def _check_groups(batch: BatchedDataDict, shell: Shell) -> None:
+    types_BS = shell.find_types(batch, inside(batch))
+    for number, medium in enumerate(shell.media, start=1):
+        if not isinstance(medium, PatchMedium):
+            continue
+        for row, types_S in enumerate(types_BS):
+            wanted = medium.list_groups(pick_row(medium, batch, row))
+            runs = [len([*run]) for is_one, run in groupby((types_S == number).tolist()) if is_one]
+            if runs != wanted:
+                raise BatchError(
+                    f"row {row} has tokens {medium.placeholder} in groups of {runs}, but its "
+                    f"{medium.grids!r} make groups of {wanted}: keep the order of pictures, and "
+                    "the tokens that the model's processor puts between them and between frames "
+                    "of videos"
+                )
 
 
 def _check_media(medium: PatchMedium | PictureMedium, row: int, given: OfRow) -> None:
@@ -169,6 +169,12 @@ def _check_media(medium: PatchMedium | PictureMedium, row: int, given: OfRow) ->
             f"row {row} has {has!r} without {missing[0]!r}: pass both, or None for both"
         )
     values, *sizes = given.values()
+    assert values is not None
+    if not values.is_floating_point():
+        raise BatchError(
+            f"{medium.values!r} is {values.dtype} in row {row}: pass the floating-point numbers "
+            "that the model's processor makes of pixels"
+        )
     if isinstance(medium, PatchMedium):
         _check_grids(medium, row, values, *sizes)
     else:
@@ -182,11 +188,6 @@ def _check_grids(medium: PatchMedium, row: int, values: Any, grids: Any) -> None
         raise BatchError(
             f"{medium.grids!r} has {grids.tolist()} in row {row}: pass integers [pictures, 3], the "
             f"patches in time, height and width, of which the last two are multiples of {side}"
-        )
-    if not values.is_floating_point():
-        raise BatchError(
-            f"{medium.values!r} is {values.dtype} in row {row}: pass the floating-point numbers "
-            "that the model's processor makes of pixels"
         )
     if values.ndim != 2 or values.size(1) != (medium.width or values.size(1)):
         width = medium.width or "values"

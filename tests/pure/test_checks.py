@@ -8,12 +8,8 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import (
-    PatchMedium,
-    PictureMedium,
-    Shell,
-    choose_placeholders,
-)
+from megatron_policy.converters.architecture import PatchMedium, PictureMedium, Shell
+from megatron_policy.converters.architecture.shell import choose_placeholders
 from megatron_policy.errors import BatchError, LossError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.packing.batching import Batching
@@ -68,9 +64,7 @@ def test_attachments_are_a_tensor_or_none_for_each_row_whatever_their_size() -> 
     for each in (*checked["features"], first, last):
         assert each.untyped_storage().nbytes() == each.nbytes  # it travels alone
     assert check_training_data(checked, 9, PADDED, keys)["features"][0] is not None
-    with pytest.raises(
-        BatchError, match=r"'pixel_values', which is not read: this model reads text"
-    ):
+    with pytest.raises(BatchError, match=r"'pixel_values', .*: this model reads features beside"):
         check_training_data(data, 9, PADDED, keys[:1])
     with pytest.raises(BatchError, match=r"'features' has shape \(3, 2\), but input_ids are"):
         check_training_data(training(features=VECTORS[:3, :2]), 9)
@@ -165,6 +159,10 @@ def test_pictures_that_fit_their_placeholders_pass_and_what_was_drawn_is_text() 
         ({"films": [None, None, torch.ones(4, 5).byte()]}, "'films' is torch.uint8 in row 2"),
         ({"mm_token_type_ids": TYPES.flip(0)}, "has 2 in row 0 .* 0, where token 1 makes it 0"),
         ({"mm_token_type_ids": TYPES * (TYPES != 2)}, "has 0 in row 2 .* token 8 makes it 2"),
+        (
+            {"input_features": [None] * 3},
+            "reads pixel_values, image_grid_thw, films, film_grids be",
+        ),
     ],
 )
 def test_pictures_that_do_not_fit_are_named_with_their_row(
@@ -172,6 +170,13 @@ def test_pictures_that_do_not_fit_are_named_with_their_row(
 ) -> None:
     with pytest.raises(BatchError, match=message):
         check_batch(pictured(**changes), 9, SHELL.attachments, SHELL)
+
+
+def test_the_key_that_keeps_a_model_from_its_pictures_is_named() -> None:
+    with pytest.raises(BatchError, match=r"reads text alone while it is trained .* tokens .MTP."):
+        check_batch(pictured(), 9, (), SHELL)
+    with pytest.raises(BatchError, match=r"reads text alone. Leave it out"):
+        check_batch(pictured(), 9)
 
 
 def test_what_was_drawn_before_a_picture_is_text_too() -> None:
@@ -184,8 +189,23 @@ def test_what_was_drawn_before_a_picture_is_text_too() -> None:
     data = {"input_ids": tokens, "input_lengths": torch.tensor([6]), **row}
     masked = BatchedDataDict(token_mask=drawn_S[None].long(), **data)
     check_batch(masked, 9, SHELL.attachments, SHELL)
+    types = {"mm_token_type_ids": torch.tensor([[0, 0, 1, 1, 0, 0]])}
+    check_batch(masked | types, 9, SHELL.attachments, SHELL)
     with pytest.raises(BatchError, match=r"groups of \[1, 1\].* of \[2\]"):
         check_batch(BatchedDataDict(data), 9, SHELL.attachments, SHELL)
+
+
+def test_without_a_mask_the_first_placeholders_are_pictures_also_by_their_types() -> None:
+    data = pictured(input_ids=torch.tensor([[1] * 6, [7, 7, 1, 7, 7, 1], [8, 1, 1, 8, 7, 1]]))
+    del data["token_mask"]
+    for types in ([1, 1, 0, 1, 0, 0], [1, 1, 0, 1, 1, 0]):  # what is text too may be marked
+        given = TYPES.clone()
+        given[1] = torch.tensor(types)
+        check_batch(data | {"mm_token_type_ids": given}, 9, SHELL.attachments, SHELL)
+    for types in ([0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1, 0], [1, 1, 1, 1, 0, 0]):
+        given[1] = torch.tensor(types)
+        with pytest.raises(BatchError, match=r"mm_token_type_ids has . in row 1"):
+            check_batch(data | {"mm_token_type_ids": given}, 9, SHELL.attachments, SHELL)
 
 
 def test_frames_of_a_video_stand_apart_where_the_model_wants_it() -> None:
@@ -234,6 +254,10 @@ def test_whole_pictures_that_fit_their_placeholders_pass() -> None:
         ({"image_sizes": [None, SIZES[:1], None]}, "in row 1: .* each of the 2 pictures"),
         ({"image_sizes": [None, SIZES.float(), None]}, "'image_sizes' has sizes"),
         ({"pixel_values": [None, torch.ones(12, 5), None]}, r"has shape \[12, 5\] in row 1: pass"),
+        (
+            {"tiles": [None, None, TILE.byte()]},
+            "'tiles' is torch.uint8 in row 2: pass the floating-point numbers",
+        ),
         ({"tiles": [None, None, TILE.mT]}, r"'tiles' has shape .* row 2: .* channels, 2, 4\]"),
     ],
 )

@@ -287,6 +287,9 @@ REFUSED = {
         megatron_cfg.scheduler.end_weight_decay: 0.5 => make them equal, or weight_decay_incr_style
         megatron_cfg.pipeline_dtype: float32 => value of policy.precision
         megatron_cfg.peft: {enabled: true} => peft is enabled without dim: give it a number
+        param_groups: [] => did you mean policy.megatron_cfg.optimizer.param_groups
+        optimizer: {name: torch.optim.AdamW, param_groups: [{roles: [norm], lr: 1.0}]}
+            => call it policy.megatron_cfg.optimizer.param_groups
         megatron_cfg.optimizer.param_groups: x => param_groups: Input should be a list, not 'x'
         megatron_cfg.optimizer.param_groups: [{roles: norm, freeze: true}]
             => roles: Input should be a list of names, as in .norm.
@@ -364,6 +367,9 @@ REFUSED = {
             => param_groups belongs to Megatron-Core's optimizer: call it policy.optimizer.param_g
         optimizer: {name: torch.optim.AdamW, param_groups: [{roles: [norm], lr: 1.0, min_lr: 0.1}]}
             => optimizer.param_groups has min_lr, .*: leave it out, or use megatron_cfg.enabled
+        param_groups: [] => param_groups is unknown: did you mean policy.optimizer.param_groups
+        megatron_cfg.param_groups: [] => did you mean policy.optimizer.param_groups
+        dtensor_cfg.env_var: {} => did you mean 'env_vars'
     """,
 }
 """By what else is configured: keys, and what is said of them."""

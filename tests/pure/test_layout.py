@@ -128,18 +128,20 @@ def test_the_layer_split_is_that_of_the_configuration() -> None:
 
 
 PP2 = {"pipeline_model_parallel_size": 2}
+MTP2 = PP2 | {"mtp_num_layers": 2}
 UNEVEN = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}
 
 
 def test_chunks_have_the_layers_that_megatrons_letters_give_them() -> None:
     counts = {
-        "Et*3|t*5L": (3, 5),
-        "E, ttt | ttttt, L": (3, 5),
-        "Et|(tt|)*2t*3mL": (1, 2, 2, 3),
+        "Et*3|t*5L": ((3, 5), 0),
+        "E, ttt | ttttt, L": ((3, 5), 0),
+        "Et|(tt|)*2t*3m*2L": ((1, 2, 2, 3), 2),
     }
-    for text, expected in counts.items():
-        assert read_layout(text) == expected
-        policy = config(pipeline_model_parallel_layout=text, **PP2)
+    for text, (expected, predicting) in counts.items():
+        assert read_layout(text) == (expected, predicting)
+        keys = PP2 | {"mtp_num_layers": predicting}
+        policy = config(pipeline_model_parallel_layout=text, **keys)
         topology = topology_of(policy, 2)
         assert topology.vpp == len(expected) // 2
         split = layer_split(policy, shape(), topology)
@@ -151,6 +153,8 @@ def test_chunks_have_the_layers_that_megatrons_letters_give_them() -> None:
     ("text", "keys", "told"),
     [
         ("Ettt|tttL", PP2, "has 6 layers (t), but the model has 8: give it as many"),
+        ("Et*4|t*4L", MTP2, "has 0 layers for multi-token prediction (m), but mtp_num_layers is 2"),
+        ("Et*4|t*4mL", PP2, "has 1 layers for multi-token prediction (m), but mtp_num_layers is 0"),
         ("E|t*8L", PP2, "give each chunk one t or more"),
         ("Et*4|t*4|mL", PP2, "give each chunk one t or more"),
         ("Et*4|t*2|t*2L", PP2, "has 3 chunks for pipeline_model_parallel_size=2"),

@@ -85,7 +85,7 @@ def test_usual_positions_and_types_pass_whatever_padding_has() -> None:
         ({"past_key_values": ((TOKENS,),)}, "'past_key_values', which is not read"),
         (
             {"pixel_values": torch.ones(3, 2)},
-            "'pixel_values', which is not read: this model reads text",
+            "'pixel_values', which is not read: this model reads text alone. Leave it out",
         ),
     ],
 )

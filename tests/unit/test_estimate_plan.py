@@ -509,6 +509,10 @@ def test_pictures_cost_the_first_stage_memory_and_time(tmp_path) -> None:
     assert BatchShape.of(config, 4096).rows_together == 4
     code, _, errors = run(*options, "--patches", 6)
     assert code == 2 and "6 patches: the model sees 4 together, so give a multiple of 4" in errors
+    for more in ((), ("--seq-len", 4096)):  # searched, or of the layout
+        few = options if more else options[:4]
+        code, _, errors = run(*few, *more, "--patches", 16388)
+        assert code == 2 and "16388 patches make 4097 tokens of a row, which has 4096" in errors
 
 
 def test_a_refit_is_of_all_gpus_also_as_json(tmp_path) -> None:
