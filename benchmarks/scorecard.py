@@ -180,7 +180,7 @@ SCORECARD: tuple[Row, ...] = (
     ),
     Row(
         25,
-        "bytes sent of changed weights (1 %, 5 %: the more) / bytes of the changed elements",
+        "bytes sent of changed weights (the most of 1, 3 and 5 %) / bytes of the changed elements",
         limit=1.0,
         goal=2.0,
         measure=deltas.bytes_over_changed,

@@ -275,7 +275,7 @@ def host_buffer(like: torch.Tensor) -> torch.Tensor:
 
 
 def spare_cores(most: int = 4) -> int:
-    """How many threads this rank may use for files: its share of the machine's cores."""
+    """How many threads this rank may use beside its own: its share of the machine's cores."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(most, len(os.sched_getaffinity(0)) // ranks_here))
 

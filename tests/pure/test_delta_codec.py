@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_policy.refit.deltas import codec
-from megatron_policy.refit.deltas.codec import BITMAP, GAPS, WHOLE, Change, Encoded
+from megatron_policy.refit.deltas.codec import BITMAP, GAPS, WHOLE, WIDE_GAPS, Change, Encoded
 
 DTYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 RUNS = st.tuples(
@@ -29,8 +29,10 @@ def make(run: tuple[type, int, float, int]) -> tuple[codec.Bits, codec.Bits]:
 
 
 def change_of(now: codec.Bits, before: codec.Bits) -> Change:
-    positions = codec.find_changes(now, before)
-    return Change(positions, now[positions])
+    kept = before.copy()
+    found = codec.take_changes(now, kept)
+    assert kept.tobytes() == now.tobytes()
+    return found
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
@@ -47,7 +49,8 @@ def test_what_is_found_and_encoded_makes_the_old_elements_the_new_ones(run: tupl
 
 
 @pytest.mark.parametrize(
-    ("gap", "encoding"), [(2000, GAPS), (100, GAPS), (8, GAPS), (4, BITMAP), (1, WHOLE)]
+    ("gap", "encoding"),
+    [(2000, WIDE_GAPS), (300, GAPS), (100, GAPS), (8, GAPS), (4, BITMAP), (1, WHOLE)],
 )
 def test_the_smallest_encoding_is_chosen(gap: int, encoding: str) -> None:
     before = np.zeros(40_000, np.uint16)
@@ -56,20 +59,33 @@ def test_the_smallest_encoding_is_chosen(gap: int, encoding: str) -> None:
     found = change_of(now, before)
     encoded = codec.encode(found, before)
     assert encoded.encoding == encoding
-    index = {GAPS: encoded.changes * (1 + (gap > 128)), BITMAP: 5_000, WHOLE: 0}[encoding]
+    gaps = encoded.changes * (1 + (gap > 255))
+    index = {GAPS: gaps, WIDE_GAPS: gaps, BITMAP: 5_000, WHOLE: 0}[encoding]
     assert abs(len(encoded.content) - 2 * encoded.changes - index) <= 1  # the first gap is shorter
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 2**34), min_size=1, max_size=40))
-def test_gaps_of_every_length_are_read_as_they_were_written(gaps: list[int]) -> None:
+@given(
+    st.lists(
+        st.integers(0, 300) | st.integers(65_000, 140_000) | st.integers(0, 2**24),
+        min_size=1,
+        max_size=20,
+    ),
+    st.sampled_from((GAPS, WIDE_GAPS)),
+)
+def test_gaps_of_every_length_are_read_as_they_were_written(gaps: list[int], kind: str) -> None:
     positions = np.cumsum(np.array(gaps) + 1) - 1
-    packed = codec._pack_gaps(positions)
+    packed = codec._pack_gaps(positions, kind)
     assert np.array_equal(codec._unpack_gaps(packed), positions)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(RUNS, st.sampled_from((BITMAP, GAPS, WHOLE, "none")), st.integers(-1, 700), st.binary())
+@given(
+    RUNS,
+    st.sampled_from((BITMAP, GAPS, WIDE_GAPS, WHOLE, "none")),
+    st.integers(-1, 700),
+    st.binary(),
+)
 def test_malformed_bytes_are_refused_or_are_a_change_of_that_run(
     run: tuple, encoding: str, count: int, content: bytes
 ) -> None:
@@ -85,10 +101,20 @@ def test_malformed_bytes_are_refused_or_are_a_change_of_that_run(
         assert not len(positions) or positions[-1] < len(now)
 
 
-@pytest.mark.parametrize("index", [b"\x80", b"\x80\x00", b"\xff\xff\xff\xff\xff\x01", b"\x05\x04"])
-def test_gaps_that_are_cut_padded_or_too_long_are_refused(index: bytes) -> None:
-    with pytest.raises(ValueError, match=r"gap|positions"):
-        codec.decode(Encoded(GAPS, 1, b"vv" + index), 10, 2)
+@pytest.mark.parametrize(
+    ("encoding", "index"),
+    [
+        (GAPS, b"\xff"),
+        (GAPS, b"\x05\xff"),
+        (GAPS, b"\x05\x04"),
+        (WIDE_GAPS, b"\x05"),
+        (WIDE_GAPS, b"\xff\xff"),
+        (WIDE_GAPS, b"\x05\x01"),
+    ],
+)
+def test_gaps_that_are_cut_or_too_long_are_refused(encoding: str, index: bytes) -> None:
+    with pytest.raises(ValueError, match=r"gap|positions|size"):
+        codec.decode(Encoded(encoding, 1, b"vv" + index), 10, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
@@ -97,4 +123,4 @@ def test_bits_are_those_of_the_tensor_in_its_own_memory(dtype: torch.dtype) -> N
     bits = codec.view_bits(tensor)
     bits[0] = 0
     assert bits.itemsize == dtype.itemsize and not torch.signbit(tensor.float()[0])
-    assert not len(codec.find_changes(bits, codec.view_bits(tensor.clone())))
+    assert not len(codec.take_changes(bits, codec.view_bits(tensor.clone())).positions)

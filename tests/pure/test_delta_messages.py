@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_policy.converters.rows.regions import Region, flatten
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.deltas.codec import Change, encode, find_changes, view_bits
+from megatron_policy.refit.deltas.codec import encode, take_changes, view_bits
 from megatron_policy.refit.deltas.message import (
     Fragment,
     decode_message,
@@ -45,13 +45,13 @@ def fragments(old: dict[str, Tensor], new: dict[str, Tensor]) -> Iterator[Fragme
     for name, (shape, dtype) in FORMS.items():
         for regions in halves(shape):
             before, now = (view_bits(taken(of[name], regions)) for of in (old, new))
-            where = find_changes(now, before)
+            change = take_changes(now, before.copy())
             yield Fragment(
                 name,
                 dtype,
                 shape,
                 tuple(map(flatten, regions)),
-                encode(Change(where, now[where]), before),
+                encode(change, before),
                 xxhash.xxh3_64_hexdigest(now.data),
             )
 

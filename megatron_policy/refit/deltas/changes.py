@@ -5,6 +5,8 @@ a copy of what was sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +16,11 @@ from torch import Tensor
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.regions import Region, flatten
 from megatron_policy.converters.table import Entry
+from megatron_policy.device import spare_cores, synchronize
 from megatron_policy.memory.pinned_pool import page_locked
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.refit.buffers import align
-from megatron_policy.refit.deltas.codec import Bits, Change, encode, find_changes, view_bits
+from megatron_policy.refit.deltas.codec import Bits, Change, encode, take_changes, view_bits
 from megatron_policy.refit.deltas.message import Fragment
 from megatron_policy.refit.plan import STREAM_ALIGNMENT, Exchange, RefitPlan, RefitTensor
 from megatron_policy.weights.geometry import segments
@@ -79,7 +82,7 @@ class SentCopy:
 
     def __init__(self, shares: list[OwnShare], view: View) -> None:
         """The copy is of the weights as they are now."""
-        self._view, self._shares = view, []
+        self._view, self._viewing, self._shares = view, Lock(), []
         self.nbytes = sum(map(_nbytes, shares))
         """Bytes of the copy."""
         memory, first = page_locked(self.nbytes), 0
@@ -94,20 +97,18 @@ class SentCopy:
 
     def advance(self) -> list[Fragment]:
         """What has changed since, which the copy then has too; after a failure it is of no use."""
-        found = (self._advance(share, kept) for share, kept in self._shares)
-        return [fragment for fragment in found if fragment is not None]
+        synchronize()  # threads have streams of their own
+        with ThreadPoolExecutor(spare_cores()) as pool:
+            found = pool.map(lambda of: self._advance(*of), self._shares)
+            return [fragment for fragment in found if fragment is not None]
 
     def _advance(self, share: OwnShare, kept: Bits) -> Fragment | None:
         digest, where, after = xxhash.xxh3_64(), [], []
         for begin, now in self._blocks(share):
             digest.update(now.data)
-            then = kept[begin : begin + len(now)]
-            positions = find_changes(now, then)
-            # While they are in the cache.
-            values = now.take(positions)
-            where.append(positions + begin)
-            after.append(values)
-            then[positions] = values
+            found = take_changes(now, kept[begin : begin + len(now)])  # while they are in the cache
+            where.append(found.positions + begin)
+            after.append(found.values)
         change = Change(np.concatenate(where), np.concatenate(after))
         if not len(change.positions):
             return None
@@ -120,8 +121,10 @@ class SentCopy:
         begins, and its elements.
         """
         begin, dtype = 0, share.tensor.dtype
-        for _, own in share.pieces:
-            for block in _cut(self._view(share.entry, own), _STEP // dtype.itemsize):
+        with self._viewing:  # what is merged is so for one parameter at a time
+            regions = [self._view(share.entry, own) for _, own in share.pieces]
+        for region in regions:
+            for block in _cut(region, _STEP // dtype.itemsize):
                 bits = view_bits(block.to(dtype).cpu().contiguous())
                 yield begin, bits
                 begin += len(bits)

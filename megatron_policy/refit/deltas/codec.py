@@ -18,13 +18,13 @@ Bits = npt.NDArray[np.unsignedinteger]
 Positions = npt.NDArray[np.int64]
 """Indices of elements of a run, ascending, `[N]`."""
 
-WHOLE, BITMAP, GAPS = "whole", "bitmap", "gaps"
+WHOLE, BITMAP, GAPS, WIDE_GAPS = "whole", "bitmap", "short gaps", "wide gaps"
 """Encodings: the values of all elements; those of the changed ones, and then either a bit for each
-element, from the lowest of each byte on, or the number of unchanged ones before each in groups of 7
-bits, lowest first, of which all but the last have the highest bit set.
+element, from the lowest of each byte on, or the number of unchanged ones before each, in a byte or
+in two (lowest first). The largest number says that so many are unchanged and that more follow.
 """
 
-_LONGEST = 5  # bytes of a gap: 2**35 elements
+_NUMBERS = {GAPS: np.dtype(np.uint8), WIDE_GAPS: np.dtype("<u2")}
 _UNSIGNED: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = np.dtype(np.uint64)
@@ -52,8 +52,8 @@ def view_bits(tensor: Tensor) -> Bits:
     return flat.view(_UNSIGNED[size])
 
 
-def find_changes(now: Bits, before: Bits) -> Positions:
-    """Where two runs of one length differ.
+def take_changes(now: Bits, kept: Bits) -> Change:
+    """Where two runs of one length differ, and their elements `now`, which `kept` then has too.
 
     A search for set flags takes a few cycles for each flag. So 64 bytes are looked at together,
     then the words of those that differ, then the elements of those words.
@@ -61,28 +61,36 @@ def find_changes(now: Bits, before: Bits) -> Positions:
     in_word = _WORD.itemsize // now.itemsize
     shift = in_word.bit_length() - 1  # a division takes as long as all else
     body = len(now) >> (shift + 3) << (shift + 3)
-    words, others = now[:body].view(_WORD), before[:body].view(_WORD)
+    words, others = now[:body].view(_WORD), kept[:body].view(_WORD)
     flags = (words != others).view(_WORD)
     lines = np.flatnonzero(flags != 0)
     at = np.flatnonzero(flags.take(lines).view(np.bool_))
     found = (lines.take(at >> 3) << 3) + (at & 7)
-    at = np.flatnonzero(words.take(found).view(now.dtype) != others.take(found).view(now.dtype))
-    inside = (found.take(at >> shift) << shift) + (at & (in_word - 1))
-    rest = np.flatnonzero(now[body:] != before[body:])
-    return np.concatenate((inside, rest + body)) if len(rest) else inside
+    new, old = words.take(found), others.take(found)
+    others[found] = new
+    values = new.view(now.dtype)
+    at = np.flatnonzero(values != old.view(now.dtype))
+    inside = Change((found.take(at >> shift) << shift) + (at & (in_word - 1)), values.take(at))
+    rest = np.flatnonzero(now[body:] != kept[body:])
+    if not len(rest):
+        return inside
+    last = Change(rest + body, now[body:].take(rest))
+    kept[last.positions] = last.values
+    return Change(*map(np.concatenate, zip(inside, last, strict=True)))
 
 
 def encode(change: Change, before: Bits) -> Encoded:
     """The smallest encoding of a change of the run `before`; `decode` is its inverse."""
     positions, values = change
     count, elements = len(positions), len(before)
-    index = _pack_gaps(positions)
-    encoding, bitmap_bytes = GAPS, -(-elements // 8)
-    if bitmap_bytes < len(index):
+    encoding, index = GAPS, _pack_gaps(positions, GAPS)
+    if index.nbytes > 2 * count:
+        encoding, index = WIDE_GAPS, _pack_gaps(positions, WIDE_GAPS)
+    if -(-elements // 8) < index.nbytes:
         encoding, flags = BITMAP, np.zeros(elements, np.uint8)
         flags[positions] = 1
         index = np.packbits(flags, bitorder="little")
-    if (elements - count) * before.itemsize <= len(index):
+    if (elements - count) * before.itemsize <= index.nbytes:
         whole = before.copy()
         whole[positions] = values
         return Encoded(WHOLE, elements, whole.tobytes())
@@ -97,7 +105,7 @@ def decode(encoded: Encoded, elements: int, itemsize: int) -> Change:
     if not 0 <= count <= elements or len(content) < count * itemsize:
         raise ValueError(f"{len(content)} bytes are not {count} changes of {elements} elements")
     values = np.frombuffer(content, np.dtype(_UNSIGNED[itemsize]), count)
-    index = np.frombuffer(content, np.uint8, offset=count * itemsize)
+    index = np.frombuffer(content, _NUMBERS.get(encoding, np.uint8), offset=count * itemsize)
     if encoding == WHOLE:
         if count != elements or len(index):
             raise ValueError("not all elements are there")
@@ -106,7 +114,7 @@ def decode(encoded: Encoded, elements: int, itemsize: int) -> Change:
         if len(index) != -(-elements // 8):
             raise ValueError(f"its bitmap has {len(index)} bytes for {elements} elements")
         positions = np.flatnonzero(np.unpackbits(index, bitorder="little"))
-    elif encoding == GAPS:
+    elif encoding in _NUMBERS:
         positions = _unpack_gaps(index)
     else:
         raise ValueError(f"its encoding {encoding!r:.40} is unknown")
@@ -115,35 +123,19 @@ def decode(encoded: Encoded, elements: int, itemsize: int) -> Change:
     return Change(positions, values)
 
 
-def _pack_gaps(positions: Positions) -> npt.NDArray[np.uint8]:
+def _pack_gaps(positions: Positions, encoding: str) -> Bits:
+    kind = _NUMBERS[encoding]
+    most = np.iinfo(kind).max
     gaps = np.diff(positions, prepend=-1) - 1
-    longest = max(1, -(-int(gaps.max(initial=0)).bit_length() // 7))
-    if longest == 1:
-        return gaps.astype(np.uint8)
-    lengths = np.ones(len(gaps), np.int64)
-    for index in range(1, longest):
-        lengths += gaps >= 1 << 7 * index
-    ends = np.cumsum(lengths)
-    starts, packed = ends - lengths, np.empty(int(ends[-1]), np.uint8)
-    for index in range(longest):
-        if index:
-            kept = np.flatnonzero(lengths > index)
-            gaps, lengths, starts = gaps[kept], lengths[kept], starts[kept]
-        more = (lengths > index + 1).astype(np.uint8) << 7
-        packed[starts + index] = (gaps >> 7 * index).astype(np.uint8) & 0x7F | more
+    skips = gaps // most
+    ends = np.arange(len(gaps)) + np.cumsum(skips)
+    packed = np.full(ends[-1] + 1 if len(ends) else 0, most, kind)
+    packed[ends] = gaps - most * skips
     return packed
 
 
-def _unpack_gaps(packed: npt.NDArray[np.uint8]) -> Positions:
-    ends = np.flatnonzero(packed < 0x80)
-    if len(packed) and (not len(ends) or ends[-1] != len(packed) - 1):
+def _unpack_gaps(packed: Bits) -> Positions:
+    is_end = packed < np.iinfo(packed.dtype).max
+    if len(packed) and not is_end[-1]:
         raise ValueError("its last gap does not end")
-    lengths = np.diff(ends, prepend=-1)
-    if (lengths > _LONGEST).any() or (packed[ends[lengths > 1]] == 0).any():
-        raise ValueError("it has gaps of too many bytes")
-    starts = ends - lengths + 1
-    gaps = (packed[starts] & 0x7F).astype(np.int64)
-    for index in range(1, int(lengths.max(initial=0))):
-        at = np.flatnonzero(lengths > index)
-        gaps[at] |= (packed[starts[at] + index] & 0x7F).astype(np.int64) << 7 * index
-    return np.cumsum(gaps + 1) - 1
+    return (np.cumsum(packed + is_end.astype(np.int64)) - 1)[is_end]
