@@ -24,7 +24,7 @@ element, from the lowest of each byte on, or the number of unchanged ones before
 in two (lowest first). The largest number says that so many are unchanged and that more follow.
 """
 
-_NUMBERS = {GAPS: np.dtype(np.uint8), WIDE_GAPS: np.dtype("<u2")}
+_NUMBERS: dict[str, npt.DTypeLike] = {GAPS: np.uint8, WIDE_GAPS: np.dtype("<u2")}
 _UNSIGNED: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = np.dtype(np.uint64)
@@ -76,7 +76,10 @@ def take_changes(now: Bits, kept: Bits) -> Change:
         return inside
     last = Change(rest + body, now[body:].take(rest))
     kept[last.positions] = last.values
-    return Change(*map(np.concatenate, zip(inside, last, strict=True)))
+    return Change(
+        np.concatenate((inside.positions, last.positions)),
+        np.concatenate((inside.values, last.values)),
+    )
 
 
 def encode(change: Change, before: Bits) -> Encoded:
@@ -124,12 +127,12 @@ def decode(encoded: Encoded, elements: int, itemsize: int) -> Change:
 
 
 def _pack_gaps(positions: Positions, encoding: str) -> Bits:
-    kind = _NUMBERS[encoding]
+    kind = np.dtype(_NUMBERS[encoding])
     most = np.iinfo(kind).max
     gaps = np.diff(positions, prepend=-1) - 1
     skips = gaps // most
     ends = np.arange(len(gaps)) + np.cumsum(skips)
-    packed = np.full(ends[-1] + 1 if len(ends) else 0, most, kind)
+    packed: Bits = np.full(int(ends[-1]) + 1 if len(ends) else 0, most, kind)
     packed[ends] = gaps - most * skips
     return packed
 
@@ -138,4 +141,5 @@ def _unpack_gaps(packed: Bits) -> Positions:
     is_end = packed < np.iinfo(packed.dtype).max
     if len(packed) and not is_end[-1]:
         raise ValueError("its last gap does not end")
-    return (np.cumsum(packed + is_end.astype(np.int64)) - 1)[is_end]
+    steps = packed.astype(np.int64) + is_end
+    return steps.cumsum()[is_end] - 1
