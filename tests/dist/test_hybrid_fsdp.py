@@ -13,7 +13,7 @@ from tests.dist.fsdp_cases import BATCHINGS
 from tests.dist.layouts import SIZES
 from tests.dist.shortcuts import refusal
 from tests.dist.test_generate import assert_continued_like_hf, continue_prompts, generation
-from tests.dist.test_hybrids import HYBRIDS
+from tests.dist.test_hybrids import HYBRIDS, family_of
 from tests.dist.test_invariance import (
     assert_microbatches_are_what_the_cell_says,
     compared,
@@ -48,9 +48,9 @@ def test_two_steps_are_those_of_transformers(ranks, checkpoint, given: tuple[str
         margins.check(name, value, allowed[name], found)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_what_lets_sequences_mix_is_refused(ranks, checkpoint, family: str) -> None:
-    path = checkpoint(family, **SIZES)
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_what_lets_sequences_mix_is_refused(ranks, checkpoint, model: str) -> None:
+    path = checkpoint(family_of(model), **HYBRIDS[model])
     packed = fsdp_config(path, {}, **BATCHINGS["packed"])
     split = fsdp_config(path, {"context_parallel_size": 2}, **BATCHINGS["padded"])
     for number, config, key in ((1, packed, "sequence_packing"), (2, split, "context_parallel")):
@@ -59,10 +59,10 @@ def test_what_lets_sequences_mix_is_refused(ranks, checkpoint, family: str) -> N
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_prompts_are_continued_as_transformers_does(ranks, checkpoint, family: str) -> None:
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_prompts_are_continued_as_transformers_does(ranks, checkpoint, model: str) -> None:
     """With the states of its own layers in a cache."""
-    path = checkpoint(family, **SIZES)
+    path = checkpoint(family_of(model), **HYBRIDS[model])
     config = fsdp_config(path, {}, **generation())
     for seen in ranks.run(2, continue_prompts, config, None, True):
         assert_continued_like_hf(path, seen)

@@ -18,7 +18,7 @@ from tests.vllm.sessions import SIZES
 from tests.vllm.trainers import BUFFER, Damaging, exact_of, info_of, send, weights_of
 
 PROMPTS = torch.randint(256, (4, 40), generator=torch.Generator().manual_seed(9)).tolist()
-LONG, TIMEOUT_S = 400, 60.0
+LONG, TIMEOUT_S = 1500, 60.0
 LAST = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -64,13 +64,13 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def paths(checkpoint: Callable[..., Path]) -> dict[int, Path]:
-    sizes = SIZES | {"max_position": 512}
+    sizes = SIZES | {"max_position": 2048}
     return {step: checkpoint("qwen2", seed=step, **sizes) for step in (1, 2)}
 
 
 @pytest.fixture
 def asked(engine: Callable[..., str], paths: dict[int, Path], tmp_path: Path) -> Iterator[Asked]:
-    address = engine(paths[1], module="async_process", block_size=32, max_model_len=512)
+    address = engine(paths[1], module="async_process", block_size=32, max_model_len=2048)
     with EngineCaller(address) as caller:
         asked = Asked(caller, f"ipc://{tmp_path}/s", paths)
         asked.call("prepare", info_of(weights_of(paths[1])), TIMEOUT_S, False)
