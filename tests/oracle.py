@@ -126,6 +126,7 @@ WITHOUT_DECAY = {
     ("Lfm2MoeSparseMoeBlock", "expert_bias"),
     ("MiniMaxM2SparseMoeBlock", "e_score_correction_bias"),
     ("CLIPVisionEmbeddings", "class_embedding"),
+    *((f"Llava{kind}Model", "image_newline") for kind in ("Next", "Onevision")),
     *(
         (f"{model}GatedDeltaNet", name)
         for model in ("OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
@@ -174,7 +175,7 @@ ON_FILE = {
         (("model.language_model.", "model."), ("model.visual.", "visual.")),
     ),
     **dict.fromkeys(
-        ("llava", "mistral3"),
+        ("llava", "llava_next", "llava_onevision", "mistral3"),
         (
             ("model.language_model.", "language_model.model."),
             ("model.", ""),
@@ -198,7 +199,7 @@ def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     for a tower if no row has a picture.
     """
     if parameter.grad is None:
-        tower = "vis" in name or "multi_modal_projector." in name
+        tower = any(part in name for part in ("vis", "multi_modal_projector.", "image_newline"))
         assert name.endswith("e_score_correction_bias") or tower, name
         return torch.zeros_like(parameter)
     return parameter.grad

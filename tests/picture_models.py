@@ -7,12 +7,20 @@ Shapes: B rows, S positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    LlavaNextModel,
+    LlavaOnevisionModel,
+)
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.architecture import join_rows
@@ -77,6 +85,7 @@ TOWER: Fields = {
     "num_attention_heads": 2,
     "initializer_range": 0.1,
 }
+CANVASES = [[8, 16], [16, 8], [16, 16], [16, 24]]
 LLAMA = TEXT | {"tie_word_embeddings": False}
 HALF = {"head_dim": 16, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
 SIGMOID: Fields = {
@@ -103,6 +112,23 @@ TINY: dict[str, Fields] = {
         "vision_config": TOWER
         | {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4},
         "image_token_index": IMAGE,
+    },
+    "llava_next": {
+        "text_config": LLAMA | {"model_type": "mistral", "sliding_window": None},
+        "vision_config": TOWER
+        | {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4},
+        "image_grid_pinpoints": CANVASES,
+        "image_token_index": IMAGE,
+    },
+    "llava_onevision": {
+        "text_config": LLAMA | {"model_type": "qwen2"},
+        "vision_config": TOWER
+        | {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4}
+        | {"vision_use_head": False},
+        "image_grid_pinpoints": CANVASES,
+        "image_token_index": IMAGE,
+        "video_token_index": VIDEO,
+        "vision_aspect_ratio": "anyres_max_3",
     },
     "mistral3": {
         "text_config": LLAMA | {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
@@ -144,11 +170,23 @@ TINY: dict[str, Fields] = {
 }
 PATCH = VISION["in_channels"] * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-KEYS = (*MEDIA, "image_sizes")
+KEYS = (*MEDIA, "batch_num_images", "image_sizes")
 FIXED = {"llava": 4}
 """Families whose pictures are all of 8 x 8 pixels, and how many tokens one makes."""
-WHOLE = dict.fromkeys(FIXED, ("pixel_values",)) | {"mistral3": ("pixel_values", "image_sizes")}
+WHOLE = {
+    **dict.fromkeys(FIXED, ("pixel_values",)),
+    "llava_next": ("pixel_values", "image_sizes"),
+    "llava_onevision": ("pixel_values", "batch_num_images", "image_sizes"),
+    "mistral3": ("pixel_values", "image_sizes"),
+}
 """Families that read pictures, not patches of them, and what they read."""
+TILED = {"llava_next": LlavaNextModel, "llava_onevision": LlavaOnevisionModel}
+"""Families that see pictures in tiles of 8 x 8 pixels, and their classes."""
+TILE = (8, 8)
+MORE: dict[str, Fields] = {
+    "llava_next": {"vision_feature_select_strategy": "default"},
+    "llava_onevision": {"vision_aspect_ratio": "anyres_max_3"},
+}
 STILL = WHOLE | dict.fromkeys(("glm4v", "glm4v_moe"), MEDIA[:2])
 """Families that read no videos, and what they read."""
 IMAGES: tuple[Sequence[tuple[int, int, int]], ...] = (
@@ -224,8 +262,9 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
         images, videos = IMAGES[row % 8], [VIDEOS[row % 8]] if row % 8 in VIDEOS else []
         videos = [] if family in STILL else videos
         ids = words(2 + row % 3)
-        for grid in images:
-            count = FIXED.get(family) or _patches(grid) // MERGE**2
+        alone = family == "llava_onevision" and len(images) > 1
+        cuts = [_cut(family, grid, alone) for grid in images]
+        for _, count in cuts:
             ids += [START, *[IMAGE] * count, END, *words(2)]
         for grid in videos:
             apart = grid[0] if family.startswith("qwen3") else 1
@@ -235,17 +274,23 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
         for key, grids in (("pixel_values", images), ("pixel_values_videos", videos)):
             shapes = [(_patches(grid), PATCH) for grid in grids]
             sizes = [_measure(family, grid) for grid in grids]
-            if family in WHOLE:
+            if family in TILED:
+                shapes = [(1, tiles, 3, *TILE) for tiles, _ in cuts]
+            elif family in WHOLE:
                 shapes = [(1, 3, *size) for size in sizes]
             pixels = [torch.randn(shape, generator=random) for shape in shapes]
             found[key].append(join_rows(pixels) if grids else None)
         if row % 8 == 2:
             found["pixel_values"][-1] = found["pixel_values"][-2].clone()
-        measured = "image_sizes" if family == "mistral3" else "image_grid_thw"
-        sizes = [_measure(family, grid) for grid in images]
-        given = sizes if family == "mistral3" else [] if family in WHOLE else images
-        for key, value in ((measured, given), ("video_grid_thw", videos)):
-            found[key].append(torch.tensor(value) if value else None)
+        given = {
+            "batch_num_images": [len(images)] if images else [],
+            "image_grid_thw": images,
+            "image_sizes": [_measure(family, grid) for grid in images],
+            "video_grid_thw": videos,
+        }
+        for key, value in given.items():
+            read = key in WHOLE.get(family, MEDIA)
+            found[key].append(torch.tensor(value) if value and read else None)
     lengths = torch.tensor([*map(len, tokens)])
     ids_BS = torch.zeros(len(tokens), int(lengths.max()), dtype=torch.long)
     for row, own in enumerate(tokens):
@@ -266,8 +311,25 @@ def _patches(grid: Sequence[int]) -> int:
     return grid[0] * grid[1] * grid[2]
 
 
+def _cut(family: str, grid: Sequence[int], alone: bool) -> tuple[int, int]:
+    """In how many tiles a picture is seen, and how many tokens it makes, by transformers' own code
+    where that is not plain; `alone` says that it is seen as a whole alone.
+    """
+    if family not in TILED:
+        return 1, FIXED.get(family) or _patches(grid) // MERGE**2
+    size, config = _measure(family, grid), AutoConfig.for_model(family, **TINY[family])
+    of_tile = (TILE[0] // config.vision_config.patch_size) ** 2
+    tiles = 1 if alone else image_size_to_num_patches(size, config.image_grid_pinpoints, TILE[0])
+    pack = partial(TILED[family].pack_image_features, SimpleNamespace(config=config))
+    features, newline = [torch.empty(tiles, of_tile, 1)], torch.empty(1)
+    _, (count,) = pack(features, torch.tensor([size]), image_newline=newline, **MORE[family])
+    return tiles, int(count)
+
+
 def _measure(family: str, grid: Sequence[int]) -> tuple[int, int]:
     """The pixels of a picture in height and width."""
+    if family in TILED:
+        return 3 * grid[1] + 1, 3 * grid[2]
     return (8, 8) if family in FIXED else (2 * grid[1], 2 * grid[2])
 
 
@@ -277,7 +339,7 @@ def hf_inputs(rows: BatchedDataDict, row: int) -> dict[str, Any]:
     given = ((key, rows[key][row]) for key in KEYS if key in rows)
     media = {key: value for key, value in given if value is not None}
     types = (own == IMAGE).int() + 2 * (own == VIDEO).int()
-    more = {"mm_token_type_ids": types} if media.keys() - {"pixel_values", "image_sizes"} else {}
+    more = {"mm_token_type_ids": types} if any("grid" in key for key in media) else {}
     return {"input_ids": own, **media, **more}
 
 

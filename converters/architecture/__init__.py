@@ -18,13 +18,14 @@ from .moe import Moe
 from .part import LayerPart
 from .recurrence import HeadRows, Recurrence
 from .rotary import Rope
-from .shell import PatchMedium, PictureMedium, Shell, join_rows, pick_row
+from .shell import AnyMedium, PatchMedium, PictureMedium, Shell, TileMedium, join_rows, pick_row
 from .short_convolution import ShortConvolution
 from .traits import Activation, Norm, QkNorm, ScalarHead, Scoring
 
 __all__ = [
     "MOST_LAYERS",
     "Activation",
+    "AnyMedium",
     "Architecture",
     "Attention",
     "Beside",
@@ -50,6 +51,7 @@ __all__ = [
     "Scoring",
     "Shell",
     "ShortConvolution",
+    "TileMedium",
     "VocabShard",
     "join_rows",
     "padded_vocab",

@@ -13,12 +13,16 @@ from megatron_policy.errors import ConversionError
 
 OfRow = Mapping[str, torch.Tensor | None]
 """What a row has for a tower, by the key of a batch."""
+Size = tuple[int, int]
+"""Height and width."""
+_EXCESS = 1.1
+"""By which the sides of a grid can exceed those of the most features before they are shrunk."""
 
 
 @dataclass(frozen=True)
 class Medium:
     """A kind of input beside text. Its features take the places of the tokens `placeholder`. See
-    `PatchMedium` and `PictureMedium`.
+    `PatchMedium`, `PictureMedium` and `TileMedium`.
     """
 
     placeholder: int
@@ -124,6 +128,100 @@ class PictureMedium(Medium):
 
 
 @dataclass(frozen=True)
+class TileMedium(Medium):
+    """Pictures of any size in tiles, of each the whole in one and its parts in others: values
+    `[pictures, tiles, channels, side, side]`, behind those of a picture anything.
+    """
+
+    patch: int
+    """Pixels along height and width of a patch."""
+    tile: int
+    """Pixels along height and width of a tile."""
+    canvases: tuple[Size, ...]
+    """Heights and widths in pixels that the parts can have together, see `choose_canvas`."""
+    sizes: str
+    """The key with the pixels of each picture before that in height and width, int
+    `[pictures, 2]`.
+    """
+    counts: str | None = None
+    """The key with the number of pictures that were given together, int `[groups]`: several are
+    each seen as a whole alone. None: all pictures are seen in parts too.
+    """
+    most: int | None = None
+    """How many tiles the features of a picture's parts can fill, into which more are shrunk."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(each % self.tile for canvas in self.canvases for each in canvas):
+            raise ConversionError(
+                f"pictures are cut into tiles of {self.tile} pixels, and not all of "
+                f"{self.canvases} are multiples of that"
+            )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of a batch that belong to it."""
+        return (self.values, *(() if self.counts is None else (self.counts,)), self.sizes)
+
+    @property
+    def indivisible(self) -> int:
+        return self._count_tiles(self.least, False) * self.of_tile
+
+    @property
+    def least(self) -> Size:
+        """The height and width of the smallest picture that is seen in parts."""
+        return min(self.canvases, key=math.prod)
+
+    @property
+    def of_tile(self) -> int:
+        """The patches of a tile."""
+        return (self.tile // self.patch) ** 2
+
+    def list_tiles(self, given: OfRow) -> list[int]:
+        """How many tiles of each picture of a row are seen."""
+        return [self._count_tiles(*picture) for picture in self._list_pictures(given)]
+
+    def count_patches(self, given: OfRow) -> int:
+        """The patches of what a row has."""
+        return sum(self.list_tiles(given)) * self.of_tile
+
+    def count_tokens(self, given: OfRow) -> int:
+        """The tokens of a row whose places its pictures take. Each row of features of the parts,
+        and a picture without parts, is followed by one more.
+        """
+        tokens, side = 0, self.tile // self.patch
+        for size, alone in self._list_pictures(given):
+            rows, columns = 1, 0
+            if not alone:
+                height, width = choose_canvas(size, self.canvases)
+                grid = height // self.tile * side, width // self.tile * side
+                rows, columns = crop_padding(grid, size)
+                if self.most is not None:
+                    rows, columns = shrink((rows, columns), self.most * self.of_tile)
+            tokens += self.of_tile + rows * (columns + 1)
+        return tokens
+
+    def _count_tiles(self, size: Size, alone: bool) -> int:
+        return 1 + (not alone) * math.prod(choose_canvas(size, self.canvases)) // self.tile**2
+
+    def _list_pictures(self, given: OfRow) -> list[tuple[Size, bool]]:
+        """Of each picture height and width, and whether it is seen as a whole alone."""
+        sizes = given[self.sizes]
+        if sizes is None:
+            return []
+        counts = [1] * len(sizes)
+        if self.counts is not None and (groups := given[self.counts]) is not None:
+            counts = [count for count in groups.tolist() for _ in range(count)]
+        return [
+            ((height, width), count > 1)
+            for (height, width), count in zip(sizes.tolist(), counts, strict=True)
+        ]
+
+
+AnyMedium = PatchMedium | PictureMedium | TileMedium
+
+
+@dataclass(frozen=True)
 class Shell:
     """Towers and projectors of a composite model of transformers, all of it but its decoder, which
     is called with what they make of a batch.
@@ -133,7 +231,7 @@ class Shell:
     """Name, within the composite model, and shape of each."""
     prefix: str
     """What their names begin with in a checkpoint."""
-    media: tuple[PatchMedium | PictureMedium, ...]
+    media: tuple[AnyMedium, ...]
     further: tuple[str, ...] = ()
     """Keys of a batch that it reads beside those of its media: a tensor, or None, for each row."""
     deep: int = 0
@@ -173,12 +271,17 @@ class Shell:
         if isinstance(medium, PatchMedium):
             values = make(math.prod(patches), math.prod(weight))
             return {medium.values: values, medium.grids: torch.tensor([[1, *patches]])}
+        if isinstance(medium, TileMedium):
+            tiles = medium.indivisible // medium.of_tile
+            values = make(1, tiles, channels, medium.tile, medium.tile)
+            found = {medium.values: values, medium.sizes: torch.tensor([medium.least])}
+            return found if medium.counts is None else found | {medium.counts: torch.tensor([1])}
         size = medium.fixed or tuple(each * medium.patch for each in patches)
         found = {medium.values: make(1, channels, *size)}
         return found if medium.sizes is None else found | {medium.sizes: torch.tensor([size])}
 
 
-def pick_row(medium: PatchMedium | PictureMedium, batch: Mapping[str, Any], row: int) -> OfRow:
+def pick_row(medium: AnyMedium, batch: Mapping[str, Any], row: int) -> OfRow:
     """What a row of a batch has for a medium."""
     return {key: batch[key][row] if key in batch else None for key in medium.keys}
 
@@ -202,3 +305,37 @@ def join_rows(values: Sequence[torch.Tensor]) -> torch.Tensor:
     for value, place in zip(values, joined.split([*map(len, values)]), strict=True):
         place[tuple(map(slice, value.shape))] = value
     return joined
+
+
+def choose_canvas(picture: Size, canvases: Sequence[Size]) -> Size:
+    """The canvas on which most pixels of a picture are left when it is made to fit; the smallest of
+    several such, or the first of these.
+    """
+    height, width = picture
+
+    def rank(canvas: Size) -> tuple[int, int]:
+        scale = min(canvas[1] / width, canvas[0] / height)
+        left = min(int(width * scale) * int(height * scale), height * width)
+        return left, -math.prod(canvas)
+
+    return max(canvases, key=rank)
+
+
+def crop_padding(grid: Size, picture: Size) -> Size:
+    """The rows and columns of features of a canvas without those on both sides of a picture that
+    was made to fit on it.
+    """
+    (rows, columns), (height, width) = grid, picture
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    return rows, columns
+
+
+def shrink(grid: Size, most: int) -> Size:
+    """The rows and columns after those of a grid are made fewer, in the same ratio, if they have
+    clearly more than `most` features together.
+    """
+    ratio = math.sqrt(math.prod(grid) / most)
+    return grid if ratio <= _EXCESS else (int(grid[0] // ratio), int(grid[1] // ratio))

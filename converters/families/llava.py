@@ -29,6 +29,20 @@ _OF_CLASS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 
 def take_shell(fields: Fields) -> dict[str, Any]:
     """What `Architecture` says of the pictures of a LlavaConfig."""
+    vision, further = take_tower(fields)
+    medium = PictureMedium(
+        fields.take("image_token_index"),
+        "pixel_values",
+        merged=1,
+        patch=vision["patch_size"],
+        further=further,
+        fixed=(vision["image_size"],) * 2,
+    )
+    return pictures.surround(fields, "", medium)
+
+
+def take_tower(fields: Fields) -> tuple[dict[str, Any], int]:
+    """The fields of the tower, and how many features it has beside those of patches."""
     vision = fields.take("vision_config")
     if (kind := vision["model_type"]) not in _OF_CLASS:
         fields.refuse("vision_config.model_type", kind, f"it can be {' or '.join(_OF_CLASS)}")
@@ -36,12 +50,6 @@ def take_shell(fields: Fields) -> dict[str, Any]:
     for name in ("image_seq_length", "multimodal_projector_bias", "vision_feature_layer"):
         fields.ignore(name, pictures.BY_CLASS)
     fields.ignore("projector_hidden_act", pictures.BY_CLASS)
-    medium = PictureMedium(
-        fields.take("image_token_index"),
-        "pixel_values",
-        merged=1,
-        patch=vision["patch_size"],
-        further=_OF_CLASS.get(kind, 0) - (strategy == "default"),
-        fixed=(vision["image_size"],) * 2,
-    )
-    return pictures.surround(fields, "", medium)
+    fields.ignore("ignore_index", "a label of transformers' own loss, which is not used here")
+    fields.ignore("vocab_size", "the decoder's section says it")
+    return vision, _OF_CLASS.get(kind, 0) - (strategy == "default")

@@ -139,8 +139,8 @@ def _count_chunks(sizes: Mapping[str, Any], predicting: int) -> int:
     counts, found = read_layout(sizes["layout"])
     if found != predicting:
         raise ConfigError(
-            f"policy.megatron_cfg.pipeline_model_parallel_layout has {found} layers for multi-token "
-            f"prediction (m), but mtp_num_layers is {predicting}: make both agree"
+            f"policy.megatron_cfg.pipeline_model_parallel_layout has {found} layers for "
+            f"multi-token prediction (m), but mtp_num_layers is {predicting}: make both agree"
         )
     chunks, pp = len(counts), int(sizes["pp"])
     each, left = divmod(chunks, pp)

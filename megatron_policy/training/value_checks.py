@@ -15,7 +15,14 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.numbers import COLDEST, HOTTEST
-from megatron_policy.converters.architecture import PatchMedium, PictureMedium, Shell, pick_row
+from megatron_policy.converters.architecture import (
+    AnyMedium,
+    PatchMedium,
+    PictureMedium,
+    Shell,
+    TileMedium,
+    pick_row,
+)
 from megatron_policy.converters.architecture.shell import OfRow
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.microbatch import PATCHES, TEMPERATURE, inside
@@ -159,7 +166,7 @@ def _check_groups(batch: BatchedDataDict, shell: Shell) -> None:
                 )
 
 
-def _check_media(medium: PatchMedium | PictureMedium, row: int, given: OfRow) -> None:
+def _check_media(medium: AnyMedium, row: int, given: OfRow) -> None:
     missing = [key for key, value in given.items() if value is None]
     if len(missing) == len(given):
         return
@@ -177,6 +184,8 @@ def _check_media(medium: PatchMedium | PictureMedium, row: int, given: OfRow) ->
         )
     if isinstance(medium, PatchMedium):
         _check_grids(medium, row, values, *sizes)
+    elif isinstance(medium, TileMedium):
+        _check_tiles(medium, row, given)
     else:
         _check_sizes(medium, row, values, *sizes)
 
@@ -219,6 +228,34 @@ def _check_sizes(medium: PictureMedium, row: int, values: Any, sizes: Any = None
             f"{medium.sizes or medium.values!r} has sizes {sizes.tolist()} in row {row}: pass the "
             f"pixels of each of the {len(values)} pictures in height and width, multiples of "
             f"{step} up to {[*most]}"
+        )
+
+
+def _check_tiles(medium: TileMedium, row: int, given: Mapping[str, Any]) -> None:
+    values, sizes = given[medium.values], given[medium.sizes]
+    if values.ndim != 5 or not len(values) or values.shape[3:] != (medium.tile, medium.tile):
+        raise BatchError(
+            f"{medium.values!r} has shape {[*values.shape]} in row {row}: pass the tiles of each "
+            f"picture, [pictures, tiles, channels, {medium.tile}, {medium.tile}]"
+        )
+    legal = sizes.shape == (len(values), 2) and holds_integers(sizes.dtype)
+    if not legal or (sizes < 1).any():
+        raise BatchError(
+            f"{medium.sizes!r} has sizes {sizes.tolist()} in row {row}: pass the pixels in height "
+            f"and width that each of the {len(values)} pictures had before it was cut into tiles"
+        )
+    if medium.counts is not None:
+        counts = given[medium.counts]
+        legal = counts.ndim == 1 and holds_integers(counts.dtype) and not (counts < 1).any()
+        if not legal or int(counts.sum()) != len(values):
+            raise BatchError(
+                f"{medium.counts!r} has {counts.tolist()} in row {row}, which has {len(values)} "
+                f"pictures: pass how many were given together, [{len(values)}]"
+            )
+    if (most := max(medium.list_tiles(given))) > values.size(1):
+        raise BatchError(
+            f"{medium.values!r} has {values.size(1)} tiles of each picture in row {row}, but of "
+            f"the sizes {sizes.tolist()} one has {most}: pass all that the model's processor makes"
         )
 
 

@@ -72,6 +72,8 @@ def read(job: Job) -> ModelOutputs:
         ("glm4v", LAYOUTS),
         ("glm4v_moe", OF_EXPERTS),
         ("llava", LAYOUTS),
+        ("llava_next", LAYOUTS),
+        ("llava_onevision", LAYOUTS),
         ("mistral3", LAYOUTS),
         ("qwen2_vl", LAYOUTS),
         ("qwen2_5_vl", LAYOUTS),

@@ -97,13 +97,14 @@ SHARDED: dict[str, tuple[Layout, str]] = {
 }
 """Of the engine over transformers' own modules."""
 REFUSED_WITHOUT = (
-    "(20|28|36) patches in row .* count (24|32|40)|rank has ref|pass whole pictures|make 4"
+    "(20|28|36) patches in row .* count (24|32|40)|rank has ref|pass (whole pictures|the tiles)"
+    "|make 4"
 )
 """What is said to a rank whose rows lack the last four patches, or the last picture."""
 SOME = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2", "CP2", "DP2, overlaps")}
 OLDER = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2")}
 LAYOUTS_OF = {
-    **dict.fromkeys(("glm4v", "llava", "mistral3"), SOME),
+    **dict.fromkeys(("glm4v", "llava", "llava_next", "llava_onevision", "mistral3"), SOME),
     "glm4v_moe": WITH_EXPERTS,
     "qwen2_vl": OLDER,
     "qwen2_5_vl": LAYOUTS | SHARDED,

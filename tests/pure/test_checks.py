@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import PatchMedium, PictureMedium, Shell
+from megatron_policy.converters.architecture import PatchMedium, PictureMedium, Shell, TileMedium
 from megatron_policy.converters.architecture.shell import choose_placeholders
-from megatron_policy.errors import BatchError, LossError
+from megatron_policy.errors import BatchError, ConversionError, LossError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.packing.batching import Batching
+from megatron_policy.packing.microbatch import PATCHES
 from megatron_policy.training.checks import (
     check_batch,
     check_lengths,
@@ -266,6 +267,86 @@ def test_whole_pictures_that_do_not_fit_are_named_with_their_row(
 ) -> None:
     with pytest.raises(BatchError, match=message):
         check_batch(seen_whole(**changes), 9, WHOLE.attachments, WHOLE)
+
+
+TILED = Shell(
+    tensors=(("tower.weight", (4, 3, 1, 1)),),
+    prefix="",
+    media=(
+        TileMedium(
+            *(7, "pixel_values", 1),
+            patch=1,
+            tile=2,
+            canvases=((2, 4), (4, 4)),
+            sizes="image_sizes",
+            counts="batch_num_images",
+        ),
+    ),
+)
+
+
+def seen_in_tiles(**changes: object) -> BatchedDataDict:
+    """Rows with a picture of 2 x 3 in 3 tiles, whose last column is padding on one side only, and
+    with two that are seen as a whole alone.
+    """
+    data = {
+        "input_ids": torch.tensor([[7] * 14 + [1] * 2, [7] * 5 + [1] + [7] * 5 + [1] * 5]),
+        "input_lengths": torch.tensor([16, 16]),
+        "pixel_values": [torch.ones(1, 3, 3, 2, 2), torch.ones(2, 1, 3, 2, 2)],
+        "batch_num_images": [torch.tensor([1]), torch.tensor([2])],
+        "image_sizes": [torch.tensor([[2, 3]]), torch.tensor([[9, 1], [1, 9]])],
+    }
+    return BatchedDataDict({k: v for k, v in (data | changes).items() if v is not None})
+
+
+def test_pictures_in_tiles_that_fit_their_placeholders_pass() -> None:
+    data = check_batch(seen_in_tiles(), 99, TILED.attachments, TILED)
+    assert data[PATCHES].tolist() == [12, 8]
+    of_each = [torch.tensor([1]), torch.tensor([1, 1])]
+    with pytest.raises(BatchError, match=r"has 1 tiles of each picture in row 1, .* one has 3"):
+        check_batch(seen_in_tiles(batch_num_images=of_each), 99, TILED.attachments, TILED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_lengths": torch.tensor([9, 16])}, "row 0 has 9 tokens 7.*'image_sizes' make 14"),
+        ({"image_sizes": None}, "row 0 has 'pixel_values' without 'image_sizes'"),
+        ({"batch_num_images": None}, "row 0 has 'pixel_values' without 'batch_num_images'"),
+        (
+            {"batch_num_images": [torch.tensor([2]), torch.tensor([2])]},
+            r"'batch_num_images' has \[2\] in row 0, which has 1 pictures",
+        ),
+        (
+            {"batch_num_images": [torch.tensor([1]), torch.tensor([3, -1])]},
+            r"'batch_num_images' has \[3, -1\] in row 1, which has 2 pictures",
+        ),
+        ({"image_sizes": [GRID[:1, 1:] * 0, GRID[:, 1:]]}, r"\[\[0, 0\]\] in row 0: .* before it"),
+        ({"image_sizes": [GRID[:, 1:]] * 2}, "in row 0: .* each of the 1 pictures"),
+        (
+            {"pixel_values": [torch.ones(1, 2, 3, 2, 2), torch.ones(2, 1, 3, 2, 2)]},
+            "has 2 tiles of each picture in row 0, .* one has 3",
+        ),
+        (
+            {"pixel_values": [torch.ones(3, 3, 2, 2), torch.ones(2, 3, 2, 2)]},
+            r"has shape \[3, 3, 2, 2\] in row 0: .* \[pictures, tiles, channels, 2, 2\]",
+        ),
+        (
+            {"pixel_values": [torch.ones(1, 3, 3, 2, 4), torch.ones(2, 1, 3, 2, 2)]},
+            r"has shape \[1, 3, 3, 2, 4\] in row 0: .* \[pictures, tiles, channels, 2, 2\]",
+        ),
+    ],
+)
+def test_pictures_in_tiles_that_do_not_fit_are_named_with_their_row(
+    changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        check_batch(seen_in_tiles(**changes), 99, TILED.attachments, TILED)
+
+
+def test_canvases_that_tiles_do_not_fill_are_refused() -> None:
+    with pytest.raises(ConversionError, match=r"tiles of 2 pixels, .*\(\(2, 3\),\) are multiples"):
+        replace(TILED.media[0], canvases=((2, 3),))
 
 
 def test_placeholders_of_prompts_are_pictures_unless_a_mask_says_they_were_drawn() -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 from megatron_policy.convert import convert
-from megatron_policy.converters.architecture import Moe, Scoring
+from megatron_policy.converters.architecture import Moe, Scoring, TileMedium
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.formats.hf_config import read_config
@@ -25,7 +28,17 @@ from megatron_policy.converters.rows import Role, fill_shard
 from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 from tests.checkpoints import make_checkpoint
-from tests.picture_models import MEDIA, ROPE, STILL, TINY, TOKENS, make_model, stack_experts
+from tests.picture_models import (
+    MEDIA,
+    MORE,
+    ROPE,
+    STILL,
+    TILED,
+    TINY,
+    TOKENS,
+    make_model,
+    stack_experts,
+)
 
 PUBLISHED: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "Qwen2.5-VL-7B": (
@@ -129,6 +142,10 @@ Qwen2.5-VL with the decoder's fields at the top.
 """
 
 
+SINGLE = ("llava", *TILED)
+"""Families with a token for each patch."""
+
+
 @pytest.fixture(scope="module", params=TINY)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("pictures") / "hf"
@@ -154,7 +171,7 @@ def test_names_and_shapes_are_those_of_transformers(checkpoint: Path) -> None:
     shell = table.architecture.shell
     keys = STILL.get(table.family, MEDIA)
     assert shell is not None and table.architecture.attachments[: len(keys)] == keys
-    assert all(medium.merged == 4 - 3 * (table.family == "llava") for medium in shell.media)
+    assert all(medium.merged == (1 if table.family in SINGLE else 4) for medium in shell.media)
     assert shell.deep == (2 if table.family.startswith("qwen3_vl") else 0)
     of_shell = [e for e in table.entries if e.megatron.startswith("embedding.shell.")]
     assert len(of_shell) == len(shell.tensors)
@@ -340,6 +357,8 @@ TEXT_OF_4_54 = {
         ("qwen2_vl", {"vision_token_id": 7}, {}),
         ("qwen2_5_vl", {"vision_token_id": 7}, TEXT_OF_4_54),
         ("glm4v", {}, {"attention_bias": True}),
+        ("llava", {"ignore_index": -100, "vocab_size": 256}, {}),
+        ("llava_next", {"ignore_index": -100, "use_image_newline_parameter": True}, {}),
     ],
 )
 def test_fields_of_published_files_that_change_nothing_are_no_hindrance(
@@ -353,8 +372,11 @@ def test_fields_of_published_files_that_change_nothing_are_no_hindrance(
     assert bound(tmp_path / "further").architecture == bound(plain).architecture
 
 
-def test_towers_under_the_names_of_their_makers_are_those_of_transformers(tmp_path: Path) -> None:
-    own = make_model(tmp_path / "own", "llava")
+@pytest.mark.parametrize("family", ["llava", *TILED])
+def test_towers_under_the_names_of_their_makers_are_those_of_transformers(
+    tmp_path: Path, family: str
+) -> None:
+    own = make_model(tmp_path / "own", family)
     shutil.copytree(own, made := tmp_path / "made")
     before = "vision_tower."
     named = {
@@ -395,6 +417,35 @@ def test_pictures_take_as_many_places_as_a_tower_makes_features(
     picture = shell.make_picture(0, (2, 2), torch.randn)
     (features,) = model.model.get_image_features(picture["pixel_values"]).pooler_output
     assert shell.media[0].count_tokens(picture) == len(features)
+
+
+@pytest.mark.parametrize("family", TILED)
+def test_pictures_of_any_size_have_as_many_tiles_and_tokens_as_in_transformers(
+    tmp_path: Path, family: str
+) -> None:
+    tile, canvases = 20, [[20 * rows, 20 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
+    fields = TINY[family] | {"image_grid_pinpoints": canvases}
+    fields |= {"vision_config": fields["vision_config"] | {"image_size": tile}}
+    config = AutoConfig.for_model(family, **fields)
+    config.save_pretrained(tmp_path)
+    shell, random = bound(tmp_path).architecture.shell, Random(7)
+    assert shell is not None
+    (medium,) = shell.media
+    assert isinstance(medium, TileMedium)
+    sizes = [(height, width) for height in (1, 20, 40, 99) for width in (1, 3, 20, 60)]
+    sizes += [(random.randint(1, 99), random.randint(1, 99)) for _ in range(400)]
+    for size in sizes:
+        given = {"image_sizes": torch.tensor([size]), "batch_num_images": torch.tensor([1])}
+        tiles = image_size_to_num_patches(size, canvases, tile)
+        assert medium.list_tiles(given) == [tiles], size
+        _, (count,) = TILED[family].pack_image_features(
+            SimpleNamespace(config=config),
+            [torch.empty(tiles, medium.of_tile, 1)],
+            given["image_sizes"],
+            image_newline=torch.empty(1),
+            **MORE[family],
+        )
+        assert medium.count_tokens(given) == count, size
 
 
 def test_a_tower_whose_pictures_differ_in_size_is_refused_by_name(tmp_path: Path) -> None:

@@ -192,6 +192,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "glm4v": ("failed to be inspected", IMAGES),
     "llava": ("failed to be inspected", IMAGES),
     "llava with biases": ("failed to be inspected", IMAGES),
+    "llava_next": ("failed to be inspected", IMAGES),
+    "llava_onevision": ("failed to be inspected", IMAGES),
     "minimax_m2": (
         "AssertionError",
         "vLLM's router for CPUs has no sigmoid of experts without groups, and an empty message",

@@ -7,7 +7,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from megatron_policy.converters.architecture import PatchMedium, PictureMedium, Shell
+from megatron_policy.converters.architecture import AnyMedium, PatchMedium, Shell
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.rows import Role, Row, Whole
 from megatron_policy.errors import ConversionError
@@ -70,9 +70,7 @@ def take_shell(
     return surround(fields, prefix, *media, further=further, deep=deep)
 
 
-def surround(
-    fields: Fields, prefix: str, *media: PatchMedium | PictureMedium, **more: Any
-) -> dict[str, Any]:
+def surround(fields: Fields, prefix: str, *media: AnyMedium, **more: Any) -> dict[str, Any]:
     """What `Architecture` says of a shell that reads these media; tensors of it have names with the
     `prefix` in a checkpoint.
     """
