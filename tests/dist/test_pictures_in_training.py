@@ -7,6 +7,7 @@ Shapes: B rows, S positions.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,7 @@ from megatron_policy.engines.megatron import assemble
 from megatron_policy.engines.megatron.layers.norm import make_replica
 from megatron_policy.engines.shell import PictureEmbedder
 from megatron_policy.errors import BatchError
-from tests import oracle
+from tests import margins, oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, own_steps, policy_config
 from tests.dist.layouts import (
     EXPERT_LAYOUTS,
@@ -41,6 +42,8 @@ from tests.dist.layouts import (
 from tests.dist.resuming import paths
 from tests.dist.test_export import tensors_of
 from tests.exact import ROOM, Exact, InDouble, assert_equal, furthest
+from tests.invariance import page
+from tests.invariance.further import PICTURES_TABLE, Collected, FurtherCell
 from tests.losses import loss_mask, token_nll
 from tests.picture_models import (
     IMAGE,
@@ -216,6 +219,15 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made
 
 
+@pytest.fixture(scope="module")
+def measured() -> Iterator[Collected]:
+    """Collects differences; writes them on the page if the environment asks for it."""
+    collected = Collected(PICTURES_TABLE)
+    yield collected
+    if os.environ.get(page.WRITE):
+        page.write_further(collected)
+
+
 def exact_of(path: Path, rows: BatchedDataDict) -> Exact:
     """Next-token log-probabilities `[B, S - 1]` of the checkpoint's model."""
     with torch.no_grad():
@@ -238,7 +250,9 @@ def configured(path: Path, case: Layout, batching: str, rows: BatchedDataDict) -
         for name in LAYOUTS_OF[family]
     ],
 )
-def test_pictures_count_as_in_transformers(ranks, model_of, family: str, name: str) -> None:
+def test_pictures_count_as_in_transformers(
+    ranks, model_of, measured: Collected, family: str, name: str
+) -> None:
     (path, hf), rows = model_of(family), rows_of(family)
     exact = exact_of(path, rows)
     case, batching = LAYOUTS_OF[family][name]
@@ -246,16 +260,18 @@ def test_pictures_count_as_in_transformers(ranks, model_of, family: str, name: s
     seen = ranks.run(case.world, train_on_pictures, config, rows)
     order = BatchedDataDict({"row": torch.arange(rows.size)})
     shares = order.shard_by_batch_size(1 + max(rank["dp"] for rank in seen), GLOBAL_BATCH)
-    for rank in seen:
-        assert re.search(REFUSED_WITHOUT, rank["refused"])
-        if "few" in batching:
-            assert max(rank["patches"]) <= FEW
-        own = shares[rank["dp"]]["row"]
-        inside = torch.arange(1, rows["input_ids"].size(1)) < rows["input_lengths"][own, None]
-        assert_equal("logprobs", rank["logprobs"][:, 1:][inside], exact[own][inside], name)
-        hf.assert_same_steps(rank["steps"], name)
-        assert rank["weights"].keys() == tensors_of(path).keys()
-        hf.assert_same_weights(rank["weights"])
+    with margins.recorded() as record:
+        for rank in seen:
+            assert re.search(REFUSED_WITHOUT, rank["refused"])
+            if "few" in batching:
+                assert max(rank["patches"]) <= FEW
+            own = shares[rank["dp"]]["row"]
+            inside = torch.arange(1, rows["input_ids"].size(1)) < rows["input_lengths"][own, None]
+            assert_equal("logprobs", rank["logprobs"][:, 1:][inside], exact[own][inside], name)
+            hf.assert_same_steps(rank["steps"], name)
+            assert rank["weights"].keys() == tensors_of(path).keys()
+            hf.assert_same_weights(rank["weights"])
+    measured.add(FurtherCell(name, batching, "pictures, videos", family), record)
 
 
 @pytest.mark.nightly

@@ -122,4 +122,40 @@ HYBRIDS_TABLE = Table(
         for name in ("loss", "grad norm", "weights", "logprobs before", "logprobs after", "entropy")
     },
 )
-FURTHER = (ADAPTERS, SCALAR, HYBRIDS_TABLE)
+FEW_PATCHES = ", few patches"
+"""Said of batchings that bound the patches of a microbatch."""
+SEEN = (
+    ("one process", PADDED),
+    ("one process, packed", PACKED),
+    ("TP2", DYNAMIC + FEW_PATCHES),
+    ("TP2+SP", PACKED + FEW_PATCHES),
+    ("PP2", PACKED),
+    ("CP2", PACKED),
+    ("DP2, overlaps", PADDED),
+    ("TP2xCP2+SP", PACKED),
+    ("TP2xPP2xCP2+SP", PACKED),
+    ("FSDP2", PACKED),
+    ("FSDP2 x 2", PADDED),
+    ("FSDP2 x 4", DYNAMIC),
+    ("FSDP2 CP2", PACKED),
+    ("FSDP2 TP2+SP x 2", PACKED),
+    ("FSDP1 x 2", DYNAMIC),
+)
+SEEN_BY_EXPERTS = (
+    ("one process", PACKED),
+    ("EP2xTP2+SP", PACKED),
+    ("PP2", PADDED),
+    ("EP2xCP2", PADDED),
+    ("FSDP2 x 2", PADDED),
+)
+PICTURES_TABLE = Table(
+    "pictures",
+    "rows have",
+    tuple(
+        FurtherCell(*each, "pictures, videos", family)
+        for family, layouts in (("qwen3_vl", SEEN), ("qwen3_vl_moe", SEEN_BY_EXPERTS))
+        for each in layouts
+    ),
+    {name: name for name in ("loss", "grad norm", "weights", "logprobs")},
+)
+FURTHER = (ADAPTERS, SCALAR, HYBRIDS_TABLE, PICTURES_TABLE)
