@@ -27,6 +27,8 @@ BASES = {
     "dpo.yaml": host_policies.DPO,
     "grpo_math_1B.yaml": host_policies.GRPO,
     "ppo_math_1B_megatron.yaml": host_policies.GRPO,
+    "vlm_grpo_3B.yaml": host_policies.GRPO
+    | {"dynamic_batching": host_policies.GRPO["dynamic_batching"] | {"enabled": True}},
     "rm.yaml": host_policies.DPO | {"reward_model_cfg": REWARDS},
 }
 OF_MEGATRON = ("ppo_math_1B_megatron.yaml",)
