@@ -24,6 +24,7 @@ from megatron_policy.converters.families import (
     exaone4,
     falcon_h1,
     gemma2,
+    gemma3,
     gemma3_text,
     glm4,
     glm4_moe,
@@ -190,6 +191,12 @@ FAMILIES = {
         _built_in(exaone4, "Exaone4ForCausalLM"),
         _built_in(falcon_h1, "FalconH1ForCausalLM"),
         _built_in(gemma2, "Gemma2ForCausalLM"),
+        _surrounding(
+            gemma3,
+            "Gemma3ForConditionalGeneration",
+            "gemma3_text",
+            other_names=gemma3.OTHER_NAMES,
+        ),
         _built_in(gemma3_text, "Gemma3ForCausalLM", hf_prefix="Gemma3Text"),
         _built_in(glm4, "Glm4ForCausalLM"),
         _built_in(glm4_moe, "Glm4MoeForCausalLM"),
@@ -298,7 +305,6 @@ FAMILIES = {
 }
 
 REFUSED = {
-    "gemma3": "it also reads images; its text part alone is of model_type gemma3_text",
     "phi4_multimodal": "it also reads images and sound; text-only Phi-4 is of model_type phi3",
     **{
         f"{whole}_text": f"it is the decoder of a {whole} alone; use the whole model"

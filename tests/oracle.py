@@ -158,6 +158,8 @@ def decays(module: torch.nn.Module, name: str) -> bool:
     if isinstance(module, linear) or kind.endswith("Router"):
         assert name in ("weight", "bias", "e_score_correction_bias"), (kind, name)
         return name == "weight"
+    if kind.endswith("MultiModalProjector"):
+        return True
     if kind.endswith("Experts"):
         return not name.endswith("bias")
     assert kind.endswith(("Norm", "NormGated")) or (kind, name) in WITHOUT_DECAY, (kind, name)
@@ -175,7 +177,7 @@ ON_FILE = {
         (("model.language_model.", "model."), ("model.visual.", "visual.")),
     ),
     **dict.fromkeys(
-        ("llava", "llava_next", "llava_onevision", "mistral3"),
+        ("gemma3", "llava", "llava_next", "llava_onevision", "mistral3"),
         (
             ("model.language_model.", "language_model.model."),
             ("model.", ""),

@@ -97,6 +97,22 @@ SIGMOID: Fields = {
     "routed_scaling_factor": 2.5,
 }
 TINY: dict[str, Fields] = {
+    "gemma3": {
+        "text_config": TEXT
+        | {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 12,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 5,  # shorter than a picture
+        },
+        "vision_config": TOWER
+        | {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 2}
+        | {"vision_use_head": False},
+        "mm_tokens_per_image": 16,
+        "image_token_index": IMAGE,
+        "boi_token_index": START,
+        "eoi_token_index": END,
+    },
     "glm4v": {
         "text_config": TEXT | HALF | {"num_attention_heads": 2},
         "vision_config": VISION | {"image_size": 16},
@@ -171,7 +187,7 @@ TINY: dict[str, Fields] = {
 PATCH = VISION["in_channels"] * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 KEYS = (*MEDIA, "batch_num_images", "image_sizes")
-FIXED = {"llava": 4}
+FIXED = {"gemma3": 16, "llava": 4}
 """Families whose pictures are all of 8 x 8 pixels, and how many tokens one makes."""
 WHOLE = {
     **dict.fromkeys(FIXED, ("pixel_values",)),
@@ -213,7 +229,7 @@ def make_model(path: Path, family: str, dtype: torch.dtype = torch.float32) -> P
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-                if name.endswith("bias"):
+                if name.endswith("bias") or not parameter.any():
                     parameter.normal_(0.0, 0.1)
                 elif parameter.ndim == 1 and isinstance(parameter, torch.nn.Parameter):
                     parameter.uniform_(0.5, 1.5)
@@ -333,13 +349,15 @@ def _measure(family: str, grid: Sequence[int]) -> tuple[int, int]:
     return (8, 8) if family in FIXED else (2 * grid[1], 2 * grid[2])
 
 
-def hf_inputs(rows: BatchedDataDict, row: int) -> dict[str, Any]:
+def hf_inputs(model: Any, rows: BatchedDataDict, row: int) -> dict[str, Any]:
     """What transformers' class is called with for one row: it counts positions of padding too."""
     own = rows["input_ids"][row : row + 1, : rows["input_lengths"][row]]
     given = ((key, rows[key][row]) for key in KEYS if key in rows)
     media = {key: value for key, value in given if value is not None}
     types = (own == IMAGE).int() + 2 * (own == VIDEO).int()
     more = {"mm_token_type_ids": types} if any("grid" in key for key in media) else {}
+    if model.config.model_type == "gemma3":
+        more = {"token_type_ids": types}
     return {"input_ids": own, **media, **more}
 
 
@@ -347,7 +365,7 @@ def hf_logprobs(model: Any, rows: BatchedDataDict) -> torch.Tensor:
     """Next-token log-probabilities `[B, S - 1]`, 0 beyond the rows' ends."""
     found = []
     for row, ids_S in enumerate(rows["input_ids"]):
-        given = hf_inputs(rows, row)
+        given = hf_inputs(model, rows, row)
         logits = model(**given, use_cache=False).logits[:, :-1].float()
         scores = logits.log_softmax(-1).gather(-1, given["input_ids"][:, 1:, None])[0, :, 0]
         found.append(torch.nn.functional.pad(scores, (0, len(ids_S) - 1 - len(scores))))
@@ -358,7 +376,7 @@ def hf_values(model: Any, rows: BatchedDataDict, weight_1D: torch.Tensor) -> tor
     """What a head of one number makes of the hidden states, `[B, S]`, 0 beyond the rows' ends."""
     found = []
     for row, ids_S in enumerate(rows["input_ids"]):
-        hidden_1LD = model.model(**hf_inputs(rows, row), use_cache=False).last_hidden_state
+        hidden_1LD = model.model(**hf_inputs(model, rows, row), use_cache=False).last_hidden_state
         values_L = (hidden_1LD @ weight_1D.to(hidden_1LD.dtype).T)[0, :, 0]
         found.append(torch.nn.functional.pad(values_L, (0, len(ids_S) - len(values_L))))
     return torch.stack(found)

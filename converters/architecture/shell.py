@@ -236,6 +236,10 @@ class Shell:
     """Keys of a batch that it reads beside those of its media: a tensor, or None, for each row."""
     deep: int = 0
     """How many of the decoder's first layers have features added to what they return."""
+    both_ways: bool = False
+    """Whether the tokens of a picture, those of one medium that are neighbours, see each other in
+    both directions, as far as a window reaches back.
+    """
 
     def __post_init__(self) -> None:
         if not self.tensors:

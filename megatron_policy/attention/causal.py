@@ -1,4 +1,5 @@
-"""Causal scaled dot-product attention over the sequences of a microbatch.
+"""Causal scaled dot-product attention over the sequences of a microbatch, in which blocks of tokens
+can see each other in both directions.
 
 Shapes: S query positions, K key positions, B rows, N query heads, G key-value groups, H head dim
 (can differ for values), T positions of a context-parallel rank, C ranks.
@@ -25,17 +26,19 @@ from megatron_policy.attention.varlen_attention import (
     varlen_sequences,
 )
 from megatron_policy.packing.tiles import tiles
-from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
+from megatron_policy.packing.tokens import AttentionPiece, Blocks, TokenLayout
 
 
 @dataclass(kw_only=True)
 class Sequences:
     """Where the sequences of a microbatch are."""
 
-    pieces: tuple[CausalRectangle, ...]
-    """The pieces of this rank's attention."""
+    pieces: tuple[tuple[int, tuple[AttentionPiece, ...]], ...]
+    """How many neighbouring rows have the same pieces of this rank's attention, and these."""
     varlen: VarlenSequences | None
-    """The same for a kernel that takes all of them at once; None where there is none."""
+    """The same for a kernel that takes all of them at once; None where there is none, or where they
+    are not causal.
+    """
     lengths: tuple[int, ...]
     """Of all sequences of a row, including their filler, over all ranks."""
     order: torch.Tensor | None
@@ -49,15 +52,24 @@ class Sequences:
         """Length of the longest sequence, including its filler, over all ranks."""
         return max(self.lengths)
 
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a key beyond its own."""
+        return all(piece.ahead is None for _, pieces in self.pieces for piece in pieces)
 
-def sequences_in(layout: TokenLayout, cp_group: dist.ProcessGroup) -> Sequences:
-    """The sequences that this rank of `cp_group` computes of `layout`."""
-    assert layout.ranks == cp_group.size(), (layout.ranks, cp_group.size())
-    rank = cp_group.rank()
-    pieces, rows = layout.pieces(rank), layout.sources_CTR.size(2)
+
+def sequences_in(
+    layout: TokenLayout, cp_group: dist.ProcessGroup, blocks_B: Blocks = ()
+) -> Sequences:
+    """The sequences that this rank of `cp_group` computes of `layout`, which each rank can compute
+    whole, with these blocks of the caller's rows.
+    """
+    assert layout.ranks in (1, cp_group.size()), (layout.ranks, cp_group.size())
+    rank = cp_group.rank() % layout.ranks
+    pieces, rows = layout.pieces_by_rows(rank, blocks_B), layout.sources_CTR.size(2)
     return Sequences(
         pieces=pieces,
-        varlen=varlen_sequences(pieces, rows),
+        varlen=None if blocks_B else varlen_sequences(pieces[0][1], rows),
         lengths=tuple(segment.length for segment in layout.segments),
         order=layout.order_CT if layout.ranks > 1 else None,
         context_group=cp_group,
@@ -100,9 +112,8 @@ def attend(
     Right padding needs no mask: no valid position can see a later one. Where torch and the device
     have a kernel that takes all sequences at once, it is called once.
     """
-    pieces: tuple[CausalRectangle, ...] = (
-        CausalRectangle(0, query_SBNH.size(0), 0, key_KBGH.size(0)),
-    )
+    whole = AttentionPiece(0, query_SBNH.size(0), 0, key_KBGH.size(0))
+    pieces: tuple[tuple[int, tuple[AttentionPiece, ...]], ...] = ((query_SBNH.size(1), (whole,)),)
     if sequences is not None:
         pieces = sequences.pieces
         if sequences.order is not None:
@@ -113,7 +124,12 @@ def attend(
     varlen = _varlen(*states, scores, sequences)
     if varlen is not None:
         return varlen_attention(*states, varlen, scores.scale, scores.reach).flatten(2)
-    return _tiled(*states, scores, pieces)
+    if len(pieces) == 1:
+        return _tiled(*states, scores, pieces[0][1])
+    counts = [rows for rows, _ in pieces]
+    query, key, value = (each.split(counts, 1) for each in states)
+    by_rows = zip(query, key, value, pieces, strict=True)
+    return torch.cat([_tiled(q, k, v, scores, of) for q, k, v, (_, of) in by_rows], 1)
 
 
 def _varlen(
@@ -138,7 +154,7 @@ def _tiled(
     key_KBGH: torch.Tensor,
     value_KBGH: torch.Tensor,
     scores: Scores,
-    pieces: tuple[CausalRectangle, ...],
+    pieces: tuple[AttentionPiece, ...],
 ) -> torch.Tensor:
     """The context of each tile by itself, `[S, B, N*H]`."""
     parts = tiles(pieces, scores.reach, explicit=not scores.fused)
@@ -149,7 +165,7 @@ def _tiled(
     biases = {tile.shape: bias_of(tile, query_SBNH) for tile in parts}
     with scores.random_state():
         contexts = [
-            _tile(scores, biases[tile.shape], *own_SBNH)
+            _tile(scores, biases[tile.shape], tile.ahead is None, *own_SBNH)
             for tile, *own_SBNH in zip(parts, *states, strict=True)
         ]
     whole_SBNH = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
@@ -159,6 +175,7 @@ def _tiled(
 def _tile(
     scores: Scores,
     bias: Any,
+    causal: bool,
     query_SBNH: torch.Tensor,
     key_KBGH: torch.Tensor,
     value_KBGH: torch.Tensor,
@@ -168,7 +185,7 @@ def _tile(
     )
     common = (bias, scores.scale, scores.dropout)
     if scores.fused:
-        context_BNSH = fused(query_BNSH, key_BGKH, value_BGKH, *common)
+        context_BNSH = fused(query_BNSH, key_BGKH, value_BGKH, *common, causal)
     else:
         context_BNSH = explicit(
             query_BNSH, key_BGKH, value_BGKH, *common, scores.softcap, scores.sinks_N

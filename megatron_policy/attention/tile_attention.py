@@ -19,7 +19,7 @@ from megatron_policy.packing.tiles import AttentionTile
 
 def fused_bias(tile: AttentionTile, like: torch.Tensor) -> Any:
     """The bias `fused` needs for a tile; None if the tile is square or all keys are seen."""
-    if tile.reach is None and tile.queries in (1, tile.keys):
+    if tile.reach is None and (tile.ahead is not None or tile.queries in (1, tile.keys)):
         return None
     if tile.reach is None and is_accelerated():
         return _lower_right(tile)
@@ -43,8 +43,11 @@ def fused(
     bias: Any,
     scale: float,
     dropout: float,
+    causal: bool = True,
 ) -> torch.Tensor:
-    """Context `[B, N, S, H]`; no kernel holds scores of `[S, K]`."""
+    """Context `[B, N, S, H]`; no kernel holds scores of `[S, K]`. Without a bias, all keys are seen
+    unless it is `causal`.
+    """
     width = value_BGKH.size(-1)
     if query_BNSH.size(-1) != width:
         # Kernels need equal head sizes; zero padding changes no product.
@@ -62,7 +65,7 @@ def fused(
         value_BGKH,
         attn_mask=bias,
         dropout_p=dropout,
-        is_causal=bias is None and query_BNSH.size(2) > 1,
+        is_causal=causal and bias is None and query_BNSH.size(2) > 1,
         scale=scale,
         enable_gqa=grouped,
     )

@@ -16,8 +16,8 @@ from megatron_policy.packing.tiles import AttentionTile
 def mask(tile: AttentionTile, like: torch.Tensor) -> torch.Tensor:
     """The bias on the tile's scores, `[Q, K]`: 0 where a query sees a key, -inf elsewhere."""
     key = torch.arange(tile.keys, device=like.device)
-    query = key[tile.keys - tile.queries :].unsqueeze(1)
-    seen = key <= query
+    query = (key[: tile.queries] + tile.keys - (tile.ahead or 0) - tile.queries).unsqueeze(1)
+    seen = key <= (query if tile.ahead is None else torch.full_like(query, tile.keys))
     if tile.reach is not None:
         seen &= key >= query - tile.reach
     return like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))

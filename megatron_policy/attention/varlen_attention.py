@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron_policy.attention.tiles import cut
 from megatron_policy.device import to_device, varlen_kernel
 from megatron_policy.packing.multiples import round_up
-from megatron_policy.packing.tokens import CausalRectangle
+from megatron_policy.packing.tokens import AttentionPiece
 
 # What torch's flash attention takes: 16 bits, and head sizes that are multiples of 8, at most 256.
 _DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -40,7 +40,7 @@ class VarlenSequences:
     key_ranges: tuple[tuple[int, int], ...]
 
 
-def varlen_sequences(pieces: Iterable[CausalRectangle], rows: int) -> VarlenSequences | None:
+def varlen_sequences(pieces: Iterable[AttentionPiece], rows: int) -> VarlenSequences | None:
     """These pieces of each of `rows` rows; their queries are all of the rank's, in order. None
     where there is no kernel.
     """

@@ -23,6 +23,7 @@ from megatron_policy.lm_head.fused import HeadShape
 from megatron_policy.memory.states import Kind, Storages
 from megatron_policy.packing.microbatch import Microbatch, padded_microbatch
 from megatron_policy.packing.multiples import Multiples
+from megatron_policy.packing.tokens import Blocks
 from megatron_policy.weights.load import Held, mark_unfilled
 
 _SHOWN = 5
@@ -84,6 +85,11 @@ class GrowingRows:
     def positions(self) -> torch.Tensor | None:
         """See `Embedder`: of all tokens, those that are to come as well."""
         return self.embedder.positions(self.prompts) if self.embedder.attachments else None
+
+    @property
+    def blocks(self) -> Blocks:
+        """See `Embedder`: of prompts, since what is to come is text."""
+        return self.embedder.find_blocks(self.prompts)
 
     def enter(self, tokens_BS: torch.Tensor, first: int) -> Entering:
         """What enters at the tokens from position `first` on."""

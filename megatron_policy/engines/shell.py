@@ -24,6 +24,8 @@ from megatron_policy.device import to_device
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.embedder import Embedder, Entering
 from megatron_policy.packing.microbatch import Microbatch, inside
+from megatron_policy.packing.pictures import find_blocks
+from megatron_policy.packing.tokens import Blocks
 
 _TYPES = "mm_token_type_ids"
 """The argument of composite models that says of each token which medium's it is, or 0."""
@@ -31,6 +33,10 @@ _FEATURES, _POSITIONS = "inputs_embeds", "position_ids"
 DEEP, DEEP_AT = "deepstack_visual_embeds", "visual_pos_masks"
 """The arguments of decoders with features for their first layers, and with where they are."""
 _READ = {_FEATURES, _POSITIONS, DEEP, DEEP_AT}
+_MASKS: dict[str, Any] = {}
+"""In place of those that a composite model makes, and makes none of if it is given them: engines
+let the tokens of a picture see each other.
+"""
 _SEEN = 8
 """Numbers of a tensor by which two are told apart before all are compared."""
 _WITHOUT_EFFECT = {"use_cache", "return_dict"}
@@ -62,7 +68,7 @@ class _Decoder(torch.nn.Module):
     def forward(self, **given: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {n: v for n, v in given.items() if v is not None and v is not _MASKS}
         if unknown := given.keys() - _READ - _WITHOUT_EFFECT:
             raise ConfigError(
                 f"this release of transformers gives the model's decoder {', '.join(unknown)}, "
@@ -272,8 +278,11 @@ class PictureEmbedder:
         # Where there are four, the first one is that of text.
         return None if positions is None else to_device(positions[-3:].permute(1, 2, 0))
 
+    def find_blocks(self, microbatch: Microbatch) -> Blocks:
+        return find_blocks(self.shell, microbatch.host.data)
+
     def _call(
-        self, ids_BS: torch.Tensor, types_BS: torch.Tensor, more: dict[str, torch.Tensor]
+        self, ids_BS: torch.Tensor, types_BS: torch.Tensor, more: dict[str, Any]
     ) -> dict[str, Any]:
         """What the decoder is given."""
         placeholders = [medium.placeholder for medium in self.shell.media]
@@ -283,6 +292,8 @@ class PictureEmbedder:
             ids_BS = ids_BS.masked_fill((ids_BS == placeholder) & (types_BS == 0), other)
         if _takes_types(self.composite):
             more = more | {_TYPES: types_BS.int()}
+        if self.shell.both_ways:
+            more = more | {"attention_mask": _MASKS}
         self.composite(input_ids=ids_BS, use_cache=False, **more)
         decoder = next(each for each in self.composite.children() if isinstance(each, _Decoder))
         return decoder.take()

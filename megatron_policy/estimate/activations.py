@@ -37,7 +37,7 @@ from megatron_policy.converters.architecture.part import (
 from megatron_policy.estimate.adapters import LayerTraining, ModelAdapters
 from megatron_policy.packing.multiples import round_up
 from megatron_policy.packing.tiles import tiles
-from megatron_policy.packing.tokens import PackedSequence, causal_pieces
+from megatron_policy.packing.tokens import PackedSequence, attention_pieces
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.recurrence.chunks import SIZE, count_together
 
@@ -64,14 +64,14 @@ def _count_tiles(
     """The tiles of causal attention on context-parallel rank `rank`."""
     whole = PackedSequence(0, round_up(batch.length, 2 * cp if cp > 1 else 1))
     reach = None if window is None else window - 1
-    found = tiles(causal_pieces([whole], cp, rank), reach, explicit)
+    found = tiles(attention_pieces([whole], cp, rank), reach, explicit)
     masked = {t.shape for t in found if t.reach is not None or t.queries not in (1, t.keys)}
     sequences = max(1, batch.tokens * cp // batch.length)
     return Tiles(
         number=len(found) * (sequences if batch.packed else 1),
         keys=sequences * sum(tile.keys for tile in found),
         scores=sequences * sum(tile.queries * tile.keys for tile in found),
-        masks=sum(queries * keys for queries, keys, _ in masked),
+        masks=sum(queries * keys for queries, keys, *_ in masked),
     )
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.packing.tokens import Blocks
 
 
 class Entering(NamedTuple):
@@ -47,6 +48,11 @@ class Embedder(Protocol):
         numbered from 0.
         """
 
+    def find_blocks(self, microbatch: Microbatch) -> Blocks:
+        """The runs of tokens of each of the caller's rows that see each other in both directions,
+        the same on every rank; none at all if every token sees none that follows it.
+        """
+
 
 @dataclass(frozen=True)
 class TokenEmbedder:
@@ -64,3 +70,6 @@ class TokenEmbedder:
 
     def positions(self, microbatch: Microbatch) -> None:
         return None
+
+    def find_blocks(self, microbatch: Microbatch) -> Blocks:
+        return ()

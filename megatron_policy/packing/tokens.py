@@ -11,8 +11,9 @@ R rows that are computed in parallel (B when padded, 1 when packed).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby, repeat
 
 import torch
 
@@ -32,17 +33,25 @@ class PackedSequence:
     length: int
 
 
+Blocks = Sequence[Sequence[range]]
+"""Of each sequence, the runs of tokens that see each other in both directions."""
+
+
 @dataclass(frozen=True)
-class CausalRectangle:
-    """A causal rectangle of attention: this rank's queries `[query, query + queries)` see the keys
-    `[key, key + keys)` of all ranks. The last query sees all of them, the one before it all but the
-    last, and so on (aligned at the lower right corner).
+class AttentionPiece:
+    """A rectangle of attention: this rank's queries `[query, query + queries)` see the keys
+    `[key, key + keys)` of all ranks. If it is causal, the last query sees all of them, the one
+    before it all but the last, and so on (aligned at the lower right corner).
     """
 
     query: int
     queries: int
     key: int
     keys: int
+    ahead: int | None = None
+    """None if it is causal. Else each query sees all keys, the last of which are so many positions
+    beyond the last query's own.
+    """
 
 
 @dataclass(frozen=True)
@@ -123,27 +132,59 @@ class TokenLayout:
         missing = (where_BS == FILLER).view(*where_BS.shape, *[1] * len(rest))
         return found.masked_fill_(missing, 0)
 
-    def pieces(self, rank: int) -> tuple[CausalRectangle, ...]:
-        """The pieces of rank `rank`'s causal attention; its queries in order, each once."""
-        return causal_pieces(self.segments, self.ranks, rank)
+    def pieces(self, rank: int, blocks: Blocks = ()) -> tuple[AttentionPiece, ...]:
+        """The pieces of rank `rank`'s attention, causal but for the `blocks` of its segments; its
+        queries in order, each once.
+        """
+        return attention_pieces(self.segments, self.ranks, rank, blocks)
+
+    def pieces_by_rows(
+        self, rank: int, blocks_B: Blocks = ()
+    ) -> tuple[tuple[int, tuple[AttentionPiece, ...]], ...]:
+        """How many neighbouring rows of what is computed have the same pieces, and these, for all
+        rows, of the caller's rows with these blocks.
+        """
+        rows = self.sources_CTR.size(2)
+        if not blocks_B or rows == 1:
+            return ((rows, self.pieces(rank, blocks_B)),)
+        alike = ((blocks, len([*same])) for blocks, same in groupby(blocks_B))
+        return tuple((count, self.pieces(rank, [blocks])) for blocks, count in alike)
 
 
-def causal_pieces(
-    segments: Iterable[PackedSequence], ranks: int, rank: int
-) -> tuple[CausalRectangle, ...]:
-    """The pieces of attention within the segments that rank `rank` of `ranks` computes; its queries
-    in order, each once.
+def attention_pieces(
+    segments: Iterable[PackedSequence], ranks: int, rank: int, blocks: Blocks = ()
+) -> tuple[AttentionPiece, ...]:
+    """The pieces of attention within the segments that rank `rank` of `ranks` computes, causal but
+    for the `blocks` of the first segments; its queries in order, each once.
     """
-    if ranks == 1:
-        return tuple(CausalRectangle(s.start, s.length, s.start, s.length) for s in segments)
-    found = []
-    for segment in segments:
-        chunk = segment.length // (2 * ranks)
-        first = segment.start // ranks
-        for index, number in enumerate((rank, 2 * ranks - 1 - rank)):
+    found: list[AttentionPiece] = []
+    numbers = [0] if ranks == 1 else [rank, 2 * ranks - 1 - rank]
+    for segment, own in zip(segments, chain(blocks, repeat(())), strict=False):
+        chunk, first = segment.length // (ranks * len(numbers)), segment.start // ranks
+        for index, number in enumerate(numbers):
             query = first + index * chunk
-            found.append(CausalRectangle(query, chunk, segment.start, (number + 1) * chunk))
+            piece = AttentionPiece(query, chunk, segment.start, (number + 1) * chunk)
+            found.extend(_cut_out(own, piece))
     return tuple(found)
+
+
+def _cut_out(blocks: Sequence[range], piece: AttentionPiece) -> Iterator[AttentionPiece]:
+    """A causal piece without its queries in these blocks, in order, and pieces of those."""
+    first = done = piece.keys - piece.queries
+
+    def part(start: int, stop: int, ahead: int | None = None) -> AttentionPiece:
+        queries = (piece.query + start - first, stop - start)
+        return AttentionPiece(*queries, piece.key, stop + (ahead or 0), ahead)
+
+    for block in blocks:
+        start, stop = max(block.start, first), min(block.stop, piece.keys)
+        if start < stop:
+            if done < start:
+                yield part(done, start)
+            yield part(start, stop, block.stop - stop)
+            done = stop
+    if done < piece.keys or not piece.queries:
+        yield part(done, piece.keys)
 
 
 def padded_layout(rows: int, width: int, multiple: int, ranks: int) -> TokenLayout:

@@ -63,12 +63,14 @@ def _describe_batch(data: BatchedDataDict, shell: Shell | None) -> dict[str, tor
     """What transformers' class is called with."""
     tokens_BS = data["input_ids"]
     given = {"input_ids": tokens_BS}
+    both_ways = shell is not None and shell.both_ways
     for number, medium in enumerate(() if shell is None else shell.media, start=1):
         for key in medium.keys:
             if found := [each for each in data.get(key, ()) if each is not None]:
                 given[key] = join_rows(found)
-        if isinstance(medium, PatchMedium) and medium.values in given:
-            given["mm_token_type_ids"] = (tokens_BS == medium.placeholder).int() * number
+        if medium.values in given and (both_ways or isinstance(medium, PatchMedium)):
+            name = "token_type_ids" if both_ways else "mm_token_type_ids"
+            given[name] = (tokens_BS == medium.placeholder).int() * number
     return {name: tensor.to(current_device()) for name, tensor in given.items()}
 
 

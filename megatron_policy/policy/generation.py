@@ -9,7 +9,7 @@ Shapes: B rows, S positions of prompts, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from megatron_policy.lm_head.sampling import (
     nothing_generated,
     sample,
 )
+from megatron_policy.packing.pictures import find_blocks
 from megatron_policy.training.checks import check_prompts
 from megatron_policy.training.sync_microbatches import prepare_together
 
@@ -141,13 +142,29 @@ class TextGenerator:
         def cut() -> list[BatchedDataDict]:
             size, model = self._engine.vocab_size, self._engine.table.architecture
             prompts = check_prompts(data, size, self._longest, model.attachments, model.shell)
-            rows, end = self._config.generation_batch_size, prompts.size
-            return [prompts.slice(row, min(row + rows, end)) for row in range(0, end, rows)]
+            blocks_B = find_blocks(model.shell, prompts) or [()] * prompts.size
+            ends = [max((block.stop for block in blocks), default=0) for blocks in blocks_B]
+            lengths, most = prompts["input_lengths"].tolist(), self._config.generation_batch_size
+            return [prompts.slice(*rows) for rows in _cut_rows(lengths, ends, most)]
 
         if not self._engine.joins_replicas:
             return cut()
         parts, most = prepare_together(cut, len, self._engine.groups.dp)
         return parts + [parts[0].slice(0, 0)] * (most - len(parts))
+
+
+def _cut_rows(lengths: Sequence[int], ends: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """The first row, and that behind the last one, of rows that share a cache: at most `most`. What
+    enters at once is as long as the shortest of their prompts, and has to reach the `ends` of all:
+    tokens before them see later ones.
+    """
+    first = 0
+    for row in range(1, len(lengths) + 1):
+        tried = slice(first, row + 1)
+        full = row - first == most or row == len(lengths)
+        if full or max(ends[tried]) > min(lengths[tried]):
+            yield first, row
+            first = row
 
 
 def _concatenate(parts: Sequence[Continuations], pad_id: int) -> Continuations:

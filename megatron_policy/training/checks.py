@@ -20,7 +20,7 @@ from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import count_patches, inside
 from megatron_policy.training.transformers_keys import (
     check_labels,
-    check_medium_types,
+    check_token_types,
     refuse_unread_inputs,
     take_model_inputs,
 )
@@ -69,11 +69,11 @@ def check_batch(
     take_model_inputs(batch)
     batch["input_ids"] = check_tokens(batch, vocab_size)
     check_temperature(batch)
-    if shell is not None or "mm_token_type_ids" in batch:
+    if shell is not None or {"mm_token_type_ids", "token_type_ids"} & batch.keys():
         _check_masks(batch)
     if shell is not None:
         check_pictures(batch, shell)
-    check_medium_types(batch, shell)
+    check_token_types(batch, shell)
     return batch
 
 

@@ -49,8 +49,8 @@ def refuse_unread_inputs(
 
 def take_model_inputs(batch: BatchedDataDict) -> None:
     """Take `input_lengths` from a right-padded `attention_mask`. BatchError, naming the row, for
-    any other mask, one that contradicts `input_lengths`, and for `position_ids` and
-    `token_type_ids` that a model would not compute with.
+    any other mask, one that contradicts `input_lengths`, and for `position_ids` that a model would
+    not compute with.
 
     The rows of `batch` are those of its checked `input_ids`.
     """
@@ -74,23 +74,22 @@ def take_model_inputs(batch: BatchedDataDict) -> None:
                 "tokens are numbered from 0 in each row, whatever this key says. Leave it out, and "
                 "give each sequence a row of its own, right padded (sequence_packing joins them)"
             )
-    if "token_type_ids" in batch:
-        types_BS = _of_tokens(batch, "token_type_ids")
-        if (found := _first((types_BS != 0) & text_BS)) is not None:
-            raise BatchError(
-                f"token_type_ids has {types_BS[found]} in row {found[0]} at position {found[1]}: "
-                "models have one type of token here. Leave the key out"
-            )
 
 
-def check_medium_types(batch: BatchedDataDict, shell: Shell | None) -> None:
-    """BatchError, naming the row, for `mm_token_type_ids` other than those that the `shell` finds.
-    A placeholder that is text can have its medium's number too, and rows that do not count are not
-    compared.
+def check_token_types(batch: BatchedDataDict, shell: Shell | None) -> None:
+    """BatchError, naming the row, for `mm_token_type_ids` other than those that the `shell` finds,
+    and for `token_type_ids` other than these where tokens of a picture see each other, or 0 in
+    other models. A placeholder that is text can have its medium's number too, and rows that do not
+    count are not compared.
     """
-    if "mm_token_type_ids" not in batch:
-        return
-    types_BS, tokens_BS = _of_tokens(batch, "mm_token_type_ids"), batch["input_ids"]
+    seeing = shell if shell is not None and shell.both_ways else None
+    for key, finds in (("mm_token_type_ids", shell), ("token_type_ids", seeing)):
+        if key in batch:
+            _check_types(batch, key, finds)
+
+
+def _check_types(batch: BatchedDataDict, key: str, shell: Shell | None) -> None:
+    types_BS, tokens_BS = _of_tokens(batch, key), batch["input_ids"]
     compared_BS = inside(batch)
     wanted_BS = shell.find_types(batch, compared_BS) if shell else torch.zeros_like(types_BS)
     wrong_BS = types_BS != wanted_BS
@@ -101,9 +100,9 @@ def check_medium_types(batch: BatchedDataDict, shell: Shell | None) -> None:
         compared_BS = compared_BS & (batch["sample_mask"] != 0).unsqueeze(-1)
     if (found := _first(wrong_BS & compared_BS)) is not None:
         raise BatchError(
-            f"mm_token_type_ids has {types_BS[found]} in row {found[0]} at position {found[1]}, "
-            f"where token {tokens_BS[found]} makes it {wanted_BS[found]}: pass the model's "
-            "processor's, or leave the key out"
+            f"{key} has {types_BS[found]} in row {found[0]} at position {found[1]}, where token "
+            f"{tokens_BS[found]} makes it {wanted_BS[found]}: pass the model's processor's, or "
+            "leave the key out"
         )
 
 

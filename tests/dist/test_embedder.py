@@ -31,6 +31,7 @@ from megatron_policy.engines.megatron.layers.norm import replicated
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.embedder import Embedder, Entering
 from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.packing.tokens import Blocks
 from megatron_policy.parallel.groups import Groups
 from tests import oracle
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, own_steps, policy_config
@@ -157,6 +158,9 @@ class Marked:
 
     def positions(self, microbatch: Microbatch) -> torch.Tensor:
         return positions_of(microbatch.tokens_BS)
+
+    def find_blocks(self, microbatch: Microbatch) -> Blocks:
+        return ()
 
 
 class Picture(torch.nn.Module):

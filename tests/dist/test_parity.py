@@ -71,6 +71,7 @@ def read(job: Job) -> ModelOutputs:
         pytest.param("qwen3_vl", LAYOUTS, marks=pytest.mark.daily),
         ("glm4v", LAYOUTS),
         ("glm4v_moe", OF_EXPERTS),
+        ("gemma3", LAYOUTS),
         ("llava", LAYOUTS),
         ("llava_next", LAYOUTS),
         ("llava_onevision", LAYOUTS),

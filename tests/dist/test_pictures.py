@@ -50,6 +50,11 @@ GENERATING = {
     "qwen3_vl_moe": {"EP2xTP2+SP": EXPERT_LAYOUTS["EP2xTP2+SP"]},
     "glm4v": {"PP2": layout(2, pp=2)},
     "glm4v_moe": {"EP2xTP2+SP": EXPERT_LAYOUTS["EP2xTP2+SP"]},
+    "gemma3": {
+        "TP2+SP": layout(2, tp=2, **SP),
+        "PP2": layout(2, pp=2),
+        "FSDP2 x 2": FSDP2_LAYOUTS["FSDP2 x 2"],
+    },
     "llava": {"TP2": layout(2, tp=2)},
     "llava_next": {"TP2": layout(2, tp=2)},
     "llava_onevision": {"PP2": layout(2, pp=2)},
@@ -80,7 +85,7 @@ def make_prompts(family: str) -> BatchedDataDict:
 
 def generate_greedily(model: Any, prompts: BatchedDataDict, row: int) -> list[int]:
     """The tokens of a prompt and, of transformers' own `generate`, of what follows."""
-    given = hf_inputs(prompts, row)
+    given = hf_inputs(model, prompts, row)
     found = model.generate(
         **given,
         attention_mask=torch.ones_like(given["input_ids"]),
@@ -175,6 +180,7 @@ def learn_and_send(
         ("qwen3_5", "PP2"),
         ("qwen3_vl", "PP2"),
         ("qwen3_vl_moe", "EP2xTP2+SP"),
+        ("gemma3", "TP2+SP"),
         ("glm4v_moe", "EP2xTP2+SP"),
         ("llava_onevision", "PP2"),
         ("mistral3", "PP2"),

@@ -22,7 +22,7 @@ from megatron_policy.engines.hugging_face.table import Cut
 from megatron_policy.engines.megatron import assemble, trainable
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing import tokens
-from megatron_policy.packing.tokens import CausalRectangle, TokenLayout
+from megatron_policy.packing.tokens import AttentionPiece, TokenLayout
 from megatron_policy.parallel.topology import Copy, Placement
 from megatron_policy.training import batching, losses, train
 from megatron_policy.weights.load import Held
@@ -56,7 +56,7 @@ def _always(result: Any) -> Callable[[Any], Any]:
 
 
 def _one_piece(pieces: Any) -> Any:
-    return lambda layout, rank: (CausalRectangle(0, layout.full_length, 0, layout.full_length),)
+    return lambda layout, *_: (AttentionPiece(0, layout.full_length, 0, layout.full_length),)
 
 
 def _neighbours(layout: Any) -> Any:

@@ -131,6 +131,9 @@ def test_pictures_that_fit_their_placeholders_pass_and_what_was_drawn_is_text() 
     ):
         check_batch(pictured(**changes), 9, SHELL.attachments, SHELL)
     check_training_data(pictured(), 9, PADDED, SHELL.attachments, SHELL)
+    seeing = replace(SHELL, both_ways=True)
+    check_batch(pictured(token_type_ids=drawn), 9, SHELL.attachments, seeing)
+    check_batch(pictured(token_type_ids=0 * TYPES), 9, SHELL.attachments, SHELL)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +161,7 @@ def test_pictures_that_fit_their_placeholders_pass_and_what_was_drawn_is_text() 
         ({"token_mask": [[1]] * 3}, "'token_mask' has no tensor"),
         ({"image_grid_thw": [None, GRID.flip(0), None]}, r"groups of \[2, 1\].* of \[1, 2\]"),
         ({"films": [None, None, torch.ones(4, 5).byte()]}, "'films' is torch.uint8 in row 2"),
+        ({"token_type_ids": TYPES}, "has 1 in row 1 .* 0, where token 7 makes it 0"),
         ({"mm_token_type_ids": TYPES.flip(0)}, "has 2 in row 0 .* 0, where token 1 makes it 0"),
         ({"mm_token_type_ids": TYPES * (TYPES != 2)}, "has 0 in row 2 .* token 8 makes it 2"),
         (

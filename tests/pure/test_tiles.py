@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from megatron_policy.attention.tiles import cut, mask
 from megatron_policy.packing import tiles as module
 from megatron_policy.packing.tiles import BLOCK, tiles
-from megatron_policy.packing.tokens import CausalRectangle, packed_layout
+from megatron_policy.packing.tokens import AttentionPiece, packed_layout
 
 PIECES = st.lists(
     st.tuples(st.integers(0, 3 * BLOCK), st.integers(0, 2 * BLOCK)), min_size=1, max_size=4
 )
 
 
-def pieces_of(drawn: list[tuple[int, int]]) -> list[CausalRectangle]:
+def pieces_of(drawn: list[tuple[int, int]]) -> list[AttentionPiece]:
     """Of so many queries, with so many keys before them."""
     pieces, query, key = [], 0, 0
     for queries, before in drawn:
-        pieces.append(CausalRectangle(query, queries, key, queries + before))
+        pieces.append(AttentionPiece(query, queries, key, queries + before))
         query, key = query + queries, key + queries + before
     return pieces
 
@@ -68,7 +68,7 @@ def test_a_window_that_holds_a_whole_sequence_needs_no_mask() -> None:
 
 def test_a_mask_shows_each_query_the_keys_of_its_window(monkeypatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 4)
-    for tile in tiles([CausalRectangle(0, 6, 0, 9)], 2):
+    for tile in tiles([AttentionPiece(0, 6, 0, 9)], 2):
         bias = mask(tile, torch.zeros((), dtype=torch.bfloat16))
         assert bias.dtype == torch.bfloat16 and bias.shape == (tile.queries, tile.keys)
         for row, shown in enumerate((bias == 0).tolist()):

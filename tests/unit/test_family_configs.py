@@ -114,12 +114,9 @@ def test_every_problem_of_a_config_is_listed_at_once(tmp_path: Path) -> None:
         assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "phi4_multimodal"])
-def test_a_relative_that_reads_images_is_refused_with_the_name_of_its_text_part(
-    model_type: str,
-) -> None:
-    with pytest.raises(ConversionError, match=rf"{model_type} cannot be converted: it also reads"):
-        bind({"model_type": model_type})
+def test_a_relative_that_reads_images_is_refused_with_the_name_of_its_text_part() -> None:
+    with pytest.raises(ConversionError, match="phi4_multimodal cannot be converted: it also reads"):
+        bind({"model_type": "phi4_multimodal"})
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,16 @@ def test_forward_and_backward_are_what_torch_counts_on_the_reference(checkpoint,
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2_5_vl", "qwen3_vl", "glm4v_moe", "llava", "llava_next", "llava_onevision", "mistral3"],
+    [
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "gemma3",
+        "glm4v_moe",
+        "llava",
+        "llava_next",
+        "llava_onevision",
+        "mistral3",
+    ],
 )
 def test_towers_cost_what_torch_counts_on_the_reference(checkpoint, family: str) -> None:
     path = checkpoint(family)

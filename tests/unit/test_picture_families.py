@@ -142,7 +142,7 @@ Qwen2.5-VL with the decoder's fields at the top.
 """
 
 
-SINGLE = ("llava", *TILED)
+SINGLE = ("gemma3", "llava", *TILED)
 """Families with a token for each patch."""
 
 
@@ -372,7 +372,7 @@ def test_fields_of_published_files_that_change_nothing_are_no_hindrance(
     assert bound(tmp_path / "further").architecture == bound(plain).architecture
 
 
-@pytest.mark.parametrize("family", ["llava", *TILED])
+@pytest.mark.parametrize("family", ["gemma3", "llava", *TILED])
 def test_towers_under_the_names_of_their_makers_are_those_of_transformers(
     tmp_path: Path, family: str
 ) -> None:

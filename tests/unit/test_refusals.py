@@ -119,6 +119,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ranks that no expert's weights divide": ("mixtral", 7, fsdp({"rows": 7})),
     "frequencies of each row": ("llama", 1, fsdp({"rope_length": "row"})),
     "an attention that the model lacks": ("gpt_oss", 1, fsdp(attn_implementation="sdpa")),
+    "masks of text alone": ("gemma3", 1, fsdp(attn_implementation="sdpa")),
     "no such optimizer": ("qwen2", 1, optimizer("Nothing")),
     "an optimizer with an odd state": ("qwen2", 1, optimizer("NAdam")),
     "an optimizer of other settings": ("qwen2", 1, optimizer("AdamW", lr=-1.0)),

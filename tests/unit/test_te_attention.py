@@ -191,6 +191,15 @@ def test_a_window_under_context_parallelism_is_torchs() -> None:
     assert len(full.te_module.shapes) == 1
 
 
+def test_blocks_that_see_each_other_in_both_directions_are_torchs() -> None:
+    attention, given = build(), states(16, 1)
+    params = sequence_params(padded_layout(1, 16, 1, 1), group(), blocks_B=[[range(3, 9)]])
+    context = call(attention, given, params)
+    assert not attention.te_module.shapes
+    assert torch.equal(context, attention.fallback(*given, None, packed_seq_params=params))
+    assert not torch.equal(context, attention.fallback(*given, None))
+
+
 LATENT = {"k_channels": 192, "v_channels": 128, "softmax_scale": 0.3}
 """What Megatron-Core's MLA builds its attention with, in DeepSeek's sizes."""
 

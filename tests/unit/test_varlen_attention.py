@@ -24,7 +24,7 @@ from megatron_policy import device
 from megatron_policy.attention import varlen_attention as module
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequence_params
-from megatron_policy.packing.tokens import CausalRectangle, packed_layout
+from megatron_policy.packing.tokens import AttentionPiece, packed_layout
 from tests.pure.test_tiles import PIECES, pieces_of
 from tests.varlen_oracle import varlen_oracle
 
@@ -148,7 +148,7 @@ def test_rectangles_follow_one_another_row_by_row(drawn: list[tuple[int, int]], 
     assert all(sum(before) != after[0] for before, after in pairwise(found.key_ranges))
 
 
-SHARED_KEYS = [CausalRectangle(0, 4, 0, 4), CausalRectangle(4, 4, 0, 16)]
+SHARED_KEYS = [AttentionPiece(0, 4, 0, 4), AttentionPiece(4, 4, 0, 16)]
 
 
 def test_rectangles_that_share_keys_each_have_their_own_and_on_the_cpu_there_are_only_tiles() -> (

@@ -189,6 +189,8 @@ REFUSED: dict[str, tuple[str, str]] = {
         "--mamba-block-size can only be set with",
         "vLLM has models of this family for NVIDIA's and AMD's GPUs alone",
     ),
+    "gemma3": ("failed to be inspected", IMAGES),
+    "gemma3 with biases": ("failed to be inspected", IMAGES),
     "glm4v": ("failed to be inspected", IMAGES),
     "llava": ("failed to be inspected", IMAGES),
     "llava with biases": ("failed to be inspected", IMAGES),

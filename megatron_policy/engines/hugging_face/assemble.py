@@ -24,6 +24,7 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.device import is_accelerated
 from megatron_policy.device.timing import Recorder
+from megatron_policy.engines.hugging_face.attention import NAME
 from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.engine import FsdpEngine
 from megatron_policy.engines.hugging_face.fsdp1 import Fsdp1
@@ -76,6 +77,7 @@ def build(
     copies = model_copies(config, topology.world_size)
     module = build_module(config, table.architecture.shell is not None)
     _refuse_mixing(config, module)
+    _refuse_masks(config, table, module)
     names = tuple(table.hf_shapes()) or _names(config, source_dtypes)
     sources = sources_of(module, names, turned=_can_be_turned(table))
     refuse_unmatched(module, sources, names)
@@ -100,6 +102,7 @@ def check_build(config: PolicyConfig, table: Table, topology: Topology) -> None:
     """
     module = build_module(config, table.architecture.shell is not None)
     _refuse_mixing(config, module)
+    _refuse_masks(config, table, module)
     refuse_schedule(config, make_optimizer(config, [], lambda name: None))
     decoder = Decoder(module)
     _ = decoder.base  # refuses a model without one
@@ -363,4 +366,17 @@ def _refuse_mixing(config: PolicyConfig, module: Any) -> None:
         raise ConfigError(
             f"policy.{key} needs layers that mix tokens in transformers' attention alone, and "
             f"{name} has {has}: use padded or dynamic batches without it"
+        )
+
+
+def _refuse_masks(config: PolicyConfig, table: Table, module: Any) -> None:
+    """ConfigError where the tokens of a picture see each other and transformers makes the masks,
+    which it makes of text here.
+    """
+    shell, settings = table.architecture.shell, module.config.get_text_config()
+    if shell is not None and shell.both_ways and settings._attn_implementation != NAME:
+        key = f"policy.{parallel_sizes(config).section}.attn_implementation"
+        raise ConfigError(
+            f"{key}={settings._attn_implementation!r} makes masks of text alone, and the tokens of "
+            f"a picture of {type(module).__name__} see each other: use 'auto'"
         )

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megatron_policy.attention.causal import sequences_in
 from megatron_policy.converters.table import Table
@@ -29,6 +30,7 @@ from megatron_policy.lm_head.output import Output
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.memory.states import Kind, Storages
 from megatron_policy.packing.microbatch import Microbatch
+from megatron_policy.packing.tokens import padded_layout
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import Held
@@ -46,27 +48,38 @@ class CachedDecoder:
     cache: Any
     positions: torch.Tensor
     """`[B, T]`, or `[3, B, T]` if tokens have three, which models want first."""
+    cp_group: dist.ProcessGroup
     read: int = 0
 
     @classmethod
-    def new(cls, decoder: Decoder, rows: GrowingRows, head: FusedHead | OwnHead) -> CachedDecoder:
+    def new(
+        cls,
+        decoder: Decoder,
+        rows: GrowingRows,
+        head: FusedHead | OwnHead,
+        cp_group: dist.ProcessGroup,
+    ) -> CachedDecoder:
         """With an empty cache, which grows."""
         from transformers import DynamicCache
 
         positions_TR = rows.prompts.layout.take_positions(0, rows.positions)
         positions = positions_TR.permute(*reversed(range(positions_TR.ndim)))
-        return cls(decoder, rows, head, DynamicCache(config=decoder.model.config), positions)
+        cache = DynamicCache(config=decoder.model.config)
+        return cls(decoder, rows, head, cache, positions, cp_group)
 
     def logits_after(self, tokens_BT: torch.Tensor, position: int) -> torch.Tensor:
         """See `CachedModel`; all ranks that share weights call it together."""
         first, self.read = self.read, position
-        logits_BV: torch.Tensor = self.decoder(
-            tokens_BT[:, first:position],
-            self.positions[..., first:position],
-            lambda tokens_BS: self.rows.enter(tokens_BS, first),
-            self.head.next_logits,
-            self.cache,
-        )
+        blocks_B = () if first else self.rows.blocks
+        layout = padded_layout(len(tokens_BT), position, 1, 1)
+        with attending(sequences_in(layout, self.cp_group, blocks_B) if blocks_B else None):
+            logits_BV: torch.Tensor = self.decoder(
+                tokens_BT[:, first:position],
+                self.positions[..., first:position],
+                lambda tokens_BS: self.rows.enter(tokens_BS, first),
+                self.head.next_logits,
+                self.cache,
+            )
         return logits_BV
 
 
@@ -124,8 +137,9 @@ class FsdpEngine:
                     return value
 
                 # Layers that are recomputed attend again, during the backward pass.
-                layout = microbatch.layout
-                sequences = None if layout.plain else sequences_in(layout, self.groups.cp)
+                layout, blocks_B = microbatch.layout, self.embedder.find_blocks(microbatch)
+                plain = layout.plain and not blocks_B
+                sequences = None if plain else sequences_in(layout, self.groups.cp, blocks_B)
                 with attending(sequences), self.sharding.adding_gradients(not forward_only):
                     with self.recorder.span(FORWARD, number):
                         value = self._run(microbatch, finish, gradients=not forward_only)
@@ -190,10 +204,10 @@ class FsdpEngine:
         """See `TrainingEngine`; ranks that share weights run forward passes together."""
         self.sharding.root.eval()
         try:
-            with attending(None), self.head.whole_sequences():
+            with self.head.whole_sequences():
                 rows_of = partial(GrowingRows.of, self.embedder, time=1)
                 yield lambda *given: CachedDecoder.new(
-                    self.sharding.root, rows_of(*given), self.head
+                    self.sharding.root, rows_of(*given), self.head, self.groups.cp
                 )
         finally:
             self.sharding.reshard()

@@ -14,11 +14,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.device import to_device
 from megatron_policy.engines.megatron.layers.rope import outgrown
-from megatron_policy.engines.megatron.layers.sequences import PromptCache
+from megatron_policy.engines.megatron.layers.sequences import (
+    PromptCache,
+    SequenceParams,
+    sequence_params,
+)
 from megatron_policy.engines.megatron.pipeline import Pipeline, hidden_states_of
 from megatron_policy.engines.shared import GrowingRows
 from megatron_policy.lm_head.logprobs import gather_vocab
+from megatron_policy.packing.tokens import padded_layout
 
 
 class CachedPipeline:
@@ -49,6 +55,7 @@ class CachedPipeline:
         """
         pipeline, (rows, positions) = self._pipeline, tokens_BS.shape
         pp, output = pipeline.groups.pp, None
+        sequences = None if self._cache.sequence_len_offset else self._find_blocks(positions)
         chunk: Any
         for chunk in pipeline.models:
             if not chunk.pre_process and pp.size() > 1:
@@ -70,6 +77,7 @@ class CachedPipeline:
                     None,
                     entering,
                     inference_context=self._cache,
+                    packed_seq_params=sequences,
                     runtime_gather_output=True,
                 )
             if not chunk.post_process:
@@ -78,6 +86,17 @@ class CachedPipeline:
             return None
         logits_1BV = pipeline.head.plain.logits(output[-1:])
         return gather_vocab(logits_1BV[0], pipeline.groups.tp)[:, : pipeline.vocab_size]
+
+    def _find_blocks(self, width: int) -> SequenceParams | None:
+        """What layers are passed with the first `width` tokens of all rows if some of these see
+        later ones, which are all among them; None if there are none.
+        """
+        if not (blocks_B := self._prompts.blocks):
+            return None
+        layout = padded_layout(self._prompts.prompts.layout.rows, width, 1, 1).moved(to_device)
+        positions_BT = self._prompts.positions
+        first_BS = None if positions_BT is None else positions_BT[:, :width]
+        return sequence_params(layout, self._pipeline.groups.cp, first_BS, (), blocks_B)
 
     def _enter(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """What enters the first layer next; what further layers add is left in the cache."""

@@ -187,7 +187,8 @@ class Pipeline:
         entering = self._enter(tokens_RT, microbatch, model) if model.pre_process else None
         hidden_SRD, deep = entering or (None, ())
         positions_BS = self.embedder.positions(microbatch)
-        sequences = sequence_params(layout, self.groups.cp, positions_BS, deep)
+        blocks_B = self.embedder.find_blocks(microbatch)
+        sequences = sequence_params(layout, self.groups.cp, positions_BS, deep, blocks_B)
         routers = self.channel and self.channel.params(microbatch, held, recorded)
         params = routers and MicrobatchParams(sequences=sequences, routers=routers)
         set_row_lengths(model, microbatch, rank)

@@ -231,6 +231,8 @@ class Rotary(torch.nn.Module):
         Megatron-Core is about to need. It asks before each forward pass and hands the answer to
         `forward` unchanged.
         """
+        if inference_context is not None:
+            self.text_length = self.lengths_TR = None
         if (sequences := sequences_of(packed_seq_params)) is not None:
             return sequences
         assert_whole(inference_context, transformer_config)
@@ -242,7 +244,6 @@ class Rotary(torch.nn.Module):
         if inference_context is None:
             parts: int = transformer_config.tensor_model_parallel_size
             return given * parts if transformer_config.sequence_parallel else given
-        self.text_length = self.lengths_TR = None
         length: int = inference_context.max_sequence_length
         if self.depends_on_length:
             length = inference_context.sequence_len_offset + given

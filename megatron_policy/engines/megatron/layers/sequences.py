@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_policy.attention.causal import Sequences, sequences_in
 from megatron_policy.attention.varlen_attention import ends
 from megatron_policy.engines.megatron.layers.replay import RouterParams
-from megatron_policy.packing.tokens import TokenLayout
+from megatron_policy.packing.tokens import Blocks, TokenLayout
 
 
 @dataclass(kw_only=True)
@@ -71,15 +71,16 @@ def sequence_params(
     cp_group: dist.ProcessGroup,
     positions_BS: torch.Tensor | None = None,
     deep: tuple[torch.Tensor, ...] = (),
+    blocks_B: Blocks = (),
 ) -> SequenceParams | None:
     """What the ranks of `cp_group` pass to their chunks for `layout`, whose tokens have these
     positions or, if they are None, are numbered from 0 in each sequence; the first layers add
-    `deep`. None if nothing is added, tokens are numbered, and each row is a sequence that one rank
-    computes whole.
+    `deep`, and the tokens of a block see each other in both directions. None if nothing is added,
+    tokens are numbered, there is no block, and each row is a sequence that one rank computes whole.
     """
-    if layout.plain and positions_BS is None and not deep:
+    if layout.plain and positions_BS is None and not deep and not blocks_B:
         return None
-    positions_TR = layout.take_positions(cp_group.rank(), positions_BS)
+    positions_TR = layout.take_positions(cp_group.rank() % layout.ranks, positions_BS)
     packed = None
     if len(layout.segments) > 1:
         # Filler counts as tokens here: nothing attends to it, and kernels that skip it would leave
@@ -99,5 +100,5 @@ def sequence_params(
         positions_TR=positions_TR if positions_BS is not None else positions_TR[:, :1],
         packed=packed,
         deep=deep,
-        **vars(sequences_in(layout, cp_group)),
+        **vars(sequences_in(layout, cp_group, blocks_B)),
     )

@@ -76,6 +76,8 @@ class TEAttention(MegatronModule):
         self, params: SequenceParams | None, query_SBNH: torch.Tensor, value_KBGH: torch.Tensor
     ) -> bool:
         split: bool = self.config.context_parallel_size > 1
+        if params is not None and not params.causal:
+            return True
         if params is None or (params.packed is None and not split):
             # Transformer Engine would take each rank's whole sequences for shares of longer ones.
             return split
