@@ -21,7 +21,7 @@ from megatron_policy.errors import BatchError
 from megatron_policy.training.callbacks import TokenScores
 
 _SQUARES, _MEDIA = "calculate_sum_pi_squared", "multi_modal_inputs"
-_LEFT_OUT = {"images_seqlens", "mm_token_type_ids"}
+_LEFT_OUT = {"images_seqlens", "mm_token_type_ids", "token_type_ids"}
 """What verl's rows say of their pictures that follows from the rest."""
 
 

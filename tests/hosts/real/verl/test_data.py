@@ -102,7 +102,8 @@ PIXELS, GRIDS = torch.rand(8, 3), torch.tensor([[1, 2, 4]])
 
 def with_pictures(form: str) -> TensorDict:
     """Rows of which the second one has a picture, as verl's workers get them."""
-    own = [{"pixel_values": PIXELS, "image_grid_thw": GRIDS, "images_seqlens": GRIDS[0, :1]}]
+    further = {"images_seqlens": GRIDS[0, :1], "token_type_ids": GRIDS}
+    own = [{"pixel_values": PIXELS, "image_grid_thw": GRIDS, **further}]
     others: Any = {"pixel_values": None} if form == "none" else None if form == "missing" else {}
     rows = rollouts(0, "v1")
     media = [others, *own, *[others] * (len(LENGTHS) - 2)]
@@ -123,7 +124,7 @@ def test_pictures_become_lists_with_an_entry_for_each_row(form: str) -> None:
             found = batch[key]
             assert len(found) == len(own) and torch.equal(found[at], value)
             assert all(each is None for row, each in enumerate(found) if row != at)
-        assert "images_seqlens" not in batch
+        assert not {"images_seqlens", "token_type_ids"} & batch.keys()
     assert "pixel_values" not in policy_batch(tu.chunk_tensordict(rows, 4)[1])
 
 
