@@ -36,6 +36,8 @@ from megatron_policy.converters.families import (
     granitemoe,
     granitemoehybrid,
     hunyuan_v1_dense,
+    idefics3,
+    internvl,
     kimi_linear,
     lfm2,
     lfm2_moe,
@@ -70,6 +72,7 @@ from megatron_policy.converters.families import (
     qwen3_vl_moe,
     seed_oss,
     smollm3,
+    smolvlm,
     starcoder2,
 )
 from megatron_policy.converters.families.shared.dense import rename
@@ -118,12 +121,8 @@ class Family:
         self, rows: Iterable[Row | Ignore], tensors: Collection[str]
     ) -> tuple[Row | Ignore, ...]:
         """The rows by the names that a checkpoint with these HF tensors has, if any are."""
-        others = {
-            part: other
-            for part, other in self.other_names
-            if tensors and not any(f".{part.removeprefix('.')}" in f".{name}" for name in tensors)
-        }
-        return rename(rows, others)
+        others = [pair for pair in self.other_names if _have_other(tensors, *pair)]
+        return rename(rows, dict(others))
 
     @property
     def has_forms(self) -> bool:
@@ -139,13 +138,20 @@ class Family:
         return (prefix + SEQUENCE, prefix + TOKEN)
 
 
+def _have_other(names: Collection[str], part: str, other: str) -> bool:
+    """Whether names have `other`, and none the `part` but as a piece of it."""
+    others = [name for name in names if other in name]
+    rest = names if part not in other else {*names} - {*others}
+    return bool(others) and not any(f".{part.removeprefix('.')}" in f".{name}" for name in rest)
+
+
 def _built_in(module: ModuleType, hf_architecture: str, name: str = "", **more: Any) -> Family:
     """The family of a module in `families/`, which has its name unless another is given."""
     name = name or module.__name__.rpartition(".")[2]
     return Family(name, module.TABLE, module.architecture, (hf_architecture,), **more)
 
 
-def _surrounding(module: ModuleType, hf_architecture: str, *decoders: str, **more: Any) -> Family:
+def _surrounding(module: ModuleType, hf_architecture: str, *decoders: str) -> Family:
     """The family of a module in `families/` whose decoder is one of these families', as its config
     says.
     """
@@ -172,14 +178,15 @@ def _surrounding(module: ModuleType, hf_architecture: str, *decoders: str, **mor
         (),
         architecture,
         (hf_architecture,),
+        other_names=module.OTHER_NAMES,
         hf_prefix=hf_architecture.removesuffix("ForConditionalGeneration"),
         surrounded=True,
         paths=module.PATHS,
         find_rows=find_rows,
-        **more,
     )
 
 
+_OF_LLAVA = ("llama", "mistral", "qwen2")
 FAMILIES = {
     family.name: family
     for family in (
@@ -191,12 +198,7 @@ FAMILIES = {
         _built_in(exaone4, "Exaone4ForCausalLM"),
         _built_in(falcon_h1, "FalconH1ForCausalLM"),
         _built_in(gemma2, "Gemma2ForCausalLM"),
-        _surrounding(
-            gemma3,
-            "Gemma3ForConditionalGeneration",
-            "gemma3_text",
-            other_names=gemma3.OTHER_NAMES,
-        ),
+        _surrounding(gemma3, "Gemma3ForConditionalGeneration", "gemma3_text"),
         _built_in(gemma3_text, "Gemma3ForCausalLM", hf_prefix="Gemma3Text"),
         _built_in(glm4, "Glm4ForCausalLM"),
         _built_in(glm4_moe, "Glm4MoeForCausalLM"),
@@ -210,6 +212,8 @@ FAMILIES = {
         _built_in(granitemoe, "GraniteMoeForCausalLM"),
         _built_in(granitemoehybrid, "GraniteMoeHybridForCausalLM"),
         _built_in(hunyuan_v1_dense, "HunYuanDenseV1ForCausalLM"),
+        _surrounding(idefics3, "Idefics3ForConditionalGeneration", "llama"),
+        _surrounding(internvl, "InternVLForConditionalGeneration", "llama", "qwen2", "qwen3"),
         _built_in(
             deepseek_v3, "DeepseekV3ForCausalLM", hf_model_type="deepseek_v3", name="kimi_k2"
         ),
@@ -222,28 +226,9 @@ FAMILIES = {
         _built_in(lfm2, "Lfm2ForCausalLM"),
         _built_in(lfm2_moe, "Lfm2MoeForCausalLM"),
         _built_in(llama, "LlamaForCausalLM"),
-        _surrounding(
-            llava,
-            "LlavaForConditionalGeneration",
-            "llama",
-            "mistral",
-            "qwen2",
-            other_names=llava.OTHER_NAMES,
-        ),
-        _surrounding(
-            llava_next,
-            "LlavaNextForConditionalGeneration",
-            "llama",
-            "mistral",
-            "qwen2",
-            other_names=llava.OTHER_NAMES,
-        ),
-        _surrounding(
-            llava_onevision,
-            "LlavaOnevisionForConditionalGeneration",
-            "qwen2",
-            other_names=llava.OTHER_NAMES,
-        ),
+        _surrounding(llava, "LlavaForConditionalGeneration", *_OF_LLAVA),
+        _surrounding(llava_next, "LlavaNextForConditionalGeneration", *_OF_LLAVA),
+        _surrounding(llava_onevision, "LlavaOnevisionForConditionalGeneration", "qwen2"),
         _built_in(mimo, "MiMoForCausalLM", hf_model_type="qwen2", hf_prefix="Qwen2"),
         _built_in(minimax_m2, "MiniMaxM2ForCausalLM"),
         _built_in(ministral3, "Ministral3ForCausalLM"),
@@ -262,6 +247,7 @@ FAMILIES = {
             "Qwen2_5_VLForConditionalGeneration",
             hf_prefix="Qwen2_5_VL",
             surrounded=True,
+            other_names=qwen2_5_vl.PATHS,
             paths=qwen2_5_vl.PATHS,
         ),
         _built_in(qwen2_moe, "Qwen2MoeForCausalLM"),
@@ -270,6 +256,7 @@ FAMILIES = {
             "Qwen2VLForConditionalGeneration",
             hf_prefix="Qwen2VL",
             surrounded=True,
+            other_names=qwen2_5_vl.PATHS,
             paths=qwen2_5_vl.PATHS,
         ),
         _built_in(qwen3, "Qwen3ForCausalLM"),
@@ -300,6 +287,7 @@ FAMILIES = {
         ),
         _built_in(seed_oss, "SeedOssForCausalLM"),
         _built_in(smollm3, "SmolLM3ForCausalLM"),
+        _surrounding(smolvlm, "SmolVLMForConditionalGeneration", "llama"),
         _built_in(starcoder2, "Starcoder2ForCausalLM"),
     )
 }

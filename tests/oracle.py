@@ -127,6 +127,7 @@ WITHOUT_DECAY = {
     ("MiniMaxM2SparseMoeBlock", "e_score_correction_bias"),
     ("CLIPVisionEmbeddings", "class_embedding"),
     *((f"Llava{kind}Model", "image_newline") for kind in ("Next", "Onevision")),
+    *(("InternVLVisionLayer", name) for name in ("lambda_1", "lambda_2")),
     *(
         (f"{model}GatedDeltaNet", name)
         for model in ("OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
@@ -158,7 +159,7 @@ def decays(module: torch.nn.Module, name: str) -> bool:
     if isinstance(module, linear) or kind.endswith("Router"):
         assert name in ("weight", "bias", "e_score_correction_bias"), (kind, name)
         return name == "weight"
-    if kind.endswith("MultiModalProjector"):
+    if kind.endswith("MultiModalProjector") or kind == "InternVLVisionEmbeddings":
         return True
     if kind.endswith("Experts"):
         return not name.endswith("bias")
@@ -177,7 +178,7 @@ ON_FILE = {
         (("model.language_model.", "model."), ("model.visual.", "visual.")),
     ),
     **dict.fromkeys(
-        ("gemma3", "llava", "llava_next", "llava_onevision", "mistral3"),
+        ("gemma3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
         (
             ("model.language_model.", "language_model.model."),
             ("model.", ""),
@@ -201,7 +202,8 @@ def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     for a tower if no row has a picture.
     """
     if parameter.grad is None:
-        tower = any(part in name for part in ("vis", "multi_modal_projector.", "image_newline"))
+        parts = ("vis", "multi_modal_projector.", ".connector.", "image_newline")
+        tower = any(part in name for part in parts)
         assert name.endswith("e_score_correction_bias") or tower, name
         return torch.zeros_like(parameter)
     return parameter.grad

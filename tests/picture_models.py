@@ -96,6 +96,12 @@ SIGMOID: Fields = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }
+IDEFICS: Fields = {
+    "text_config": LLAMA | {"model_type": "llama"},
+    "vision_config": TOWER | {"image_size": 8, "patch_size": 2},
+    "scale_factor": MERGE,
+    "image_token_id": IMAGE,
+}
 TINY: dict[str, Fields] = {
     "gemma3": {
         "text_config": TEXT
@@ -122,6 +128,21 @@ TINY: dict[str, Fields] = {
         "text_config": TEXT | HALF | SIGMOID,
         "vision_config": VISION | {"image_size": 16},
         "tie_word_embeddings": False,
+    },
+    "idefics3": IDEFICS,
+    "internvl": {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": TOWER
+        | {
+            "model_type": "internvl_vision",
+            "attention_bias": True,
+            "image_size": [8, 8],
+            "patch_size": [2, 2],
+            "use_qk_norm": True,
+        },
+        "downsample_ratio": 1 / MERGE,
+        "image_token_id": IMAGE,
+        "tie_word_embeddings": True,
     },
     "llava": {
         "text_config": LLAMA | {"model_type": "llama"},
@@ -183,12 +204,15 @@ TINY: dict[str, Fields] = {
         "vision_config": VISION | DEEP,
         "tie_word_embeddings": False,
     },
+    "smolvlm": IDEFICS,
 }
 PATCH = VISION["in_channels"] * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 KEYS = (*MEDIA, "batch_num_images", "image_sizes")
-FIXED = {"gemma3": 16, "llava": 4}
+FIXED = dict.fromkeys(("idefics3", "internvl", "llava", "smolvlm"), 4) | {"gemma3": 16}
 """Families whose pictures are all of 8 x 8 pixels, and how many tokens one makes."""
+BY_ROW = ("idefics3", "smolvlm")
+"""Families whose classes take the pictures of each row apart."""
 WHOLE = {
     **dict.fromkeys(FIXED, ("pixel_values",)),
     "llava_next": ("pixel_values", "image_sizes"),
@@ -354,6 +378,8 @@ def hf_inputs(model: Any, rows: BatchedDataDict, row: int) -> dict[str, Any]:
     own = rows["input_ids"][row : row + 1, : rows["input_lengths"][row]]
     given = ((key, rows[key][row]) for key in KEYS if key in rows)
     media = {key: value for key, value in given if value is not None}
+    if model.config.model_type in BY_ROW and media:
+        media = {key: value.unsqueeze(0) for key, value in media.items()}
     types = (own == IMAGE).int() + 2 * (own == VIDEO).int()
     more = {"mm_token_type_ids": types} if any("grid" in key for key in media) else {}
     if model.config.model_type == "gemma3":

@@ -116,13 +116,13 @@ def surround(
 
 def enclose(text: Fields, decoder: str, vision: Fields, **more: Any) -> Fields:
     """The fields of a model that also sees whole pictures from those of its decoder, of the family
-    `decoder`; `vision` are those of its tower, unless `text` has them, and `more` others.
+    `decoder`; `vision` are those of its tower, and `more` others, unless `text` has them.
     """
     top = {name: text[name] for name in _OF_THE_WHOLE if name in text}
     text = {name: value for name, value in text.items() if name not in top}
     top["tie_word_embeddings"] = text.pop("tie_word_embeddings", False)
-    tower = text.pop("vision_config", vision)
-    return {"text_config": text | {"model_type": decoder}, "vision_config": tower, **more, **top}
+    more = {name: text.pop(name, v) for name, v in {"vision_config": vision, **more}.items()}
+    return {"text_config": text | {"model_type": decoder}, **more, **top}
 
 
 def parse_published(text: str) -> Fields:

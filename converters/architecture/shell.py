@@ -98,6 +98,18 @@ class PictureMedium(Medium):
     """Tokens of a picture beside those of its patches."""
     fixed: tuple[int, int] | None = None
     """The height and width that every picture has to have."""
+    by_row: bool = False
+    """Whether the model's class takes them as `[rows, pictures, ...]`, without those whose pixels
+    are all zeros.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if any(each // self.patch % self.side for each in self.fixed or ()):
+            raise ConversionError(
+                f"pictures of {self.fixed} pixels have no whole number of tokens of {self.merged} "
+                f"patches, each of {self.patch} x {self.patch} pixels"
+            )
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -106,7 +118,7 @@ class PictureMedium(Medium):
 
     @property
     def indivisible(self) -> int:
-        return self.merged if self.fixed is None else math.prod(self.fixed) // self.patch**2
+        return math.prod(each // self.patch for each in self.fixed) if self.fixed else self.merged
 
     def count_patches(self, given: OfRow) -> int:
         """The patches of what a row has."""
@@ -271,7 +283,7 @@ class Shell:
         has to be: what `make` gives for the shape of its values, and their size, by key.
         """
         medium = self.media[number]
-        channels, *_ = weight = next(shape[1:] for _, shape in self.tensors if len(shape) > 2)
+        channels, *_ = weight = next(shape[1:] for _, shape in self.tensors if len(shape) > 3)
         if isinstance(medium, PatchMedium):
             values = make(math.prod(patches), math.prod(weight))
             return {medium.values: values, medium.grids: torch.tensor([[1, *patches]])}
@@ -283,6 +295,15 @@ class Shell:
         size = medium.fixed or tuple(each * medium.patch for each in patches)
         found = {medium.values: make(1, channels, *size)}
         return found if medium.sizes is None else found | {medium.sizes: torch.tensor([size])}
+
+    def join(self, batch: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
+        """What the model's class takes of all rows, by key, where any row has something."""
+        found = {key: [each for each in rows if each is not None] for key, rows in batch.items()}
+        joined = {key: join_rows(rows) for key, rows in found.items() if rows}
+        for medium in self.media:
+            if isinstance(medium, PictureMedium) and medium.by_row and medium.values in joined:
+                joined[medium.values] = joined[medium.values].unsqueeze(0)
+        return joined
 
 
 def pick_row(medium: AnyMedium, batch: Mapping[str, Any], row: int) -> OfRow:

@@ -18,11 +18,13 @@ PATHS = (
     ("vision_tower.", "model.vision_tower."),
 )
 """What names of tensors begin with, and the paths of transformers' modules in its place."""
-OTHER_NAMES = tuple(
+OF_MAKERS = tuple(
     (f"vision_tower.{part}", f"vision_tower.vision_model.{part}")
     for part in ("embeddings.", "encoder.", "head.", "post_layernorm.", "pre_layrnorm.")
 )
 """What makers call parts of the tower, where transformers 5 has shorter names."""
+OTHER_NAMES = (*PATHS, *OF_MAKERS)
+"""The same, and the paths of modules, which some releases of transformers write."""
 _OF_CLASS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """By the kind of tower: how many tokens of a picture stand before those of its patches."""
 

@@ -12,6 +12,7 @@ from . import llava
 from .llava import NAMES as NAMES
 
 PATHS = (*llava.PATHS, ("image_newline", "model.image_newline"))
+OTHER_NAMES = (*PATHS, *llava.OF_MAKERS)
 
 
 def take_shell(fields: Fields) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from megatron_policy.converters.families.shared import pictures
 
 from . import llava_next
 from .llava_next import NAMES as NAMES
+from .llava_next import OTHER_NAMES as OTHER_NAMES
 from .llava_next import PATHS as PATHS
 
 

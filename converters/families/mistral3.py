@@ -11,6 +11,9 @@ from megatron_policy.converters.families.shared import pictures
 from .llava import NAMES as NAMES
 from .llava import PATHS as PATHS
 
+OTHER_NAMES = PATHS
+"""What names of tensors begin with, and what some releases of transformers write in its place."""
+
 
 def take_shell(fields: Fields) -> dict[str, Any]:
     """What `Architecture` says of the pictures of a Mistral3Config."""

@@ -9,8 +9,13 @@ from megatron_policy.converters.families.shared import dense, pictures
 
 from .qwen2 import TABLE as TABLE
 
-PATHS = (("model.", "model.language_model."), ("visual.", "model.visual."))
-"""What names of tensors begin with, and the paths of transformers' modules in its place."""
+PATHS = (
+    *((f"model.{p}", f"model.language_model.{p}") for p in ("embed_tokens", "layers.", "norm.")),
+    ("visual.", "model.visual."),
+)
+"""What names of tensors begin with, and in its place the paths of transformers' modules, which some
+of its releases write.
+"""
 
 
 def architecture(fields: Fields) -> Architecture:

@@ -220,8 +220,7 @@ def transformers_config(model: str | Path, overrides: Mapping[str, Any] | None =
     config |= in_kind(overrides or {}, config, config)
     with for_transformers(config, families_only=False) as folder:
         try:
-            _check_kinds(config)
-            return _auto_config().from_pretrained(folder, trust_remote_code=False)
+            return _read(config, folder)
         except MemoryError:
             raise
         except Exception as error:  # fields of unexpected types can raise anything in there
@@ -268,8 +267,7 @@ def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -
     """
     with for_transformers(config) as folder:
         try:
-            _check_kinds(config)
-            read = _auto_config().from_pretrained(folder, trust_remote_code=False)
+            read = _read(config, folder)
             found = read.to_dict()
             if surrounded:
                 found[TENSORS] = _list_shell(read)
@@ -280,6 +278,18 @@ def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -
     # Families state why they do not need the code it names, and which release wrote the weights.
     kept = {name: config[name] for name in ("auto_map", "transformers_version") if name in config}
     return {**found, **kept, "_name_or_path": str(model)}
+
+
+def _read(config: Mapping[str, Any], folder: Path) -> Any:
+    """The config in `folder` as an object of its transformers class. Releases before 5 state in the
+    decoder's section alone whether embeddings are tied.
+    """
+    _check_kinds(config)
+    found = _auto_config().from_pretrained(folder, trust_remote_code=False)
+    if "tie_word_embeddings" not in config and isinstance(config.get("text_config"), Mapping):
+        own = found.text_config
+        found.tie_word_embeddings = getattr(own, "tie_word_embeddings", found.tie_word_embeddings)
+    return found
 
 
 def build_without_values(config: Any, **more: Any) -> Any:

@@ -28,7 +28,7 @@ _BASE = ParamGroupConfig(roles=tuple(r for r in _ROLES if r != "adapter"), freez
 """What adapters leave as it is: all else but a scalar head."""
 _ROUTERS = ParamGroupConfig(roles=("router",), freeze=True)
 _TOWER = ParamGroupConfig(roles=("vision",), freeze=True)
-_OF_PROJECTORS = ("*merger*", "*multi_modal_projector*")
+_OF_PROJECTORS = ("*merger*", "*multi_modal_projector*", "*.connector.*")
 _PROJECTORS = ParamGroupConfig(names=_OF_PROJECTORS, roles=("vision",), freeze=True)
 _DECODER = ParamGroupConfig(roles=tuple(r for r in _ROLES if r != "vision"), freeze=True)
 _BUT = {id(_BASE): SCALAR_HEAD, id(_DECODER): SCALAR_HEAD, id(_TOWER): _OF_PROJECTORS}

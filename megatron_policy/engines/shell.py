@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.architecture import Shell, join_rows
+from megatron_policy.converters.architecture import Shell
 from megatron_policy.converters.formats.hf_config import DECODERS, transformers_config
 from megatron_policy.device import to_device
 from megatron_policy.errors import ConfigError
@@ -43,23 +43,28 @@ _WITHOUT_EFFECT = {"use_cache", "return_dict"}
 
 
 class _Zeros(torch.nn.Module):
-    """Stands for the embedding: whoever has it adds the text's part."""
+    """Stands for the embedding: whoever has it adds the text's part. What it gives has the dtype of
+    the model's parameters.
+    """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, find_dtype: Callable[[], torch.dtype]) -> None:
         super().__init__()
-        self.width = width
+        self.width, self.find_dtype = width, find_dtype
 
     def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        return ids_BS.new_zeros((*ids_BS.shape, self.width), dtype=torch.float32)
+        return ids_BS.new_zeros((*ids_BS.shape, self.width), dtype=self.find_dtype())
 
 
 class _Decoder(torch.nn.Module):
     """Stands for the decoder: keeps what it is given, until that is taken."""
 
-    def __init__(self, config: Any) -> None:
+    gradient_checkpointing = False
+    """What Idefics3's class asks of its decoder."""
+
+    def __init__(self, config: Any, find_dtype: Callable[[], torch.dtype]) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = _Zeros(config.hidden_size)
+        self.embed_tokens = _Zeros(config.hidden_size, find_dtype)
         self._given: dict[str, Any] = {}
 
     def get_input_embeddings(self) -> torch.nn.Module:
@@ -127,7 +132,7 @@ def take_surroundings(whole: Any) -> torch.nn.Module:
             "install transformers 5.3 or newer"
         )
     (slot,) = (name[:-1] for name in DECODERS if hasattr(composite, name[:-1]))
-    decoder = _Decoder(getattr(composite, slot).config)
+    decoder = _Decoder(getattr(composite, slot).config, lambda: composite.dtype)
     setattr(composite, slot, decoder)
     composite.get_input_embeddings = decoder.get_input_embeddings
     built: torch.nn.Module = composite
@@ -247,7 +252,8 @@ class PictureEmbedder:
         known = {_POSITIONS: torch.zeros((), dtype=torch.long)}
         ids_US = microbatch.host.data["input_ids"][rows]
         with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
-            given = self._call(to_device(ids_US), to_device(types_BS[rows]), _join(keys) | known)
+            media = self.shell.join(keys) | known
+            given = self._call(to_device(ids_US), to_device(types_BS[rows]), media)
         source_BS = to_device(_find_sources(types_BS, first_B, rows))
 
         def give(values_USD: torch.Tensor) -> torch.Tensor:
@@ -273,7 +279,7 @@ class PictureEmbedder:
         values = {medium.values for medium in self.shell.media}
         keys = {key: data.get(key, []) for key in self.attachments if key not in values}
         with torch.no_grad():
-            given = self._call(data["input_ids"], types_BS, _join(keys))
+            given = self._call(data["input_ids"], types_BS, self.shell.join(keys))
         positions: torch.Tensor | None = given.get(_POSITIONS)
         # Where there are four, the first one is that of text.
         return None if positions is None else to_device(positions[-3:].permute(1, 2, 0))
@@ -343,9 +349,3 @@ def _order(types_S: torch.Tensor) -> torch.Tensor:
     """The positions of features, medium by medium."""
     order: torch.Tensor = types_S.argsort(stable=True)
     return order[int((types_S == 0).sum()) :]
-
-
-def _join(keys: dict[str, list[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
-    """What the rows have under each key, one after another."""
-    found = {key: [each for each in rows if each is not None] for key, rows in keys.items()}
-    return {key: join_rows(rows) for key, rows in found.items() if rows}

@@ -91,8 +91,8 @@ def _run(model: str, overrides: str, precision: str, shell: Shell, patches: int)
     height = max(n for n in range(1, math.isqrt(squares) + 1) if squares % n == 0)
     size = side * height, side * squares // height
     picture = shell.make_picture(0, size, partial(torch.empty, dtype=dtype, device="meta"))
-    if (count := patches // medium.count_patches(picture)) > 1:  # all are as large
-        picture = {key: torch.cat([value] * count) for key, value in picture.items()}
+    count = patches // medium.count_patches(picture)  # all are as large
+    pictures = shell.join({key: [value] * count for key, value in picture.items()})
     known = {parameter.untyped_storage()._cdata for parameter in composite.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -104,7 +104,7 @@ def _run(model: str, overrides: str, precision: str, shell: Shell, patches: int)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     alone: Any = _ShapesAlone()  # type: ignore[no-untyped-call]
     with torch.enable_grad(), _OneKernel(), alone, counter, hooks:
-        composite.get_image_features(**picture)
+        composite.get_image_features(**pictures)
     bytes_kept = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in known)
     return int(counter.get_total_flops()), bytes_kept
 
@@ -115,23 +115,38 @@ def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
 
 class _OneKernel(TorchFunctionMode):
     """Attention is the kernel that keeps no scores, as on every device that has one. What is taken
-    as a tensor, sizes of pictures, keeps its values.
+    as a tensor, sizes of pictures, keeps its values. Nothing is left out by what has none: pixels
+    are not zeros, and masks are true.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.as_tensor:
             return func(*args, **kwargs | {"device": None})
+        if func is torch.Tensor.__eq__ and args[0].is_meta:
+            return torch.tensor(False).expand(args[0].shape)
+        if func is torch.Tensor.all and args[0].is_meta:
+            return torch.tensor(True)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         return _ATTENTION(*args[:3], scale=kwargs.get("scale"))[0]
 
 
 class _ShapesAlone(TorchDispatchMode):
-    """What meets a tensor without values loses its own; grids, which code looks at, keep them."""
+    """What meets a tensor without values loses its own; grids, which code looks at, keep them, and
+    so does what says which pictures are read.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
+        if func is torch.ops.aten.index.Tensor and _chooses(*args):
+            return func(*args)
         if any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_iter(given)):
             given = tree_map_only(torch.Tensor, lambda each: each.to("meta"), given)
         return func(*given[0], **given[1])
+
+
+def _chooses(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> bool:
+    """Whether an index is a mask that has values."""
+    masks = (each for each in indices if each is not None and each.dtype is torch.bool)
+    return not all(each.is_meta for each in masks)

@@ -13,7 +13,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.convert.headers import open_headers
-from megatron_policy.converters.architecture import PatchMedium, Shell, join_rows
+from megatron_policy.converters.architecture import PatchMedium, Shell
 from megatron_policy.converters.config_fields import quantisation
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.formats.hf_config import (
@@ -63,11 +63,10 @@ def _describe_batch(data: BatchedDataDict, shell: Shell | None) -> dict[str, tor
     """What transformers' class is called with."""
     tokens_BS = data["input_ids"]
     given = {"input_ids": tokens_BS}
+    if shell is not None:
+        given |= shell.join({key: data[key] for key in shell.attachments if key in data})
     both_ways = shell is not None and shell.both_ways
     for number, medium in enumerate(() if shell is None else shell.media, start=1):
-        for key in medium.keys:
-            if found := [each for each in data.get(key, ()) if each is not None]:
-                given[key] = join_rows(found)
         if medium.values in given and (both_ways or isinstance(medium, PatchMedium)):
             name = "token_type_ids" if both_ways else "mm_token_type_ids"
             given[name] = (tokens_BS == medium.placeholder).int() * number

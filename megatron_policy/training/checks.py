@@ -21,6 +21,7 @@ from megatron_policy.packing.microbatch import count_patches, inside
 from megatron_policy.training.transformers_keys import (
     check_labels,
     check_token_types,
+    refuse_masked_pixels,
     refuse_unread_inputs,
     take_model_inputs,
 )
@@ -66,6 +67,7 @@ def check_batch(
                 f"{min(shape[0], rows)} is in one of them only: dimension 0 must be the batch"
             )
     take_attachments(batch, attachments)
+    refuse_masked_pixels(batch)
     take_model_inputs(batch)
     batch["input_ids"] = check_tokens(batch, vocab_size)
     check_temperature(batch)

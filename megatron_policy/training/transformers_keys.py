@@ -47,6 +47,16 @@ def refuse_unread_inputs(
             raise BatchError(f"the data have {key!r}, which is not read: {why}. Leave it out")
 
 
+def refuse_masked_pixels(batch: BatchedDataDict) -> None:
+    """BatchError, naming the row, for a `pixel_attention_mask` that leaves out pixels."""
+    for row, mask in enumerate(batch.get("pixel_attention_mask", ())):
+        if isinstance(mask, torch.Tensor) and not mask.all():
+            raise BatchError(
+                f"pixel_attention_mask leaves out pixels of row {row}: all pixels of pictures are "
+                "read. Pass the pictures without padding, and without those that fill a row up"
+            )
+
+
 def take_model_inputs(batch: BatchedDataDict) -> None:
     """Take `input_lengths` from a right-padded `attention_mask`. BatchError, naming the row, for
     any other mask, one that contradicts `input_lengths`, and for `position_ids` that a model would

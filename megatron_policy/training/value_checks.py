@@ -220,6 +220,13 @@ def _check_sizes(medium: PictureMedium, row: int, values: Any, sizes: Any = None
             f"{medium.values!r} has shape {[*values.shape]} in row {row}: pass whole pictures, "
             f"[pictures, channels, {shape}]"
         )
+    if medium.by_row and (blank := [n for n, each in enumerate(values) if not each.any()]):
+        raise BatchError(
+            f"{medium.values!r} has nothing but zeros in picture {blank[0]} of row {row}: the "
+            "model's class leaves such pictures out. Leave out those that fill a row up"
+        )
+    if medium.fixed is not None:
+        return
     if sizes is None:
         sizes = torch.tensor(most).expand(len(values), 2)
     legal = sizes.shape == (len(values), 2) and holds_integers(sizes.dtype)

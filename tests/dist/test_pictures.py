@@ -55,10 +55,13 @@ GENERATING = {
         "PP2": layout(2, pp=2),
         "FSDP2 x 2": FSDP2_LAYOUTS["FSDP2 x 2"],
     },
+    "idefics3": {"PP2": layout(2, pp=2)},
+    "internvl": {"TP2": layout(2, tp=2)},
     "llava": {"TP2": layout(2, tp=2)},
     "llava_next": {"TP2": layout(2, tp=2)},
     "llava_onevision": {"PP2": layout(2, pp=2)},
     "mistral3": {"PP2": layout(2, pp=2)},
+    "smolvlm": {"TP2+SP": layout(2, tp=2, **SP)},
 }
 
 
@@ -182,8 +185,10 @@ def learn_and_send(
         ("qwen3_vl_moe", "EP2xTP2+SP"),
         ("gemma3", "TP2+SP"),
         ("glm4v_moe", "EP2xTP2+SP"),
+        ("internvl", "TP2"),
         ("llava_onevision", "PP2"),
         ("mistral3", "PP2"),
+        ("smolvlm", "TP2+SP"),
         ("qwen3_vl", "FSDP2 TP2+SP x 2"),
     ],
 )

@@ -108,7 +108,8 @@ SOME = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2", "CP2", "DP2, overlaps"
 OLDER = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2")}
 LAYOUTS_OF = {
     "gemma3": LAYOUTS | SHARDED,
-    **dict.fromkeys(("glm4v", "llava", "llava_next", "llava_onevision", "mistral3"), SOME),
+    **dict.fromkeys(("glm4v", "idefics3", "internvl", "llava", "llava_next"), SOME),
+    **dict.fromkeys(("llava_onevision", "mistral3", "smolvlm"), SOME),
     "glm4v_moe": WITH_EXPERTS,
     "qwen2_vl": OLDER,
     "qwen2_5_vl": LAYOUTS | SHARDED,
@@ -408,7 +409,8 @@ def seen_patches() -> Iterator[list[int]]:
 
     def build_watched(config: Any) -> Any:
         composite: Any = build(config)
-        tower = getattr(composite, "visual", None) or composite.vision_tower
+        names = {"visual", "vision_tower", "vision_model"}
+        (tower,) = (each for name, each in composite.named_children() if name in names)
         tower.register_forward_pre_hook(
             lambda _, args, given: seen.append(len((*args, *given.values())[0])), with_kwargs=True
         )

@@ -97,7 +97,7 @@ WHOLE = Shell(
     prefix="",
     media=(
         PictureMedium(7, "pixel_values", 4, patch=2, sizes="image_sizes"),
-        PictureMedium(8, "tiles", 1, patch=2, fixed=(2, 4)),
+        PictureMedium(8, "tiles", 1, patch=2, fixed=(2, 5), by_row=True),
     ),
 )
 GRID = torch.tensor([[1, 2, 4], [1, 2, 2]])
@@ -222,7 +222,7 @@ def test_frames_of_a_video_stand_apart_where_the_model_wants_it() -> None:
 
 
 SIZES = torch.tensor([[4, 8], [4, 4]])
-TILE = torch.ones(1, 3, 2, 4)
+TILE = torch.ones(1, 3, 2, 5)
 
 
 def seen_whole(**changes: object) -> BatchedDataDict:
@@ -243,7 +243,10 @@ def seen_whole(**changes: object) -> BatchedDataDict:
 
 
 def test_whole_pictures_that_fit_their_placeholders_pass() -> None:
-    check_batch(seen_whole(), 9, WHOLE.attachments, WHOLE)
+    batch = check_batch(seen_whole(), 9, WHOLE.attachments, WHOLE)
+    given = WHOLE.join({key: batch[key] for key in WHOLE.attachments})
+    assert given["tiles"].shape == (1, *TILE.shape), "rows before pictures, as the class takes them"
+    assert given["pixel_values"].shape == (2, 3, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +266,15 @@ def test_whole_pictures_that_fit_their_placeholders_pass() -> None:
             {"tiles": [None, None, TILE.byte()]},
             "'tiles' is torch.uint8 in row 2: pass the floating-point numbers",
         ),
-        ({"tiles": [None, None, TILE.mT]}, r"'tiles' has shape .* row 2: .* channels, 2, 4\]"),
+        ({"tiles": [None, None, TILE.mT]}, r"'tiles' has shape .* row 2: .* channels, 2, 5\]"),
+        (
+            {"tiles": [None, None, torch.cat([TILE, 0 * TILE])]},
+            "'tiles' has nothing but zeros in picture 1 of row 2: .* Leave out those that fill",
+        ),
+        (
+            {"pixel_attention_mask": [None, None, torch.tensor([[[1, 1], [1, 0]]])]},
+            "pixel_attention_mask leaves out pixels of row 2: .* without padding",
+        ),
     ],
 )
 def test_whole_pictures_that_do_not_fit_are_named_with_their_row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -114,11 +115,21 @@ def test_a_group_of_a_role_that_the_model_lacks_is_refused(checkpoint) -> None:
     groups_of(freeze_moe_router=True).check(dense)
 
 
-def test_parts_are_frozen_by_the_keys_of_the_host(checkpoint, tmp_path: Path) -> None:
-    table = table_of(make_model(tmp_path, "qwen3_vl"))
+@pytest.mark.parametrize(
+    ("family", "tower_of", "projector"),
+    [
+        ("qwen3_vl", "model.visual", r"merger|deepstack_merger_list"),
+        ("internvl", "(vision_tower|multi_modal_projector)", "layer_norm|linear_[12]"),
+        ("smolvlm", r"model.(vision_model|connector)", "modality_projection"),
+    ],
+)
+def test_parts_are_frozen_by_the_keys_of_the_host(
+    checkpoint, tmp_path: Path, family: str, tower_of: str, projector: str
+) -> None:
+    table = table_of(make_model(tmp_path, family))
     names = [entry.hf[0] for entry in table.entries]
-    tower = {name for name in names if name.startswith("model.visual.")}
-    mergers = {name for name in tower if name.split(".")[2] in ("merger", "deepstack_merger_list")}
+    tower = {name for name in names if re.match(rf"{tower_of}\.", name)}
+    mergers = {name for name in tower if re.match(rf"{tower_of}\.({projector})\.", name)}
     assert mergers and tower > mergers
     parts = {"vision_model": tower - mergers, "vision_projection": mergers}
     parts["language_model"] = {*names} - tower

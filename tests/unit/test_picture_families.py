@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
+from megatron_policy.adapters.table import name_module, strip_weight
 from megatron_policy.convert import convert
 from megatron_policy.converters.architecture import Moe, Scoring, TileMedium
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
-from megatron_policy.converters.formats.hf_config import read_config
+from megatron_policy.converters.families.shared.pictures import PARAMETERS
+from megatron_policy.converters.formats.hf_config import read_config, transformers_config
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.inspection import inspect
@@ -344,11 +346,39 @@ def test_values_that_cannot_be_honoured_are_refused_by_name(
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("family", ["internvl", "mistral3", "qwen2_vl", "smolvlm"])
+def test_what_the_decoders_section_says_of_tying_counts_where_the_whole_says_nothing(
+    tmp_path: Path, family: str
+) -> None:
+    path = make_checkpoint(tmp_path, family)
+    config = json.loads((path / "config.json").read_text())
+    assert not config.pop("tie_word_embeddings")
+    for tied in (False, True):
+        config["text_config"]["tie_word_embeddings"] = tied
+        (path / "config.json").write_text(json.dumps(config))
+        assert bound(path).architecture.tied is tied
+        assert transformers_config(path).tie_word_embeddings is tied
+
+
 TEXT_OF_4_54 = {
     **dict.fromkeys(("vision_start_token_id", "vision_end_token_id", "vision_token_id"), 7),
     **dict.fromkeys(("image_token_id", "video_token_id")),
 }
 """What transformers 4.54 repeats in the decoder's section."""
+OF_SMOLVLM = (
+    {"pad_token_id": 128002, "use_reentrant_checkpointing": False, "vocab_size": 131},
+    {
+        "_flash_attn_2_enabled": True,
+        "is_llama_config": True,
+        "neftune_noise_alpha": 0.0,
+        "perceiver_config": {"resampler_depth": 6},
+        "pixel_shuffle_factor": 4,
+        "qk_layer_norms": False,
+        "rope_interleaved": False,
+        "use_resampler": False,
+    },
+)
+"""What published SmolVLM has besides, and its decoder's section."""
 
 
 @pytest.mark.parametrize(
@@ -359,6 +389,8 @@ TEXT_OF_4_54 = {
         ("glm4v", {}, {"attention_bias": True}),
         ("llava", {"ignore_index": -100, "vocab_size": 256}, {}),
         ("llava_next", {"ignore_index": -100, "use_image_newline_parameter": True}, {}),
+        ("idefics3", *OF_SMOLVLM),
+        ("smolvlm", *OF_SMOLVLM),
     ],
 )
 def test_fields_of_published_files_that_change_nothing_are_no_hindrance(
@@ -372,22 +404,38 @@ def test_fields_of_published_files_that_change_nothing_are_no_hindrance(
     assert bound(tmp_path / "further").architecture == bound(plain).architecture
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llava", *TILED])
-def test_towers_under_the_names_of_their_makers_are_those_of_transformers(
-    tmp_path: Path, family: str
+MAKERS = (("vision_tower.", "vision_tower.vision_model."),)
+OF_MODULES = ("gemma3", "internvl", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl", *TILED)
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        *((family, MAKERS) for family in ("gemma3", "llava", *TILED)),
+        *((family, FAMILIES[family].paths) for family in OF_MODULES),
+        ("llava", (*MAKERS, *FAMILIES["llava"].paths)),
+    ],
+)
+def test_names_of_makers_and_of_other_releases_are_those_of_transformers(
+    tmp_path: Path, family: str, names: tuple[tuple[str, str], ...]
 ) -> None:
     own = make_model(tmp_path / "own", family)
     shutil.copytree(own, made := tmp_path / "made")
-    before = "vision_tower."
-    named = {
-        name.replace(before, before + "vision_model."): tensor
-        for name, tensor in load_file(own / "model.safetensors").items()
-    }
+    named = load_file(own / "model.safetensors")
+    for part, other in names:
+        named = {
+            other + name.removeprefix(part) if name.startswith(part) else name: tensor
+            for name, tensor in named.items()
+        }
     save_file(named, made / "model.safetensors", {"format": "pt"})
     model, report = AutoModelForImageTextToText.from_pretrained(made, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     ours = AutoModelForImageTextToText.from_pretrained(own).state_dict()
     assert all(torch.equal(ours[name], tensor) for name, tensor in model.state_dict().items())
+    table = open_model(made).table
+    of_decoder = [e.hf for e in table.entries if not e.megatron.startswith(PARAMETERS)]
+    paths = {name_module(name, table) for names in of_decoder for name in names}
+    assert paths <= {strip_weight(name) for name in ours}
     convert(made, tmp_path / "mcore", "mcore")
     convert(tmp_path / "mcore", tmp_path / "back", "hf")
     back = load_file(tmp_path / "back" / "model.safetensors")

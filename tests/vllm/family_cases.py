@@ -173,6 +173,10 @@ UNREAD = "has no parameters for tensors like"
 FAR = "before any refit"
 IMAGES = "vLLM's file of this family needs torchvision"
 BF16 = "vLLM computes with the numbers of this activation in bf16, whatever the model's dtype"
+PROCESSOR = (
+    "requires a tokenizer",
+    "vLLM starts models of this family with their processor of pictures, which the tests' have not",
+)
 KERNEL = ("has no attribute 'set_allocator'", "vLLM's delta nets of this family need Triton")
 REFUSED: dict[str, tuple[str, str]] = {
     "apertus": (FAR, BF16),
@@ -192,6 +196,9 @@ REFUSED: dict[str, tuple[str, str]] = {
     "gemma3": ("failed to be inspected", IMAGES),
     "gemma3 with biases": ("failed to be inspected", IMAGES),
     "glm4v": ("failed to be inspected", IMAGES),
+    "idefics3": PROCESSOR,
+    "idefics3 with biases": PROCESSOR,
+    "internvl": ("failed to be inspected", IMAGES),
     "llava": ("failed to be inspected", IMAGES),
     "llava with biases": ("failed to be inspected", IMAGES),
     "llava_next": ("failed to be inspected", IMAGES),
@@ -226,6 +233,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "qwen3_vl_moe": ("failed to be inspected", IMAGES),
     "qwen3_vl_moe with biases": ("failed to be inspected", IMAGES),
     "seed_oss with biases": (UNREAD, "vLLM's layers of this family have no such biases"),
+    "smolvlm": PROCESSOR,
+    "smolvlm with biases": PROCESSOR,
 }
 """By the names of cases: what vLLM or the refit says, and why."""
 PACKED = (
