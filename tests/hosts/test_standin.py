@@ -22,6 +22,7 @@ from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
 from megatron_policy.hosts.nemo_rl.value_worker import MegatronValueWorker
 from megatron_policy.hosts.nemo_rl.worker import ACTOR_OPTIONS, MegatronPolicyWorker, NemoRLWorker
 from tests import oracle
+from tests.dist.cases import open_policy
 from tests.fork_server import PLAIN
 from tests.hosts.driver import (
     GBS,
@@ -33,7 +34,11 @@ from tests.hosts.driver import (
     layout_of,
     standin_modules,
 )
+from tests.hosts.fake_host import Packed
 from tests.hosts.methods import FORMS, REFUSED
+from tests.losses import SequenceNLL
+from tests.picture_models import MEDIA, make_model, make_rows
+from tests.ranks import RankPool
 
 TOLERANCE = 2e-4
 
@@ -145,6 +150,40 @@ def test_two_data_parallel_ranks_take_turns_in_the_rows_and_answer_in_order(
     assert trained["ranks"] == [0, 1]
     # Of each step both ranks give their own microbatches.
     check_trained(trained, expected, slice(0, 2))
+
+
+def train_without_ray(config: dict[str, Any], rows: BatchedDataDict) -> dict[str, Any]:
+    """What a rank makes of its share of the rows, before, in and after a step."""
+    with open_policy(config) as policy:
+        share = rows.chunk(policy.coords.dp, policy.topology.dp)
+        before = policy.logprobs(share)
+        trained = policy.train(share, SequenceNLL(), gbs=len(share["input_ids"]) * 2, mbs=2)
+        return {"before": before, "trained": trained, "after": policy.logprobs(share)}
+
+
+def test_pictures_that_the_host_packs_train_over_ray_as_without_it(
+    standin: SimpleNamespace, ranks: RankPool, tmp_path: Path
+) -> None:
+    rows = make_rows("qwen3_vl")
+    packed = {key: Packed(rows[key], dim_to_pack=0) for key in MEDIA}
+    data = standin.data.BatchedDataDict({**rows, **packed})
+    config = config_of(make_model(tmp_path / "hf", "qwen3_vl"), layout_of())
+    config |= {"max_total_sequence_length": rows["input_ids"].size(1)}
+    config |= {"train_global_batch_size": len(rows["input_ids"])}
+    alone = ranks.run(2, train_without_ray, config, rows)
+    cluster = standin.cluster.RayVirtualCluster([2], use_gpus=False)
+    policy = standin.policy.Policy(standin.policy.NEWER, cluster, config, TOKENIZER)
+    before = policy.get_logprobs(data)["logprobs"]
+    trained = policy.train(data, SequenceNLL())
+    after = policy.get_logprobs(data)["logprobs"]
+    policy.shutdown()
+    cluster.shutdown()
+    assert torch.equal(before, torch.cat([rank["before"] for rank in alone]))
+    assert torch.equal(after, torch.cat([rank["after"] for rank in alone]))
+    assert (after - before).abs().max() > TOLERANCE, "a step changes what is computed"
+    for rank in alone:
+        assert torch.equal(trained["loss"], rank["trained"]["loss"])
+        assert torch.equal(trained["grad_norm"], rank["trained"]["grad_norm"])
 
 
 def check_trained(trained: dict[str, Any], expected: oracle.Trained, steps: slice) -> None:

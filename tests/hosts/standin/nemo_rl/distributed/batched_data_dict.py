@@ -9,7 +9,7 @@ import torch
 
 
 class BatchedDataDict(UserDict):
-    """A dict of tensors whose dimension 0 is the row.
+    """A dict of tensors whose dimension 0 is the row, and of what knows how to be sliced by rows.
 
     Unlike ours it has the attributes of a plan only where there is one.
     """
@@ -19,7 +19,12 @@ class BatchedDataDict(UserDict):
         return len(next(iter(self.data.values())))
 
     def rows(self, indices: list[int]) -> BatchedDataDict:
-        return BatchedDataDict({key: value[indices] for key, value in self.data.items()})
+        return BatchedDataDict(
+            {
+                key: value.slice(indices) if hasattr(value, "slice") else value[indices]
+                for key, value in self.data.items()
+            }
+        )
 
     @classmethod
     def joined(cls, parts: list[BatchedDataDict]) -> BatchedDataDict:
