@@ -203,7 +203,12 @@ _SPEED: Rules = {
     "async_tensor_model_parallel_allreduce moe_extended_tp moe_token_dropping": Ignored(_UNREAD),
 }
 
+ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _TRAINING: Rules = {
+    " ".join(ACCOUNTED): Accepted(
+        "the first or the last model chunk has a layer less",
+        sets="megatron_cfg.pipeline_model_parallel_layout",
+    ),
     """finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func
     param_sync_func moe_grad_scale_func mtp_grad_scale_func
     experimental_attention_variant_loss_scale_func""": Rejected(

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.rules import asks_for_nothing
 from megatron_policy.errors import ConfigError
+from megatron_policy.hosts.verl.megatron_fields import ACCOUNTED
 from megatron_policy.hosts.verl.sections import check_keys, overrides, plain, same_names
 
 _DTYPES = {
@@ -76,6 +77,11 @@ def translate(
         raise ConfigError("optim has the keys of verl's FSDP engines: choose optim=megatron")
     warnings = check_keys(sections)
     model, engine, optim, checkpoint = sections.values()
+    if _has_idle_coefficient(engine):
+        warnings += (
+            "engine.override_transformer_config.moe_aux_loss_coeff is ignored, as by verl's own "
+            "engine: routers have no load balancing loss without moe_router_load_balancing_type",
+        )
     lora = model.get("lora") or {}
     saved = _contents(checkpoint, "save_contents")
     return Translation(
@@ -166,11 +172,14 @@ def _megatron(
     model: Mapping[str, Any], engine: Mapping[str, Any], optim: Mapping[str, Any], precision: str
 ) -> dict[str, Any]:
     transformer = overrides(engine, "engine.", "override_transformer_config")
+    if _has_idle_coefficient(engine):
+        del transformer["moe_aux_loss_coeff"]
     if transformer.pop("moe_enable_deepep", False):
         transformer["moe_token_dispatcher_type"] = "flex"
     recomputed = {
         key: transformer.pop(key) for key in list(transformer) if key.startswith("recompute_")
     }
+    accounted = [bool(transformer.pop(name, False)) for name in ACCOUNTED]
     found: dict[str, Any] = {
         "enabled": True,
         **same_names(engine, "engine.", "megatron_cfg."),
@@ -192,7 +201,42 @@ def _megatron(
         if recomputed["recompute_granularity"] == "full":
             recomputed.pop("recompute_modules", None)
         found |= {"activation_checkpointing": True} | recomputed
-    return found | _layers(model) | _adapters(model)
+    found |= _layers(model) | _adapters(model)
+    return found | (_lay_out(model, found, *accounted) if any(accounted) else {})
+
+
+def _lay_out(
+    model: Mapping[str, Any], megatron: Mapping[str, Any], embedding: bool, head: bool
+) -> dict[str, Any]:
+    """The layout in which the embedding, the head or both take the place of a layer."""
+    config: Any = model.get("hf_config")
+    layers = int((getattr(config, "text_config", None) or config).num_hidden_layers)
+    chunks = int(megatron.get("pipeline_model_parallel_size") or 1)
+    chunks *= int(megatron["virtual_pipeline_model_parallel_size"])
+    each, left = divmod(layers + embedding + head, chunks)
+    if left:
+        raise ConfigError(
+            f"{layers} layers and {embedding + head} for which embedding and head count "
+            f"({', '.join(ACCOUNTED)}) are no multiple of {chunks} model chunks: leave these keys "
+            "out, or use another number of stages"
+        )
+    counts = [each] * chunks
+    counts[0] -= embedding
+    counts[-1] -= head
+    predicting = "m" * int(megatron.get("mtp_num_layers") or 0)
+    written = "|".join("t" * count for count in counts)
+    sizes = {"virtual_pipeline_model_parallel_size": 1}
+    return sizes | {"pipeline_model_parallel_layout": f"E{written}{predicting}L"}
+
+
+def _has_idle_coefficient(engine: Mapping[str, Any]) -> bool:
+    """Whether there is a coefficient of a load balancing loss, and no loss: verl's engine has none
+    unless it is told which.
+    """
+    given = engine.get("override_transformer_config") or {}
+    own = (engine.get("policy") or {}).get("megatron_cfg") or {}
+    kinds = (each.get("moe_router_load_balancing_type") for each in (given, own))
+    return bool(given.get("moe_aux_loss_coeff")) and {*kinds} <= {None, "none"}
 
 
 def _optimizer(

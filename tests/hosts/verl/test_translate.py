@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from megatron_policy.config import PolicyConfig
+from megatron_policy.config.parallel_sizes import parallel_sizes
 from megatron_policy.config.rules import Applied, Ignored, Rejected
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.verl.keys import SAME_AS, SECTIONS, rule_of
+from megatron_policy.hosts.verl.megatron_fields import ACCOUNTED
 from megatron_policy.hosts.verl.translate import Translation, translate
 from tests.hosts.verl.sections import checkpoint, engine, model, optim, sections_with
 
@@ -119,6 +121,41 @@ def test_overrides_have_the_rules_of_a_policys_keys() -> None:
     assert found.moe_token_dispatcher_type == "flex" and found.moe_router_dtype == "fp32"
     assert found.distributed_data_parallel_config.overlap_grad_reduce
     assert found.optimizer.adam_eps == 1e-5
+
+
+def test_a_coefficient_without_a_loss_has_no_effect_as_in_verls_own_engine() -> None:
+    alone = {"moe_aux_loss_coeff": 0.01}
+    for given in (alone, alone | {"moe_router_load_balancing_type": "none"}):
+        found = told(e=engine(override_transformer_config=given))
+        assert found.parse().megatron_cfg.moe_aux_loss_coeff is None
+        assert "moe_aux_loss_coeff is ignored, as by verl's own engine" in found.warnings[0]
+    both = alone | {"moe_router_load_balancing_type": "aux_loss"}
+    own = {"megatron_cfg": {"moe_router_load_balancing_type": "aux_loss"}}
+    for given in ({"override_transformer_config": both}, {"policy": own}):
+        found = told(e=engine(**{"override_transformer_config": alone} | given))
+        assert found.parse().megatron_cfg.moe_aux_loss_coeff == 0.01 and not found.warnings
+
+
+@pytest.mark.parametrize(
+    ("accounted", "sizes", "layers", "layout"),
+    [
+        ((True, True), {}, 10, "Ettt|tttt|tttL"),
+        ((True, False), {}, 11, "Ettt|tttt|ttttL"),
+        ((False, True), {"virtual_pipeline_model_parallel_size": 2}, 11, "Ett|tt|tt|tt|tt|tL"),
+    ],
+)
+def test_embedding_and_head_take_the_place_of_layers(
+    accounted: tuple[bool, bool], sizes: dict[str, int], layers: int, layout: str
+) -> None:
+    asked = dict(zip(ACCOUNTED, accounted, strict=True))
+    seeing = SimpleNamespace(text_config=SimpleNamespace(num_hidden_layers=layers))
+    split = engine(pipeline_model_parallel_size=3, override_transformer_config=asked, **sizes)
+    found = parsed(m=model(hf_config=seeing), e=split)
+    assert found.megatron_cfg.pipeline_model_parallel_layout == layout
+    assert parallel_sizes(found).vpp == sizes.get("virtual_pipeline_model_parallel_size", 1)
+    one_more = SimpleNamespace(num_hidden_layers=layers + 1)
+    with pytest.raises(ConfigError, match=r"are no multiple of . model chunks: leave these keys"):
+        told(m=model(hf_config=one_more), e=split)
 
 
 def test_adapters_critics_and_half_precision() -> None:

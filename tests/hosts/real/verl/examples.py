@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,11 +32,15 @@ from megatron_policy.hosts.roles import check_alike
 from megatron_policy.hosts.verl.translate import translate
 from megatron_policy.parallel.topology import Topology
 from tests.families import PUBLISHED
-from tests.hosts.real.recipes import LLAMA, QWEN2, QWEN3, dense_config, print_reasons
+from tests.hosts.real.recipes import (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    SIZES,
+    dense_config,
+    print_reasons,
+)
 from tests.hosts.real.verl.shipped import MEGATRON, Example, checkout, examples
-
-VISION = re.compile(r"-VL-|Qwen3\.5-|Kimi-K2\.6")
-"""Models with vision towers by their names."""
 
 SPLIT = (
     "tensor_model",
@@ -65,6 +68,43 @@ WITH_EXPERTS = {
     "DeepSeek-V3": "DeepSeek-V3 in bf16",
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "Nemotron-3-Nano-30B-A3B",
 }
+
+
+def _resized(model: str, **text: Any) -> dict[str, Any]:
+    """The config.json of a model that sees pictures, with these fields of its decoder."""
+    fields = PUBLISHED[model][1]
+    vision = fields["vision_config"] | {"out_hidden_size": text["hidden_size"]}
+    return fields | {"text_config": fields["text_config"] | text, "vision_config": vision}
+
+
+_VL_2B = _resized(
+    "Qwen3-VL-8B-Instruct",
+    **dict(zip(SIZES, (2048, 6144, 16, 8, 28), strict=True)),
+)
+SEEING: dict[str, dict[str, Any]] = {
+    "Qwen3-VL-2B-Instruct": _VL_2B
+    | {
+        "tie_word_embeddings": True,
+        "vision_config": _VL_2B["vision_config"]
+        | {"deepstack_visual_indexes": [5, 11, 17], "depth": 24}
+        | {"hidden_size": 1024, "intermediate_size": 4096},
+    },
+    "Qwen3-VL-235B-A22B-Instruct": _resized(
+        "Qwen3-VL-30B-A3B-Instruct",
+        **dict(zip(SIZES, (4096, 12288, 64, 4, 94), strict=True)),
+        moe_intermediate_size=1536,
+    ),
+    "Qwen3.5-122B-A10B": _resized(
+        "Qwen3.5-35B-A3B",
+        hidden_size=3072,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        linear_num_value_heads=64,
+        moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024,
+    ),
+}
+"""Models that see pictures, of other sizes than those of `tests/families`."""
 OTHERS = {
     "Hy3": {"model_type": "hy_v3", "architectures": ["HYV3ForCausalLM"]},
     "DeepSeek-V4-Flash": {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]},
@@ -149,7 +189,10 @@ def _name(role: Role) -> str:
 
 def _made(role: Role, ranks: int) -> Made:
     fields = fields_of(_name(role)) or {}
-    model = {**role.model, "hf_config": SimpleNamespace(**fields)}
+    text = (
+        {"text_config": SimpleNamespace(**fields["text_config"])} if "text_config" in fields else {}
+    )
+    model = {**role.model, "hf_config": SimpleNamespace(**fields | text)}
     engine = {**role.engine, "use_remove_padding": model["use_remove_padding"]}
     config = translate(model, engine, role.optim, role.checkpoint).parse()
     with TemporaryDirectory() as folder:
@@ -186,6 +229,11 @@ def enlarged(example: Example) -> Example:
     return replace(example, ranks=ranks)
 
 
+def sees(example: Example) -> bool:
+    """Whether the example's model has a tower."""
+    return "vision_config" in (fields_of(example.model) or {})
+
+
 def fields_of(model: str) -> dict[str, Any] | None:
     """A model's config.json, as its maker published it; None if it is not known."""
     if model in DENSE:
@@ -194,29 +242,28 @@ def fields_of(model: str) -> dict[str, Any] | None:
         return PUBLISHED[model][1]
     if model in WITH_EXPERTS:
         return PUBLISHED[WITH_EXPERTS[model]][1]
-    return OTHERS.get(model)
+    return (SEEING | OTHERS).get(model)
 
 
 def main() -> None:
-    """Print how many text models' configurations are taken, and the reasons of the others."""
+    """Print how many configurations are taken, and the reasons of the others."""
     root = checkout()
     if root is None:
         raise SystemExit("verl's sources, with its examples, are not on the path")
     found, others = examples(root)
-    text = [each for each in found if not VISION.search(each.model)]
     nowhere: dict[Example, str] = {}
     refused: dict[str, list[str]] = defaultdict(list)
-    for example in text:
+    for example in found:
         reason = refusal(example)
         upstream = reason and refused_upstream(example)
         if upstream:
             nowhere[example] = upstream
         elif reason:
             refused[reason].append(f"{example.source} ({example.model})")
-    taken = len(text) - len(nowhere) - sum(map(len, refused.values()))
+    taken = len(found) - len(nowhere) - sum(map(len, refused.values()))
     print(
-        f"{taken} of {len(text)} of text models are taken; Megatron-Core itself refuses "
-        f"{len(nowhere)}; {len(found) - len(text)} of vision"
+        f"{taken} of {len(found)} are taken, {sum(map(sees, found))} of models that see; "
+        f"Megatron-Core itself refuses {len(nowhere)}"
     )
     print_reasons(refused)
     for example, why in nowhere.items():
