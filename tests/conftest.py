@@ -39,7 +39,12 @@ settings.load_profile("suite")
 
 # Files, and folders of them, whose imports need an optional package: they skip where it is missing.
 NEED = {
-    "PIL": ("ray/test_tour.py", "unit/test_pictures.py", "unit/test_quickstart.py"),  # matplotlib's
+    "PIL": (  # matplotlib's
+        "ray/test_tour.py",
+        "unit/test_pictures.py",
+        "unit/test_quickstart.py",
+        "unit/test_shapes.py",
+    ),
     "ray": (
         "hosts/real/",
         "hosts/test_generation.py",

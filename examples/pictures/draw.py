@@ -1,13 +1,15 @@
 """`python -m examples.pictures.draw [FOLDER]`: makes the pictures of docs/pictures again.
 
 A plan needs no weights: its model is a config. A step is recorded on two CPU processes, as pipeline
-stages of a small model with random weights. The demo's curves are drawn from its last run.
+stages of a small model with random weights. The demo's curves are drawn from its last run, and the
+answers to pictures are those of the last run of examples/shapes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ from megatron_policy.estimate.timeline import read_trace
 from megatron_policy.pictures.timeline import draw_timeline
 
 FOLDER = Path("docs/pictures")
-DEMO = Path("outputs/quickstart")
+DEMO, SHAPES = Path("outputs/quickstart"), Path("outputs/shapes")
 STAGES, MICROBATCHES, LENGTH = 2, 8, 64
 
 # A model of 70 billion parameters, as Llama's.
@@ -61,7 +63,9 @@ SMALL = Qwen2Config(
 
 
 def main(folder: Path) -> None:
-    """Write layout.png, expected.png, recorded.png and, after a run of the demo, curves.png."""
+    """Write layout.png, expected.png, recorded.png and, after runs of the examples, curves.png and
+    answers.png.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as name:
         draw_plan(Path(name), folder)
@@ -78,6 +82,10 @@ def main(folder: Path) -> None:
         draw_curves(records, folder / "curves.png", summary["reward_after_sft"])
     else:
         print("no curves: run `make demo` first")
+    if (SHAPES / "answers.png").is_file():
+        shutil.copy(SHAPES / "answers.png", folder)
+    else:
+        print("no answers: run `python examples/shapes/run.py` first")
 
 
 def draw_plan(work: Path, folder: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_policy import BatchedDataDict
 
 from .settings import Lengths
-from .task import Problem
+from .task import Question
 
 
 class Codec:
@@ -23,12 +23,12 @@ class Codec:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
-    def prompts(self, problems: Sequence[Problem]) -> BatchedDataDict:
+    def prompts(self, problems: Sequence[Question]) -> BatchedDataDict:
         """The input of `generate`: `input_ids` `[B, S]` and `input_lengths` `[B]`."""
         return self._padded([self._prompt(problem) for problem in problems])
 
     def demonstrations(
-        self, problems: Sequence[Problem], answers: Sequence[str]
+        self, problems: Sequence[Question], answers: Sequence[str]
     ) -> BatchedDataDict:
         """The input of `train` to learn the answers (and their end), not the prompts."""
         heads = [self._prompt(problem) for problem in problems]
@@ -46,13 +46,13 @@ class Codec:
             for tokens_S, start, end in rows
         ]
 
-    def lengths(self, problems: Sequence[Problem]) -> Lengths:
+    def lengths(self, problems: Sequence[Question]) -> Lengths:
         """The most tokens of a prompt and of an answer."""
         prompts = [len(self._prompt(problem)) for problem in problems]
         answers = [len(self._answer(problem.answer)) for problem in problems]
         return Lengths(max(prompts), max(answers))
 
-    def _prompt(self, problem: Problem) -> list[int]:
+    def _prompt(self, problem: Question) -> list[int]:
         tokens: list[int] = self.tokenizer(problem.prompt)["input_ids"]
         return tokens
 

@@ -23,7 +23,7 @@ from .journal import Journal
 from .rollouts import OwnRollouts, Rollouts, find_vllm, vllm_rollouts
 from .settings import GRPO, Imitation, Layout, Lengths, policy_section
 from .sft import imitate
-from .task import Problems
+from .task import Problems, Questions
 from .verify import Comparison, compare
 
 OBJECT_STORE_BYTES = 200 * 2**20
@@ -62,7 +62,7 @@ class Stage:
     """What both phases need."""
 
     options: Options
-    problems: Problems
+    problems: Questions
     codec: Codec
     cluster: RayVirtualCluster
     display: Display
@@ -71,12 +71,23 @@ class Stage:
 
 def run(options: Options, problems: Problems, display: Display, journal: Journal) -> Outcome:
     """Make a model, imitate, improve, export, check; leaves checkpoints in `options.output`."""
-    transformers_logging.disable_progress_bar()
     if options.vllm:
         find_vllm()  # before minutes of SFT
     given = options.model
     model = new_model(options, problems, display) if given is None else str(locate(given))
-    codec = Codec(tokenizer_of(model))
+    return teach(options, model, problems, Codec(tokenizer_of(model)), display, journal)
+
+
+def teach(
+    options: Options,
+    model: str,
+    problems: Questions,
+    codec: Codec,
+    display: Display,
+    journal: Journal,
+) -> Outcome:
+    """Imitate, improve, export and check, from a checkpoint."""
+    transformers_logging.disable_progress_bar()
     with cluster_of(options.layout, display) as cluster:
         stage = Stage(options, problems, codec, cluster, display, journal)
         before = imitation(stage, model)
@@ -159,7 +170,7 @@ def policy_on(
         calls,
         options.layout,
         _lengths(stage),
-        AutoConfig.from_pretrained(model).hidden_size,
+        AutoConfig.from_pretrained(model).get_text_config().hidden_size,
         options.seed,
     )
     workers = f"{options.layout.workers} workers"

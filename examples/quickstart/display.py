@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from .task import Problem, reward
+from .task import Question, reward
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
@@ -90,7 +90,7 @@ class Display:
 
                 yield show
 
-    def samples(self, problems: Sequence[Problem], columns: dict[str, Sequence[str]]) -> None:
+    def samples(self, problems: Sequence[Question], columns: dict[str, Sequence[str]]) -> None:
         """Show problems with the answers of several policies, marking right and wrong ones."""
         table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
         for name in ("prompt", *columns):
@@ -146,6 +146,6 @@ def _listed(metrics: Metrics) -> str:
     return "  ".join(f"{text} {value:.3f}" for text, value in shown)
 
 
-def _marked(problem: Problem, text: str) -> Text:
+def _marked(problem: Question, text: str) -> Text:
     right = reward(problem, text) > 0
     return Text(f"{'✓' if right else '✗'}{text}", style="green" if right else "red")

@@ -18,7 +18,7 @@ from .codec import Codec, with_masks
 from .losses import GRPOLoss
 from .rollouts import Rollouts
 from .settings import GRPO
-from .task import Problem, Problems, reward
+from .task import Question, Questions, reward
 
 Report = Callable[[dict[str, float]], None]
 
@@ -26,7 +26,7 @@ Report = Callable[[dict[str, float]], None]
 def improve(
     policy: Policy,
     rollouts: Rollouts,
-    problems: Problems,
+    problems: Questions,
     codec: Codec,
     settings: GRPO,
     report: Report,
@@ -69,13 +69,13 @@ class Answers:
         return self.rewards_B.mean().item()
 
 
-def answer(rollouts: Rollouts, codec: Codec, problems: Sequence[Problem]) -> Answers:
+def answer(rollouts: Rollouts, codec: Codec, problems: Sequence[Question]) -> Answers:
     """Sample an answer to each problem and check it."""
     prompts = codec.prompts(problems)
     generated = rollouts.generate(prompts)
     texts = codec.answers(generated, prompts["input_lengths"])
     rewards = [reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
-    whole = {
+    whole = prompts | {
         "input_ids": generated["output_ids"],
         "input_lengths": generated["unpadded_sequence_lengths"],
         "generation_logprobs": generated["logprobs"],
@@ -85,7 +85,7 @@ def answer(rollouts: Rollouts, codec: Codec, problems: Sequence[Problem]) -> Ans
 
 
 def measure(
-    rollouts: Rollouts, codec: Codec, held_out: Sequence[Problem], times: int = 2
+    rollouts: Rollouts, codec: Codec, held_out: Sequence[Question], times: int = 2
 ) -> Answers:
     """Answers to problems that are never trained on, each sampled `times` times."""
     return answer(rollouts, codec, list(held_out) * times)

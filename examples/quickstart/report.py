@@ -16,12 +16,15 @@ SAMPLES = 6
 def conclude(
     options: Options, problems: Problems, outcome: Outcome, display: Display, journal: Journal
 ) -> None:
-    """Show the result of the run, and write `curves.png` and `summary.json`."""
+    """Show samples and the result of the run, and write `curves.png` and `summary.json`."""
+    before, after = outcome.before.texts[:SAMPLES], outcome.after.texts[:SAMPLES]
+    display.samples(problems.held_out[:SAMPLES], {"after SFT": before, "after GRPO": after})
+    summarise(options, outcome, display, journal)
+
+
+def summarise(options: Options, outcome: Outcome, display: Display, journal: Journal) -> None:
+    """Show the numbers of the run, and write `curves.png` and `summary.json`."""
     before, after, check = outcome.before, outcome.after, outcome.check
-    display.samples(
-        problems.held_out[:SAMPLES],
-        {"after SFT": before.texts[:SAMPLES], "after GRPO": after.texts[:SAMPLES]},
-    )
     picture = options.output / "curves.png"
     draw_curves(journal, picture, before.reward)
     numbers = {

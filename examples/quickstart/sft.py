@@ -9,13 +9,13 @@ from megatron_policy import Policy
 from .codec import Codec
 from .losses import ImitationLoss
 from .settings import Imitation
-from .task import Problems
+from .task import Questions
 
 Report = Callable[[dict[str, float]], None]
 
 
 def imitate(
-    policy: Policy, problems: Problems, codec: Codec, settings: Imitation, report: Report
+    policy: Policy, problems: Questions, codec: Codec, settings: Imitation, report: Report
 ) -> None:
     """Train for `settings.steps` steps on fresh demonstrations; `report` gets each step's loss."""
     done = 0

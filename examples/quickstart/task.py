@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 LETTERS = "abcdefghij"
 LENGTH = 5
@@ -13,6 +14,27 @@ HELD_OUT = 256
 # The demonstrators are careless on purpose: about one demonstration in four is right, so a model
 # that imitates them perfectly is right one time in four. The reward is always right.
 CARE = 0.27
+
+
+class Question(Protocol):
+    """A prompt and its one right answer."""
+
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
+
+
+class Questions(Protocol):
+    """Where questions to train on come from; `held_out` are others, for measuring."""
+
+    @property
+    def held_out(self) -> Sequence[Question]: ...
+
+    def draw(self, count: int) -> Sequence[Question]: ...
+
+    def demonstrate(self, question: Question, /) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +54,7 @@ class Problem:
         return _spelled(sorted(self.letters))
 
 
-def reward(problem: Problem, text: str) -> float:
+def reward(problem: Question, text: str) -> float:
     """1 if `text` is the answer and nothing else, 0 otherwise; ignores white space."""
     return float(text.split() == problem.answer.split())
 

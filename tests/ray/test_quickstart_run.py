@@ -1,5 +1,5 @@
-"""The quickstart as examples/quickstart/README.md starts it, cut short: it does not wait for
-anything to be learnt.
+"""The quickstart and the example with pictures as their READMEs start them, cut short: they do not
+wait for anything to be learnt.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from pathlib import Path
 
 import pytest
 import ray
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "run.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def run(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`run.py` in a folder and with an import path that do not lead to the checkout."""
+def run(
+    folder: Path, *options: str, example: str = "quickstart", **env: str
+) -> subprocess.CompletedProcess[str]:
+    """`run.py` of an example in a folder and with an import path that do not lead to the
+    checkout.
+    """
     inherited = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "RAY_ADDRESS")}
-    command = [sys.executable, str(SCRIPT), *options]
+    command = [sys.executable, str(EXAMPLES / example / "run.py"), *options]
     return subprocess.run(
         command,
         cwd=folder,
@@ -49,6 +53,19 @@ def test_the_quickstart_leaves_a_policy_that_transformers_agrees_with(tmp_path: 
     steps = [(line["phase"], line["step"]) for line in lines]
     assert steps == [("sft", 1), ("sft", 2), ("sft", 3), ("grpo", 1), ("grpo", 2)]
     assert AutoTokenizer.from_pretrained(output / "policy").eos_token == "<end>"
+
+
+def test_the_example_with_pictures_leaves_answers_and_a_policy_that_transformers_agrees_with(
+    tmp_path: Path,
+) -> None:
+    done = run(tmp_path, "--sft-steps", "2", "--steps", "1", example="shapes")
+    assert done.returncode == 0, done.stdout
+    output = tmp_path / "outputs" / "shapes"
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["logprob_difference"] <= summary["logprob_tolerance"]
+    assert (output / "answers.png").read_bytes().startswith(b"\x89PNG")
+    for written in ("start", "policy"):
+        assert AutoConfig.from_pretrained(output / written).model_type == "qwen3_vl"
 
 
 @pytest.mark.nightly
