@@ -53,6 +53,7 @@ MODULES = {
     "megatron_policy.inference.vllm.process": ("EngineProcess",),
     "megatron_policy.inference.vllm.worker": ("RefitExtension", "make_plain"),
     "megatron_policy.inference.vllm.transfer": ("WeightTransfer",),
+    "megatron_policy.inference.vllm.weight_patches": ("WeightPatches",),
     "megatron_policy.inference.vllm.weight_source": ("RefitSource",),
     "megatron_policy.interfaces.engine": ("EngineBuilder", "Trainable", "TrainingEngine"),
     "megatron_policy.interfaces.host": ("Host", "find_host"),

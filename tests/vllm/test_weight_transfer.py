@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import RefitError
 from megatron_policy.inference.vllm.transfer import WeightTransfer
+from megatron_policy.inference.vllm.weight_patches import WeightPatches
 from megatron_policy.inference.vllm.weight_source import RefitSource, group_by_layer
+from megatron_policy.refit.transports.delta_stream import DeltaStream
 from tests.dist.refits import LAYOUTS, config_of
 from tests.families import SAMPLES
 from tests.losses import TokenNLL
@@ -81,6 +84,19 @@ def own_ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="module")
 def engine(path: Path) -> Iterator[str]:
     """The address of a running vLLM, for `EngineClient`."""
+    with running(path) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def unpacked(path: Path) -> Iterator[str]:
+    """The same of one whose weights are not packed."""
+    with running(path, WITHOUT_PACKED_WEIGHTS="1") as address:
+        yield address
+
+
+@contextmanager
+def running(path: Path, **environment: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         plugins, address = Path(folder, "plugins-1.dist-info"), f"{folder}/engine.sock"
         plugins.mkdir()
@@ -92,7 +108,7 @@ def engine(path: Path) -> Iterator[str]:
         with log.open("w") as output:
             process = subprocess.Popen(
                 [str(find_python()), *command],
-                env=os.environ | ENVIRONMENT | {"PYTHONPATH": found},
+                env=os.environ | ENVIRONMENT | environment | {"PYTHONPATH": found},
                 cwd=CHECKOUT,
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -136,8 +152,14 @@ def difference(policy: MegatronPolicy, client: EngineClient | None) -> float:
     return (drawn - own[:, -COUNT:]).abs().max().item()
 
 
-def make_policy(path: Path, layout: str) -> MegatronPolicy:
-    cfg = LAYOUTS[layout][1] | {"optimizer": {"lr": 1e-2, "min_lr": 1e-2}}
+MOST = ["model.embed_tokens.*", "model.layers.[0-2].*", "lm_head.*"]
+
+
+def make_policy(path: Path, layout: str, frozen: list[str] | None = None) -> MegatronPolicy:
+    optimizer: dict[str, Any] = {"lr": 1e-2, "min_lr": 1e-2}
+    if frozen:
+        optimizer["param_groups"] = [{"names": frozen, "freeze": True}]
+    cfg = LAYOUTS[layout][1] | {"optimizer": optimizer}
     config = config_of(path, cfg) | {"refit_dtype": "float32"}
     return MegatronPolicy(config, init_reference_model=False)
 
@@ -294,6 +316,66 @@ def test_vllms_own_trainer_engine_sends_what_the_source_yields(
     for before, after, _ in seen:
         assert before > 100 * TOLERANCE and after < TOLERANCE, seen
     assert [version for *_, version in seen] == ["1", "2", "3"]
+
+
+class Failing:
+    """A client whose next part of an update is lost on its way, when it is told so."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client, self.lost = client, False
+        self.init_weight_transfer_engine = client.init_weight_transfer_engine
+        self.start_weight_update = client.start_weight_update
+        self.finish_weight_update = client.finish_weight_update
+
+    def update_weights(self, update_info: Any) -> None:
+        lost, self.lost = self.lost, False
+        if lost:
+            raise ConnectionError("the line is cut")
+        self._client.update_weights(update_info)
+
+
+def follow_by_patches(address: str, path: Path, layout: str, places: list[str], port: int) -> Any:
+    """What each refit says, sends, and makes of the engine; in the third one a part is lost."""
+    gloo = import_vllm(places)
+    policy, seen = make_policy(path, layout, MOST), []
+    client = EngineClient(address) if policy.rank == 0 else None
+    if client:
+        client.call("use_backend", "sparse_gloo")
+    failing = Failing(client) if client else None
+    engine = gloo.SparseGlooTrainerEngine.trainer_init(
+        gloo.GlooInit("127.0.0.1", port, 2, rank=policy.rank), client=failing
+    )
+    to = DeltaStream(WeightPatches(engine))
+    for step in range(1, 6):
+        if step != 4:
+            train(policy, 20 + step)
+        before = difference(policy, client)
+        if failing:
+            failing.lost = step == 3
+        if step == 3:
+            with pytest.raises(RefitError, match="take the weights: the line is cut"):
+                policy.refit(to)
+            continue
+        sent = policy.refit(to)
+        version = client.call("get_weight_version") if client else ""
+        seen.append((sent.changed_bytes, before, difference(policy, client), version))
+    if client:
+        client.close()
+    policy.shutdown()
+    return seen
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_vllms_sparse_engine_sends_what_has_changed_and_all_after_a_failure(
+    own_ranks: RankPool, unpacked: str, path: Path, layout: str
+) -> None:
+    with reserved_port() as port:
+        places = site_packages()
+        seen = own_ranks.run(2, follow_by_patches, unpacked, path, layout, places, port)[0]
+    whole, changed, again, later = seen
+    assert all(before > 100 * TOLERANCE and after < TOLERANCE for _, before, after, _ in seen)
+    assert whole[0] == again[0] == 0 and changed[0] > 0 and later[0] > 0, seen
+    assert [version for *_, version in seen] == ["1", "2", "3", "4"]
 
 
 def own(path: Path, layout: str, places: list[str], names: list[list[str]]) -> Any:

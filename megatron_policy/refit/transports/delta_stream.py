@@ -107,7 +107,9 @@ class DeltaStream:
     """
 
     def __init__(self, transport: AskingTransport) -> None:
-        """`transport` is an `IpcStream` or that of a `Collective`. ConfigError for another."""
+        """`transport` is an `IpcStream`, that of a `Collective`, or vLLM's `WeightPatches`.
+        ConfigError for one that cannot ask.
+        """
         if not hasattr(transport, "ask"):
             raise ConfigError(
                 f"{type(transport).__name__} cannot ask its engines which weights they have: "
