@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import Architecture, Shell
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families import (
     apertus,
@@ -38,6 +38,7 @@ from megatron_policy.converters.families import (
     hunyuan_v1_dense,
     idefics3,
     internvl,
+    kimi_k25,
     kimi_linear,
     lfm2,
     lfm2_moe,
@@ -76,7 +77,7 @@ from megatron_policy.converters.families import (
     starcoder2,
 )
 from megatron_policy.converters.families.shared.dense import rename
-from megatron_policy.converters.families.shared.pictures import take_text
+from megatron_policy.converters.families.shared.pictures import make_rows, take_text
 from megatron_policy.converters.rows import Ignore, Row
 from megatron_policy.converters.rows.expert_rows import STACKED
 from megatron_policy.converters.scalar_head import SEQUENCE, TOKEN
@@ -111,6 +112,8 @@ class Family:
     """
     find_rows: Callable[[Fields], tuple[Row | Ignore, ...]] | None = None
     """Finds its rows, in place of `table`, where the config says whose its decoder is."""
+    make_shell_rows: Callable[[Shell], tuple[Row, ...]] = make_rows
+    """Makes the rows of what surrounds its decoder."""
 
     def list_rows(self, fields: Fields, tensors: Collection[str] = ()) -> tuple[Row | Ignore, ...]:
         """Its rows for a model of this config; see `name_rows`."""
@@ -151,9 +154,11 @@ def _built_in(module: ModuleType, hf_architecture: str, name: str = "", **more: 
     return Family(name, module.TABLE, module.architecture, (hf_architecture,), **more)
 
 
-def _surrounding(module: ModuleType, hf_architecture: str, *decoders: str) -> Family:
+def _surrounding(
+    module: ModuleType, hf_architecture: str, *decoders: str, makers: str = "", **more: Any
+) -> Family:
     """The family of a module in `families/` whose decoder is one of these families', as its config
-    says.
+    says; its `makers` have another name of the class.
     """
     name = module.__name__.rpartition(".")[2]
 
@@ -177,12 +182,13 @@ def _surrounding(module: ModuleType, hf_architecture: str, *decoders: str) -> Fa
         name,
         (),
         architecture,
-        (hf_architecture,),
+        (hf_architecture, makers) if makers else (hf_architecture,),
         other_names=module.OTHER_NAMES,
         hf_prefix=hf_architecture.removesuffix("ForConditionalGeneration"),
         surrounded=True,
         paths=module.PATHS,
         find_rows=find_rows,
+        **more,
     )
 
 
@@ -216,6 +222,14 @@ FAMILIES = {
         _surrounding(internvl, "InternVLForConditionalGeneration", "llama", "qwen2", "qwen3"),
         _built_in(
             deepseek_v3, "DeepseekV3ForCausalLM", hf_model_type="deepseek_v3", name="kimi_k2"
+        ),
+        _surrounding(
+            kimi_k25,
+            "Kimi_K25ForConditionalGeneration",
+            "deepseek_v3",
+            "kimi_k2",
+            makers="KimiK25ForConditionalGeneration",
+            make_shell_rows=kimi_k25.make_rows,
         ),
         _built_in(
             kimi_linear,

@@ -15,8 +15,7 @@ import torch
 from megatron_policy.converters.architecture import Architecture, Moe, ScalarHead
 from megatron_policy.converters.config_fields import IGNORED, Fields, shown
 from megatron_policy.converters.config_fields.quantisation import found_in
-from megatron_policy.converters.families.shared.pictures import make_rows
-from megatron_policy.converters.rows import Ignore, Role, Row, Shape
+from megatron_policy.converters.rows import Ignore, Role, Row, Shape, TowerQkv
 from megatron_policy.converters.rows.blocks import EXPERT, of_expert
 from megatron_policy.converters.rows.expert_rows import STACKED, Stacked
 from megatron_policy.converters.scalar_head import find_head, put_head
@@ -253,7 +252,7 @@ def draft(
             f"config.json has a value that a {family.name} model cannot have: {error}"
         ) from error
     if architecture.shell is not None:
-        shell = make_rows(architecture.shell)
+        shell = family.make_shell_rows(architecture.shell)
         rows = (*rows, *family.name_rows(shell, named or tensors))
     entries = _make_entries([row for row in rows if not isinstance(row, Ignore)], architecture)
     _refuse_duplicates(family.name, entries)
@@ -362,8 +361,10 @@ def _make_layer_entries(
 
 
 def _refuse_duplicates(family: str, entries: Sequence[Entry]) -> None:
-    # Experts stacked in one HF tensor share it, so only the first one counts.
-    whole = [e for e in entries if e.row.owns and not (isinstance(e.row, Stacked) and e.expert)]
+    # Experts stacked in one HF tensor share it, so only the first one counts; so do projections.
+    shared = {id(e) for e in entries if isinstance(e.row, Stacked) and e.expert}
+    shared |= {id(e) for e in entries if isinstance(e.row, TowerQkv) and e.row.number}
+    whole = [e for e in entries if e.row.owns and id(e) not in shared]
     for side, names in (
         ("Megatron parameter", [entry.megatron for entry in entries]),
         ("HF tensor", [name for entry in whole for name in entry.hf]),

@@ -93,6 +93,7 @@ CLASS_TREE = 3
 LARGER_TREES = {
     "Halves": "a replicated row whose elements are in another order",
     "Reshaped": "a replicated row whose tensor has other dimensions",
+    "TowerQkv": "a replicated row whose tensor has two others too",
 }
 
 # Public classes of one name in two modules, each with its reason; Protocols may have it.

@@ -161,7 +161,7 @@ def decays(module: torch.nn.Module, name: str) -> bool:
         return name == "weight"
     if kind.endswith("MultiModalProjector") or kind == "InternVLVisionEmbeddings":
         return True
-    if kind.endswith("Experts"):
+    if kind.endswith(("Experts", "PositionEmbeddings")):
         return not name.endswith("bias")
     assert kind.endswith(("Norm", "NormGated")) or (kind, name) in WITHOUT_DECAY, (kind, name)
     return False
@@ -202,7 +202,7 @@ def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     for a tower if no row has a picture.
     """
     if parameter.grad is None:
-        parts = ("vis", "multi_modal_projector.", ".connector.", "image_newline")
+        parts = ("vis", "projector.", ".connector.", "image_newline")
         tower = any(part in name for part in parts)
         assert name.endswith("e_score_correction_bias") or tower, name
         return torch.zeros_like(parameter)

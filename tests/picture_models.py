@@ -6,6 +6,7 @@ Shapes: B rows, S positions.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,9 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.architecture import join_rows
+from tests.checkpoints import save_as_published
+from tests.families import kimi_k25
+from tests.families.deepseek_v3 import LATENT_FIELDS
 from tests.families.qwen3_next import RANGES
 
 Fields = dict[str, Any]
@@ -102,6 +106,7 @@ IDEFICS: Fields = {
     "scale_factor": MERGE,
     "image_token_id": IMAGE,
 }
+LATENT = LATENT_FIELDS | {"n_group": 1, "topk_group": 1}
 TINY: dict[str, Fields] = {
     "gemma3": {
         "text_config": TEXT
@@ -149,6 +154,12 @@ TINY: dict[str, Fields] = {
         "vision_config": TOWER
         | {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4},
         "image_token_index": IMAGE,
+    },
+    "kimi_k25": {
+        "text_config": TEXT | SIGMOID | LATENT | {"model_type": "kimi_k2"},
+        "vision_config": kimi_k25.TINY,
+        "projection_hidden_size": kimi_k25.TINY["hidden_size"],
+        "tie_word_embeddings": False,
     },
     "llava_next": {
         "text_config": LLAMA | {"model_type": "mistral", "sliding_window": None},
@@ -227,7 +238,7 @@ MORE: dict[str, Fields] = {
     "llava_next": {"vision_feature_select_strategy": "default"},
     "llava_onevision": {"vision_aspect_ratio": "anyres_max_3"},
 }
-STILL = WHOLE | dict.fromkeys(("glm4v", "glm4v_moe"), MEDIA[:2])
+STILL = WHOLE | dict.fromkeys(("glm4v", "glm4v_moe", "kimi_k25"), MEDIA[:2])
 """Families that read no videos, and what they read."""
 IMAGES: tuple[Sequence[tuple[int, int, int]], ...] = (
     *((), [(1, 4, 6)], [(1, 4, 6)], ()),
@@ -240,9 +251,9 @@ def list_tokens(family: str) -> dict[str, int]:
     """The fields of the whole model's config that name tokens."""
     if family in WHOLE:
         return {}
-    if family in STILL:
+    if family in ("glm4v", "glm4v_moe"):
         return {"image_token_id": IMAGE, "image_start_token_id": START, "image_end_token_id": END}
-    return TOKENS
+    return {name: TOKENS[name] for name in TOKENS if family not in STILL or "video" not in name}
 
 
 def make_model(path: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
@@ -261,7 +272,7 @@ def make_model(path: Path, family: str, dtype: torch.dtype = torch.float32) -> P
                     for part, between in RANGES.items():
                         if part in name:
                             parameter.uniform_(*between)
-    model.to(dtype).save_pretrained(path)
+    save_as_published(model.to(dtype), path)
     return path
 
 
@@ -312,7 +323,8 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
                 ids += [START, *[VIDEO] * (_patches(grid) // MERGE**2 // apart), END, *words(1)]
         tokens.append(ids + words(4 + row % 5))
         for key, grids in (("pixel_values", images), ("pixel_values_videos", videos)):
-            shapes = [(_patches(grid), PATCH) for grid in grids]
+            patch = (3, 2, 2) if family == "kimi_k25" else (PATCH,)
+            shapes: list[tuple[int, ...]] = [(_patches(grid), *patch) for grid in grids]
             sizes = [_measure(family, grid) for grid in grids]
             if family in TILED:
                 shapes = [(1, tiles, 3, *TILE) for tiles, _ in cuts]
@@ -374,14 +386,18 @@ def _measure(family: str, grid: Sequence[int]) -> tuple[int, int]:
 
 
 def hf_inputs(model: Any, rows: BatchedDataDict, row: int) -> dict[str, Any]:
-    """What transformers' class is called with for one row: it counts positions of padding too."""
+    """What a model of transformers is called with for one row: it counts positions of padding too.
+    Not every tower makes pixels of its dtype.
+    """
     own = rows["input_ids"][row : row + 1, : rows["input_lengths"][row]]
     given = ((key, rows[key][row]) for key in KEYS if key in rows)
     media = {key: value for key, value in given if value is not None}
+    media |= {key: media[key].to(model.dtype) for key in media if key.startswith("pixel")}
     if model.config.model_type in BY_ROW and media:
         media = {key: value.unsqueeze(0) for key, value in media.items()}
     types = (own == IMAGE).int() + 2 * (own == VIDEO).int()
-    more = {"mm_token_type_ids": types} if any("grid" in key for key in media) else {}
+    read = "mm_token_type_ids" in inspect.signature(model.forward).parameters
+    more = {"mm_token_type_ids": types} if media and read else {}
     if model.config.model_type == "gemma3":
         more = {"token_type_ids": types}
     return {"input_ids": own, **media, **more}

@@ -50,16 +50,18 @@ class Medium:
 
 @dataclass(frozen=True)
 class PatchMedium(Medium):
-    """Pictures or videos cut into patches: values `[patches, values of one]`, those of all pictures
-    of a row one after another.
+    """Pictures or videos cut into patches: values `[patches, *values of one]`, those of all
+    pictures of a row one after another.
     """
 
     grids: str
     """The key with the patches of each picture in time, height and width, int `[pictures, 3]`."""
-    width: int | None = None
-    """The values of a patch; None if nothing says how many there are."""
+    patch: tuple[int, ...] | None = None
+    """The shape of a patch's values; None if nothing says how many there are."""
     by_frame: bool = False
     """Whether other tokens stand between the placeholders of frames of a video."""
+    still: bool = False
+    """Whether each has a single frame."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -252,6 +254,8 @@ class Shell:
     """Whether the tokens of a picture, those of one medium that are neighbours, see each other in
     both directions, as far as a window reaches back.
     """
+    heads: int = 0
+    """Of the tower's attention, where files have rows of heads in another order; else 0."""
 
     def __post_init__(self) -> None:
         if not self.tensors:
@@ -285,7 +289,7 @@ class Shell:
         medium = self.media[number]
         channels, *_ = weight = next(shape[1:] for _, shape in self.tensors if len(shape) > 3)
         if isinstance(medium, PatchMedium):
-            values = make(math.prod(patches), math.prod(weight))
+            values = make(math.prod(patches), *(medium.patch or (math.prod(weight),)))
             return {medium.values: values, medium.grids: torch.tensor([[1, *patches]])}
         if isinstance(medium, TileMedium):
             tiles = medium.indivisible // medium.of_tile

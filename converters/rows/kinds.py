@@ -122,6 +122,36 @@ class Halves(Whole):
 
 
 @dataclass(frozen=True)
+class TowerQkv(Whole):
+    """Replicated queries, keys or values of a tower; the HF tensor has all three, one below
+    another. It is in the rows of all of them, side by side.
+    """
+
+    number: int = field(kw_only=True)
+    """Which of the three."""
+    heads: int = field(kw_only=True)
+    """Into how many heads the rows fall where those that turn together are neighbours in the HF
+    tensor, and half a head apart in the parameter; 0: rows are in the same order.
+    """
+
+    def hf_shapes(self, arch: Architecture) -> tuple[Shape, ...]:
+        rows, *tail = self.measure(arch, self.dims)
+        return ((3 * rows, *tail),)
+
+    def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
+        rows, *tail = self.measure(arch, self.dims)
+        own = nth(self.number, self.heads or 1)
+        head = rows // (self.heads or 1)
+        hf, shard = (3 * (self.heads or 1), head, *tail), (self.heads or 1, head, *tail)
+        if not self.heads:
+            return (Block(0, hf, (own,), shard, ALL),)
+        return tuple(
+            Block(0, hf, (own, slice(n, None, 2)), shard, (*ALL, nth(n, head // 2)))
+            for n in range(2)
+        )
+
+
+@dataclass(frozen=True)
 class Columns(OneTensor):
     """ColumnParallelLinear: the output dimension (first) is split over the ranks."""
 

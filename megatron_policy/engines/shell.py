@@ -248,6 +248,9 @@ class PictureEmbedder:
         first_B = _find_same([self._media(microbatch, row) for row in range(len(types_BS))])
         rows = [row for row in dict.fromkeys(first_B) if types_BS[row].any()]
         keys = {key: microbatch.attached(key, rows) for key in self.attachments}
+        for key in (medium.values for medium in self.shell.media):
+            dtype: Any = self.composite.dtype  # not every tower begins with that
+            keys[key] = [None if each is None else each.to(dtype) for each in keys[key]]
         # Positions are made for themselves, see there.
         known = {_POSITIONS: torch.zeros((), dtype=torch.long)}
         ids_US = microbatch.host.data["input_ids"][rows]

@@ -17,6 +17,7 @@ from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.architecture.part import FP32
 from megatron_policy.converters.families.shared.pictures import PARAMETERS
+from megatron_policy.converters.rows import TowerQkv
 from megatron_policy.converters.rows.blocks import Row, of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.converters.table import EMBEDDING, LAYER, Entry, Table
@@ -210,6 +211,8 @@ class ModelRows:
         experts = 1 if arch.moe is None else arch.moe.experts
         for entries in (self.embedding, *self.layers, self.head):
             for row in (e.row for e in entries if e.row.owns and not e.adapts):
+                if isinstance(row, TowerQkv) and row.number:
+                    continue  # its tensor is that of the first of them
                 single = of_expert(row.megatron) and not isinstance(row, Stacked)
                 for shape in row.hf_shapes(arch):
                     elements = math.prod(shape)

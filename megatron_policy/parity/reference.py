@@ -41,6 +41,9 @@ def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> ModelOu
     surrounded = family_of(hf.config.model_type).surrounded
     shell = open_headers(model)[1].architecture.shell if surrounded else None
     given = _describe_batch(draw_batch(job, shell), shell)
+    for key in () if shell is None else (medium.values for medium in shell.media):
+        if key in given:  # not every tower makes pixels of its dtype
+            given[key] = given[key].to(hf.dtype)
     layers: dict[int, torch.Tensor] = {}
     if per_layer:
         found = _decoder_layers(hf, job.num_layers)

@@ -198,11 +198,17 @@ def _check_grids(medium: PatchMedium, row: int, values: Any, grids: Any) -> None
             f"{medium.grids!r} has {grids.tolist()} in row {row}: pass integers [pictures, 3], the "
             f"patches in time, height and width, of which the last two are multiples of {side}"
         )
-    if values.ndim != 2 or values.size(1) != (medium.width or values.size(1)):
-        width = medium.width or "values"
+    patch = values.shape[1:]
+    if patch != (medium.patch or patch) or (medium.patch is None and len(patch) != 1):
+        wanted = ", ".join(map(str, medium.patch or ("values",)))
         raise BatchError(
             f"{medium.values!r} has shape {tuple(values.shape)} in row {row}; it must be "
-            f"[patches, {width}], as the model's processor makes it"
+            f"[patches, {wanted}], as the model's processor makes it"
+        )
+    if medium.still and (grids[:, 0] > 1).any():
+        raise BatchError(
+            f"{medium.grids!r} has {grids.tolist()} in row {row}: the model reads pictures, which "
+            "have one frame"
         )
     patches = int(grids.prod(-1).sum())
     if len(values) != patches:

@@ -74,6 +74,7 @@ def read(job: Job) -> ModelOutputs:
         ("gemma3", LAYOUTS),
         ("idefics3", LAYOUTS),
         ("internvl", LAYOUTS),
+        ("kimi_k25", OF_EXPERTS),
         ("llava", LAYOUTS),
         ("llava_next", LAYOUTS),
         ("llava_onevision", LAYOUTS),

@@ -57,6 +57,7 @@ GENERATING = {
     },
     "idefics3": {"PP2": layout(2, pp=2)},
     "internvl": {"TP2": layout(2, tp=2)},
+    "kimi_k25": {"EP2xTP2+SP": EXPERT_LAYOUTS["EP2xTP2+SP"]},
     "llava": {"TP2": layout(2, tp=2)},
     "llava_next": {"TP2": layout(2, tp=2)},
     "llava_onevision": {"PP2": layout(2, pp=2)},
@@ -133,6 +134,24 @@ def test_pictures_are_continued_as_by_transformers(
                 assert_equal("logprobs", found[row, own], exact[row, own.start - 1 : own.stop - 1])
 
 
+def read_pixels(
+    config: dict[str, Any], texts: BatchedDataDict
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities with pixels as they are, and in the precision of the policy."""
+    narrow = [None if each is None else each.bfloat16() for each in texts["pixel_values"]]
+    with open_policy(config, **UNUSED) as policy:
+        return policy.logprobs(texts), policy.logprobs(texts | {"pixel_values": narrow})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["kimi_k25", "llava_onevision"])
+def test_pixels_are_made_what_the_tower_computes_with(ranks, tmp_path: Path, family: str) -> None:
+    path = make_model(tmp_path, family, torch.bfloat16)
+    config = policy_config(path, {}) | {"precision": "bfloat16", "max_total_sequence_length": 64}
+    ((found, narrow),) = ranks.run(1, read_pixels, config, make_prompts(family))
+    assert found.isfinite().all() and torch.equal(found, narrow)
+
+
 def read_values(
     config: dict[str, Any], rows: BatchedDataDict
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -186,6 +205,7 @@ def learn_and_send(
         ("gemma3", "TP2+SP"),
         ("glm4v_moe", "EP2xTP2+SP"),
         ("internvl", "TP2"),
+        ("kimi_k25", "EP2xTP2+SP"),
         ("llava_onevision", "PP2"),
         ("mistral3", "PP2"),
         ("smolvlm", "TP2+SP"),

@@ -110,7 +110,7 @@ LAYOUTS_OF = {
     "gemma3": LAYOUTS | SHARDED,
     **dict.fromkeys(("glm4v", "idefics3", "internvl", "llava", "llava_next"), SOME),
     **dict.fromkeys(("llava_onevision", "mistral3", "smolvlm"), SOME),
-    "glm4v_moe": WITH_EXPERTS,
+    **dict.fromkeys(("glm4v_moe", "kimi_k25"), WITH_EXPERTS),
     "qwen2_vl": OLDER,
     "qwen2_5_vl": LAYOUTS | SHARDED,
     # transformers packs no rows of delta nets.

@@ -14,6 +14,9 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.families.shared.pictures import PARAMETERS
+from megatron_policy.converters.formats.opening import open_model
+from megatron_policy.converters.rows import TowerQkv
 from megatron_policy.engines.hugging_face.module import sources_of
 from megatron_policy.engines.megatron import optimizer
 from megatron_policy.interfaces import LossInputType, LossType
@@ -73,12 +76,19 @@ def test_a_step_without_gradient_shrinks_just_the_matrices_of_every_family(
     model = oracle.load_hf(path)
     before, after = tensors_of(path), tensors_of(tmp_path / "stepped")
     shrunk = {name: not torch.equal(after[name], tensor) for name, tensor in before.items()}
+    holders = {
+        name: f"model.{entry.megatron.removeprefix(PARAMETERS)}"
+        for entry in open_model(path).table.entries
+        if isinstance(entry.row, TowerQkv)
+        for name in entry.hf
+    }
+    others = [name for name in before if name not in holders]
+    for holder, source in sources_of(model, others, turned=False).items():
+        holders |= {name: holder for names in source.names for name in names}
     assert shrunk == {
         name: oracle.decays(model.get_submodule(owner), parameter)
-        for held, source in sources_of(model, before, turned=False).items()
-        for owner, _, parameter in [held.rpartition(".")]
-        for names in source.names
-        for name in names
+        for name, holder in holders.items()
+        for owner, _, parameter in [holder.rpartition(".")]
     }
     for name, tensor in before.items():
         factor = 1.0 - oracle.LR * STRONG if shrunk[name] else 1.0

@@ -88,7 +88,7 @@ SHELL = Shell(
     tensors=(("tower.weight", (4, 4)),),
     prefix="",
     media=(
-        PatchMedium(7, "pixel_values", 4, "image_grid_thw", 5),
+        PatchMedium(7, "pixel_values", 4, "image_grid_thw", (5,)),
         PatchMedium(8, "films", 4, "film_grids"),
     ),
 )
@@ -219,6 +219,15 @@ def test_frames_of_a_video_stand_apart_where_the_model_wants_it() -> None:
     assert isinstance(together, PatchMedium)
     assert together.list_groups(given) == [4]
     assert replace(together, by_frame=True).list_groups(given) == [2, 2]
+
+
+def test_a_picture_of_several_frames_is_refused_where_it_has_one() -> None:
+    still = replace(SHELL, media=(replace(SHELL.media[0], still=True), SHELL.media[1]))
+    check_batch(pictured(), 9, still.attachments, still)
+    grids = [None, torch.tensor([[2, 2, 2], [1, 2, 2]]), None]
+    check_batch(pictured(image_grid_thw=grids), 9, SHELL.attachments, SHELL)
+    with pytest.raises(BatchError, match=r"\[2, 2, 2\].* in row 1: .* pictures, which have one fr"):
+        check_batch(pictured(image_grid_thw=grids), 9, still.attachments, still)
 
 
 SIZES = torch.tensor([[4, 8], [4, 4]])

@@ -26,7 +26,7 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.inspection import inspect
 from megatron_policy.converters.registry import FAMILIES
-from megatron_policy.converters.rows import Role, fill_shard
+from megatron_policy.converters.rows import Role, TowerQkv, fill_shard
 from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 from tests.checkpoints import make_checkpoint
@@ -441,6 +441,21 @@ def test_names_of_makers_and_of_other_releases_are_those_of_transformers(
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == named.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in named.items())
+
+
+def test_parts_of_one_tensor_on_file_are_those_of_transformers(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "hf", "kimi_k25")
+    held = AutoModelForImageTextToText.from_pretrained(path).model.state_dict()
+    entries = [entry for entry in bound(path).entries if isinstance(entry.row, TowerQkv)]
+    assert len(entries) == 2 * 2 * 3
+    for entry in entries:
+        own = held[entry.megatron.removeprefix("embedding.shell.")]
+        assert all(torch.equal(shard_of(path, entry, rank), own) for rank in (0, 1))
+    convert(path, tmp_path / "mcore", "mcore")
+    convert(tmp_path / "mcore", tmp_path / "back", "hf")
+    before, back = (load_file(each / "model.safetensors") for each in (path, tmp_path / "back"))
+    assert before.keys() == back.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize(

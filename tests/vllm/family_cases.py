@@ -199,6 +199,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "idefics3": PROCESSOR,
     "idefics3 with biases": PROCESSOR,
     "internvl": ("failed to be inspected", IMAGES),
+    "kimi_k25": (
+        "Failed to load the processor",
+        "vLLM reads pictures of this family with its makers' processor",
+    ),
     "llava": ("failed to be inspected", IMAGES),
     "llava with biases": ("failed to be inspected", IMAGES),
     "llava_next": ("failed to be inspected", IMAGES),

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_policy.converters.architecture import AnyMedium, PatchMedium, Shell
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.rows import Role, Row, Whole
+from megatron_policy.converters.rows import Role, Whole
 from megatron_policy.errors import ConversionError
 
 PARAMETERS = "embedding.shell."
@@ -60,11 +60,11 @@ def take_shell(
     first = (
         prod(shape[1:]) for name, shape in fields.take(TENSORS).items() if name.endswith(_FIRST)
     )
-    merged, width = vision["spatial_merge_size"] ** 2, next(first, None)
+    merged, patch = vision["spatial_merge_size"] ** 2, (*first,)[:1] or None
     image = fields.take("image_token_id")
-    media = [PatchMedium(image, "pixel_values", merged, "image_grid_thw", width)]
+    media = [PatchMedium(image, "pixel_values", merged, "image_grid_thw", patch)]
     if videos:
-        keys = ("pixel_values_videos", merged, "video_grid_thw", width, by_frame)
+        keys = ("pixel_values_videos", merged, "video_grid_thw", patch, by_frame)
         media.append(PatchMedium(fields.take("video_token_id"), *keys))
     deep = len(vision.get("deepstack_visual_indexes") or ())
     return surround(fields, prefix, *media, further=further, deep=deep)
@@ -79,7 +79,7 @@ def surround(fields: Fields, prefix: str, *media: AnyMedium, **more: Any) -> dic
     return {"shell": shell, "attachments": shell.attachments}
 
 
-def make_rows(shell: Shell) -> tuple[Row, ...]:
+def make_rows(shell: Shell) -> tuple[Whole, ...]:
     """The rows of the shell's tensors, which every rank of the first stage holds whole."""
     return tuple(
         Whole(PARAMETERS + name, (shell.prefix + name,), shape, role=_role_of(name, shape))

@@ -112,7 +112,8 @@ def _make_renaming(module: Any, turned: bool) -> Any:
         target, pattern = rename_source_key(name, renamings, converters, prefix, own)
         if pattern is None:
             return target, None, 0
-        (converter,) = (each for each in converters if pattern in each.source_patterns)
+        # That of a decoder can be listed for the whole model too.
+        converter = next(each for each in converters if pattern in each.source_patterns)
         part = converter.source_patterns.index(pattern)
         if _operations_of(converter) == [("Concatenate", 0)]:
             return target, None, part

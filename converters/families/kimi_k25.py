@@ -1,0 +1,90 @@
+"""Kimi K2.5: Kimi K2's decoder beside a tower whose files have its queries, keys and values in one
+tensor. Videos, of which transformers' class reads none of several frames, are not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from megatron_policy.converters.architecture import PatchMedium, Shell
+from megatron_policy.converters.config_fields import Fields
+from megatron_policy.converters.families.shared import pictures
+from megatron_policy.converters.rows import Row, TowerQkv, Whole
+
+from .llava import NAMES as NAMES
+
+PATHS = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head", "lm_head"),
+)
+OTHER_NAMES: tuple[tuple[str, str], ...] = ()
+_ON_FILE = (
+    ("vision_tower.layers.", "vision_tower.encoder.blocks."),
+    ("vision_tower.final", "vision_tower.encoder.final"),
+    (".norm1.", ".norm0."),
+    (".norm2.", ".norm1."),
+    (".fc1.", ".fc0."),
+    (".fc2.", ".fc1."),
+    (".attn.proj.", ".wo."),
+    ("pos_emb.position_embeddings", "pos_emb.weight"),
+    ("projector.in_proj.", "projector.proj.0."),
+    ("projector.out_proj.", "projector.proj.2."),
+)
+"""Parts of the names of transformers' parameters, one after another, and what files have."""
+_PROJECTIONS = (".attn.q_proj.", ".attn.k_proj.", ".attn.v_proj.")
+_MAKERS = {
+    **{f"vt_{name}": name for name in ("hidden_size", "intermediate_size")},
+    **{f"vt_{name}": name for name in ("num_attention_heads", "num_hidden_layers")},
+    **{f"init_pos_emb_{name}": f"pos_emb_{name}" for name in ("height", "width", "time")},
+}
+"""Fields of the tower under the names of its makers, and those of transformers' class."""
+
+
+def take_shell(fields: Fields) -> dict[str, Any]:
+    """What `Architecture` says of the pictures of a Kimi_K25Config."""
+    vision = fields.take("vision_config")
+    for theirs, ours in _MAKERS.items():
+        value, own = vision.get(theirs), vision.get(ours)
+        if value not in (None, own):
+            why = f"transformers reads {ours}, which is {own}"
+            fields.refuse(f"vision_config.{theirs}", value, why)
+    kernel, patch = vision["merge_kernel_size"], vision["patch_size"]
+    if len({*kernel}) > 1:
+        fields.refuse("vision_config.merge_kernel_size", kernel, "a token is made of a square")
+    image = fields.take("image_token_id")
+    fields.expect("media_placeholder_token_id", (image,), "image_token_id is the same token")
+    for name in ("vision_start_token_id", "vision_end_token_id", "projection_hidden_size"):
+        fields.ignore(name, pictures.BY_CLASS)
+    fields.ignore("projection_layer_norm_eps", pictures.BY_CLASS)
+    for name in ("video_token_id", "video_placeholder", "use_unified_vision_chunk"):
+        fields.ignore(name, "of videos, which batches do not have")
+    fields.ignore("auto_map", "the makers' own code, which transformers replaces")
+    fields.ignore("ignore_index", "a label of transformers' own loss, which is not used here")
+    medium = PatchMedium(
+        image, "pixel_values", prod(kernel), "image_grid_thw", (3, patch, patch), still=True
+    )
+    return pictures.surround(fields, "", medium, heads=vision["num_attention_heads"])
+
+
+def make_rows(shell: Shell) -> tuple[Row, ...]:
+    """The rows of the shell's tensors by the names on file, those of one tensor side by side."""
+    rows = [_name_on_file(row, shell.heads) for row in pictures.make_rows(shell)]
+    return tuple(sorted(rows, key=lambda row: row.hf))
+
+
+def _name_on_file(row: Whole, heads: int) -> Whole:
+    (name,) = row.hf
+    for number, projection in enumerate(_PROJECTIONS):
+        if projection in name:
+            named, turned = replace(row, hf=(_spell(name, projection),)), heads * (number < 2)
+            return TowerQkv(**vars(named), number=number, heads=turned)
+    return replace(row, hf=(_spell(name, ""),))
+
+
+def _spell(name: str, projection: str) -> str:
+    name = name.replace(projection, ".wqkv.") if projection else name
+    for part, other in _ON_FILE:
+        name = name.replace(part, other)
+    return name
