@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.errors import ConfigError, RefitError
 
-_GREETING = b"megatron-policy refit 3\n"
+_GREETING = b"megatron-policy refit 4\n"
 _NONCE = _SEAL = 32
 _HEADER_BYTES, _BODY_BYTES = 2**24, 2**32
 SECRET_CHARACTERS = 16

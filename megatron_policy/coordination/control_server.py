@@ -8,13 +8,13 @@ import json
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_policy.coordination.authenticated_connection import AuthenticatedConnection, hang_up
 from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.errors import RefitError
 
-PUT, GET, ADD, DROP = "put", "get", "add", "drop"
+PUT, GET, ADD, DROP, LAST = "put", "get", "add", "drop", "last"
 _LONGEST_S = 1e6
 _HANDSHAKE_S = 10.0
 _AT_ONCE = 64  # connections that have not authenticated: beyond that the oldest is closed
@@ -28,33 +28,38 @@ _GRACE_S = 1.0  # for the answer that a key has not appeared in time
 class Request:
     """One of these requests, of `keys`:
 
-    put     set the value of the first to `body`
-    get     the value of the first, once all exist; that takes `timeout_s` seconds at most
+    put     set the value of the first to `body`, unless the key `unless` exists
+    get     the value of the first, once all exist; that takes `timeout_s` seconds at most, and ends
+            when the key `unless` exists, whose value it then is
     add     `body` to the first; both are numbers of at most 20 digits, and what does not exist
             is 0
     drop    delete all of them, and those below them (key/...)
+    last    put it when this connection ends, unless the key exists then, in place of what was said
+            before; nothing, if `body` is empty
     """
 
     do: str
     keys: tuple[str, ...]
     body: bytes = b""
     timeout_s: float = 0.0
+    unless: str = ""
 
     def header(self) -> bytes:
         """All but the body, as JSON."""
         content = {"do": self.do, "keys": self.keys, "timeout_s": self.timeout_s}
-        return json.dumps(content).encode()
+        return json.dumps(content | {"unless": self.unless}).encode()
 
     @classmethod
     def parse(cls, header: bytes, body: bytes) -> Request:
         """The inverse of `header`; RefitError for anything else."""
         match _parse(header):
             case {
-                "do": "put" | "get" | "add" | "drop" as do,
+                "do": "put" | "get" | "add" | "drop" | "last" as do,
                 "keys": [str(), *_] as keys,
                 "timeout_s": int() | float() as timeout_s,
+                "unless": str() as unless,
             } if all(isinstance(key, str) for key in keys) and 0 <= timeout_s <= _LONGEST_S:
-                return cls(do, tuple(keys), body, float(timeout_s))
+                return cls(do, tuple(keys), body, float(timeout_s), unless)
         raise RefitError(f"the refit group received an unrecognised request: {header[:80]!a}")
 
 
@@ -103,15 +108,18 @@ class KeyValueStore:
     def perform(self, request: Request) -> Reply:
         """Serve the request; RefitError for a sum of what is not a number."""
         found, first, keys, contents = True, request.keys[0], request.keys, self._contents
+        off = request.unless
         with self._changed:
             body = b""
             match request.do:
                 case "get":
-                    there = self._changed.wait_for(
-                        lambda: all(key in contents for key in keys), request.timeout_s
+                    self._changed.wait_for(
+                        lambda: all(key in contents for key in keys) or off in contents,
+                        request.timeout_s,
                     )
-                    return Reply(there, contents[first] if there else b"")
-                case "put":
+                    there = all(key in contents for key in keys)
+                    return Reply(there, contents[first] if there else contents.get(off, b""))
+                case "put" if off not in contents:
                     contents[first] = request.body
                 case "add":
                     numbers = contents.get(first, b"0"), request.body
@@ -178,6 +186,7 @@ class ControlServer:
 
     def _serve(self, end: socket.socket) -> None:
         # Only this connection breaks; the process at its other end notices that.
+        last: Request | None = None
         try:
             with contextlib.suppress(OSError, RefitError):
                 guest = AuthenticatedConnection(
@@ -188,12 +197,18 @@ class ControlServer:
                 while not self._closed:
                     message = guest.receive()
                     try:
-                        reply = self._values.perform(Request.parse(*message))
+                        request = Request.parse(*message)
+                        if request.do == LAST:
+                            last, reply = replace(request, do=PUT, unless=request.keys[0]), Reply()
+                        else:
+                            reply = self._values.perform(request)
                     except RefitError as error:
                         reply = Reply(error=str(error))
                     with guest.limit_time(_SENDING_S):
                         guest.send(reply.header(), reply.body)
         finally:
+            if last is not None and last.body:
+                self._values.perform(last)
             self._forget(end)
 
     def _forget(self, end: socket.socket) -> None:

@@ -17,6 +17,7 @@ from megatron_policy.coordination.control_server import (
     ADD,
     DROP,
     GET,
+    LAST,
     PUT,
     ControlClient,
     ControlServer,
@@ -29,6 +30,8 @@ from megatron_policy.coordination.timeouts import run_with_timeout
 from megatron_policy.errors import RefitError
 
 _RETRY_S = 0.05
+_AGAIN_S = 1.0
+"""How long to look for a host that has answered before."""
 _GRACE_S = 0.5
 """How much longer than a process group's own timeout to wait for it: its message says more."""
 
@@ -64,15 +67,26 @@ class ControlStore:
         """Whether the host has answered the last call."""
         return self._server is not None or self._client is not None
 
-    def put(self, key: str, content: bytes) -> None:
-        """Set the value of a key."""
-        self._perform(Request(PUT, (key,), content))
+    def put(self, key: str, content: bytes, unless: str = "") -> None:
+        """Set the value of a key, unless the other one exists."""
+        self._perform(Request(PUT, (key,), content, unless=unless))
 
-    def get(self, key: str, timeout_s: float, missing: str) -> bytes:
-        """The value of a key, once it exists; RefitError with `missing` if it does not in time."""
-        reply = self._perform(Request(GET, (key,), timeout_s=timeout_s), timeout_s)
+    def put_at_end(self, key: str, content: bytes) -> None:
+        """Let the host set the value of a key that does not exist when this process leaves or is
+        ended: when the connection breaks. It replaces what was to be set so; nothing is, if it is
+        empty. Of the host, whose values end with it, nothing is set.
+        """
+        if self._values is None:
+            self._perform(Request(LAST, (key,), content))
+
+    def get(self, key: str, timeout_s: float, missing: str, unless: str = "") -> bytes:
+        """The value of a key, once it exists; RefitError with `missing` if it does not in time, or
+        with the value of the key `unless` once that exists; or if the host is lost meanwhile.
+        """
+        request = Request(GET, (key,), timeout_s=timeout_s, unless=unless)
+        reply = self._perform(request, timeout_s)
         if not reply.found:
-            raise RefitError(missing)
+            raise RefitError(reply.body.decode(errors="replace") or missing)
         return reply.body
 
     def find(self, key: str) -> bytes | None:
@@ -90,13 +104,15 @@ class ControlStore:
         return len(self._values)
 
     def process_group(
-        self, name: str, rank: int, size: int, timeout_s: float
+        self, name: str, rank: int, size: int, timeout_s: float, unless: str = ""
     ) -> BoundedProcessGroup:
-        """Meet the other `size - 1` processes under a name that is new to this store."""
+        """Meet the other `size - 1` processes under a name that is new to this store; RefitError if
+        they do not come, or when the key `unless` exists.
+        """
         # A connection of its own: a group may wait in it, and from a thread of torch's.
         own: KeyValueStore | ControlClient | None = self._values
         keeper = self._connect(timeout_s) if own is None else own
-        store = TorchControlStore(keeper, timeout_s)
+        store = TorchControlStore(keeper, timeout_s, unless)
         try:
             return run_with_timeout(
                 timeout_s + _GRACE_S,
@@ -125,9 +141,10 @@ class ControlStore:
             return client.perform(request)
         except OSError as error:
             self._disconnect()
-            # The host can have been restarted. One that is only silent would stay silent.
-            if known is not None and not isinstance(error, TimeoutError):
-                return self._perform(request, connect_s)
+            # The host can have been restarted: it has no `unless` then, and what depends on that
+            # is over. One that is only silent would stay silent.
+            if known is not None and not request.unless and not isinstance(error, TimeoutError):
+                return self._perform(request, _AGAIN_S if connect_s is None else connect_s)
             raise self._unreachable(error) from error
 
     def _connect(self, timeout_s: float) -> ControlClient:
@@ -168,9 +185,12 @@ class TorchControlStore(dist.Store):
     torch calls it from threads of its own, and holds no reference that keeps it alive.
     """
 
-    def __init__(self, keeper: KeyValueStore | ControlClient, timeout_s: float) -> None:
+    def __init__(
+        self, keeper: KeyValueStore | ControlClient, timeout_s: float, unless: str
+    ) -> None:
+        """No key is waited for once there is the key `unless`."""
         super().__init__()
-        self._keeper, self._timeout_s = keeper, timeout_s
+        self._keeper, self._timeout_s, self._unless = keeper, timeout_s, unless
         self._one_at_a_time = threading.Lock()
 
     def set(self, key: str, value: Any) -> None:
@@ -178,11 +198,11 @@ class TorchControlStore(dist.Store):
         self._perform(Request(PUT, (key,), content))
 
     def get(self, key: str) -> bytes:
-        return self._perform(Request(GET, (key,), timeout_s=self._timeout_s)).body
+        return self._perform(self._waiting((key,), self._timeout_s)).body
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
-        self._perform(Request(GET, tuple(keys), timeout_s=limit))
+        self._perform(self._waiting(tuple(keys), limit))
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._perform(Request(GET, tuple(keys)), missing=False).found
@@ -193,6 +213,9 @@ class TorchControlStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         return self._perform(Request(DROP, (key,)), missing=False).found
 
+    def _waiting(self, keys: tuple[str, ...], timeout_s: float) -> Request:
+        return Request(GET, keys, timeout_s=timeout_s, unless=self._unless)
+
     def _perform(self, request: Request, missing: bool = True) -> Reply:
         with self._one_at_a_time:
             try:
@@ -201,6 +224,7 @@ class TorchControlStore(dist.Store):
                 raise dist.DistStoreError(f"the refit group's notes: {error}") from error
         if missing and not reply.found:
             raise dist.DistStoreError(
-                f"timeout: {', '.join(request.keys)} were not set within {request.timeout_s:g} s"
+                reply.body.decode(errors="replace")
+                or f"timeout: {', '.join(request.keys)} were not set within {request.timeout_s:g} s"
             )
         return reply

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -39,6 +40,7 @@ class BoundedProcessGroup:
         self._store, self._leave = store, leave  # torch does not keep a store of Python's alive
         self._timeout_s = timeout_s
         self._group: Any = None
+        self._under_way: WeakSet[PendingCollective] = WeakSet()
         if size > 1:
             self._group = self._bounded(
                 lambda: private_group(
@@ -72,6 +74,8 @@ class BoundedProcessGroup:
     def close(self, broken: bool = False) -> None:
         """Leave; `broken` if a collective can still be under way."""
         group, self._group = self._group, None
+        for each in self._under_way:
+            each.work = None  # gloo's would keep the connections, and the others would wait for us
         if broken and group is not None and hasattr(group, "abort"):
             group.abort()
         self._leave()
@@ -81,7 +85,9 @@ class BoundedProcessGroup:
             return PendingCollective(self, None)
         assert self._group is not None, f"{self.name} is closed"
         self.calls += 1
-        return PendingCollective(self, self._bounded(begin))
+        started = PendingCollective(self, self._bounded(begin))
+        self._under_way.add(started)
+        return started
 
     def _bounded(self, step: Callable[[], Any]) -> Any:
         """What `step` returns; a failure in it means that a process is slow, stopped or gone."""
@@ -104,14 +110,16 @@ class PendingCollective:
     """A collective that has been started."""
 
     def __init__(self, channel: BoundedProcessGroup, work: Any) -> None:
-        self._channel, self._work = channel, work
+        self._channel, self.work = channel, work
 
     def wait(self) -> None:
         """Wait until its memory can be used; RefitError after the group's timeout."""
-        work, self._work = self._work, None
-        if work is not None:
-            timeout = timedelta(seconds=self._channel._timeout_s)
-            self._channel._bounded(lambda: work.wait(timeout))
+        timeout = timedelta(seconds=self._channel._timeout_s)
+        try:
+            if self.work is not None:
+                self._channel._bounded(lambda: self.work.wait(timeout))
+        finally:
+            self.work = None
 
 
 @dataclass(frozen=True)

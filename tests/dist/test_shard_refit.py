@@ -52,9 +52,9 @@ def held_by(policy: Any, grid: Topology) -> Any:
     return place_on_grid(policy.exporter.plan(), policy.exporter.table.architecture, grid)
 
 
-def join(policy: Any, port: int, engines: int) -> Collective:
+def join(policy: Any, port: int, engines: int, timeout_s: float = TIMEOUT_S) -> Collective:
     ranks = policy.topology.world_size
-    sizes = {"world_size": ranks + engines, "train_world_size": ranks, "timeout_s": TIMEOUT_S}
+    sizes = {"world_size": ranks + engines, "train_world_size": ranks, "timeout_s": timeout_s}
     own = {"secret": SECRET, "of_shards": True}
     return Collective.join(policy.exporter, "127.0.0.1", port, **sizes, **own)
 

@@ -45,6 +45,42 @@ def test_notes_of_any_size_arrive_whole_and_go_whole() -> None:
         host.close()
 
 
+def test_a_value_that_says_why_ends_waits_and_is_set_when_a_process_is_gone() -> None:
+    with reserved_port() as port, ThreadPoolExecutor(1) as thread:
+        host = ControlStore("127.0.0.1", port, 60.0, SECRET, host=True)
+        leaving, other = (ControlStore("127.0.0.1", port, 60.0, SECRET) for _ in range(2))
+        leaving.put_at_end("off", b"replaced")
+        leaving.put_at_end("off", b"it has left")
+        waiting = thread.submit(other.get, "note", 600.0, "missing", "off")
+        leaving.close()
+        with pytest.raises(RefitError, match="it has left"):
+            waiting.result(60.0)
+        with pytest.raises(RefitError, match="it has left"):
+            host.get("note", 600.0, "missing", "off")
+        host.put("note", b"late", unless="off")
+        assert host.find("note") is None
+        host.put("note", b"here")
+        assert other.get("note", 600.0, "missing", "off") == b"here", "what exists is read"
+        other.put_at_end("off", b"it came second")
+        other.close()
+        leaving.put_at_end("fine", b"withdrawn")
+        leaving.put_at_end("fine", b"")
+        leaving.close()
+        assert host.find("off") == b"it has left" and host.find("fine") is None
+        host.close()
+
+
+def test_whoever_waits_hears_of_a_host_that_is_gone() -> None:
+    with reserved_port() as port, ThreadPoolExecutor(1) as thread:
+        host = ControlStore("127.0.0.1", port, 60.0, SECRET, host=True)
+        other = ControlStore("127.0.0.1", port, 600.0, SECRET)
+        other.put("note", b"here")
+        waiting = thread.submit(other.get, "never", 600.0, "missing", "off")
+        host.close()
+        with pytest.raises(RefitError, match="cannot be reached"):
+            waiting.result(60.0)
+
+
 def test_a_board_without_a_host_says_so() -> None:
     with reserved_port() as port, pytest.raises(RefitError, match=f"at 127.0.0.1:{port}, cannot"):
         ControlStore("127.0.0.1", port, 1.0, SECRET).get("note", 1.0, "missing")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -106,6 +107,25 @@ def test_a_delta_that_is_lost_reordered_or_repeated_is_refused_by_its_result(
         patches.check()
     patches.undo()
     assert same(held, V0)
+
+
+def test_messages_in_whatever_order_make_the_version_of_the_last_one_or_are_refused() -> None:
+    draw, versions = random.Random(0), [V0, V1, V2, changed(V2, 3)]
+    messages = [encode_message([*fragments(*pair)]) for pair in pairwise(versions)]
+    accepted = 0
+    for _ in range(DRAWS):
+        numbers = draw.choices(range(3), k=draw.randint(1, 4))
+        held = copy_of(V0)
+        patches = apply(held, *(messages[number] for number in numbers))
+        try:
+            patches.check()
+        except OtherWeightsError:
+            patches.undo()
+            assert same(held, V0)
+        else:
+            assert same(held, versions[numbers[-1] + 1])
+            accepted += 1
+    assert 0 < accepted < DRAWS / 2
 
 
 def test_no_damaged_message_is_accepted_as_another_one() -> None:

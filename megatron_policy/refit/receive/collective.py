@@ -4,7 +4,6 @@ is in `handshake`.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -28,18 +27,18 @@ from megatron_policy.refit.receive.assembler import ShardAssembler, WeightAssemb
 from megatron_policy.refit.transports.collective.handshake import (
     ACCEPTED,
     CALL,
+    LOST,
     OFF,
     QUESTION,
-    REFUSED,
     SHARDS,
+    call_off,
     encode,
-    extract_manifest,
+    find_failure,
     group_name,
     layout_key,
     note_key,
     parse_note,
     raise_peer_failure,
-    read_abort_reason,
     shards_key,
 )
 from megatron_policy.refit.transports.collective.shards import ShardLayout, order_senders
@@ -51,8 +50,6 @@ from megatron_policy.refit.transports.collective.stream import (
     WholeReader,
     make_views,
 )
-
-_PAUSE_S = 0.05  # between two looks at what another engine rank says
 
 
 def join_collective(
@@ -137,7 +134,8 @@ class CollectiveGroup:
         except BaseException as error:
             self._refuse(call, error)
             raise
-        self._store.put(note_key(call.number, "verdict", self._engine), ACCEPTED)
+        self._store.put(note_key(call.number, "accepted", self._engine), ACCEPTED)
+        self._store.put_at_end(note_key(call.number, OFF), b"")
         return manifest
 
     def close(self) -> None:
@@ -169,6 +167,7 @@ class CollectiveGroup:
         place.
         """
         missing = f"the trainer has not continued its refit within {limit:g} s"
+        off = note_key(number, OFF)
         content = self._store.get(note_key(number, "offer"), _left(deadline), missing)
         offer = parse_note("offer", content, senders=int, bucket_bytes=int, model=dict)
         if QUESTION in offer:
@@ -176,35 +175,34 @@ class CollectiveGroup:
                 note_key(number, "at", self._engine), encode({"at": [assembler.version]})
             )
             return None
+        self._store.put_at_end(off, f"engine {self._engine} {LOST}".encode())
         layout, shards = self._layout[1], None
         if SHARDS in offer:
             key = shards_key(offer[SHARDS], self._engine)
-            shards = ShardLayout.decode(self._store.get(key, _left(deadline), missing))
+            shards = ShardLayout.decode(self._store.get(key, _left(deadline), missing, off))
             forms, senders = dict(shards.forms), len(shards.runs)
         else:
             if self._layout[0] != (digest := offer["layout"]):
-                content = self._store.get(layout_key(digest), _left(deadline), missing)
+                content = self._store.get(layout_key(digest), _left(deadline), missing, off)
                 self._layout = digest, StreamLayout.decode(content)
             layout = self._layout[1]
             slots = (slot for stream in layout.streams for slot in stream.slots)
             forms, senders = {s.name: (s.shape, s.dtype) for s in slots}, len(layout.streams)
         if offer["senders"] != senders or offer["bucket_bytes"] < 1:
             raise RefitError(f"the trainer's offer contradicts itself: {offer}")
-        ready = note_key(number, "ready", self._engine)
         try:
             assembler.announce(RefitInfo(forms, _read_model(offer)))
         except RefitError as error:
-            self._store.put(ready, encode({REFUSED: str(error)}))
+            call_off(self._store, number, f"engine {self._engine}: {error}")
             raise
         groups = {str(sender): made_in for sender, (made_in, _) in self._joined.items()}
+        ready = note_key(number, "ready", self._engine)
         self._store.put(ready, encode({"process": self._process, "groups": groups}))
         keys = [note_key(number, "go", sender) for sender in range(offer["senders"])]
-        found = (self._store.get(key, _left(deadline), missing) for key in keys)
+        found = (self._store.get(key, _left(deadline), missing, off) for key in keys)
         answers = [parse_note("go", content, group=int, to=list) for content in found]
-        for answer in answers:
-            if OFF in answer:
-                raise RefitError(f"the trainer gave up: {answer[OFF]}")
         if any(self._process not in answer["to"] for answer in answers):
+            self._store.put_at_end(off, b"")
             return None
         made_in = tuple(answer["group"] for answer in answers)
         return _Call(number, layout, offer["bucket_bytes"], made_in, shards)
@@ -219,7 +217,9 @@ class CollectiveGroup:
                     continue
                 channel.close(broken=True)
             name, size = group_name(made_in, sender), self._engines + 1
-            channel = self._store.process_group(name, self._engine + 1, size, limit)
+            off = note_key(call.number, OFF)
+            with raise_peer_failure(lambda: find_failure(self._store, call.number)):
+                channel = self._store.process_group(name, self._engine + 1, size, limit, off)
             self._joined[sender] = (made_in, channel)
 
     def _take(self, call: _Call, assembler: WeightAssembler) -> None:
@@ -238,7 +238,7 @@ class CollectiveGroup:
             start(sender, 0)
         turns = sorted((n, s) for s, of in enumerate(chunks) for n in range(len(of)))
         for number, sender in turns:
-            with raise_peer_failure(lambda: self._trainer_errors(call)):
+            with raise_peer_failure(lambda: find_failure(self._store, call.number)):
                 pending[sender].wait()
             # If each chunk has its own memory, receive the next one while this one is read.
             if assembler.receives_in_place:
@@ -259,32 +259,31 @@ class CollectiveGroup:
             reader = ChunkReader(stream, call.bucket_bytes, where)
             for first, end in stream.chunks(call.bucket_bytes):
                 memory = reader.memory_for(first, end)
-                with raise_peer_failure(lambda: self._trainer_errors(call)):
+                with raise_peer_failure(lambda: find_failure(self._store, call.number)):
                     self._joined[sender][1].receive(memory, 0).wait()
                 for name, flat in reader.complete(first, end):
                     whole.put(runs[name], flat)
         sent = self._manifest(call, limit)
         whole.check(sent)
-        # Ranks of one engine load all or none.
+        # Ranks of one engine load all or none: it is called off, or they load.
         self._store.put(note_key(call.number, "checked", self._engine), ACCEPTED)
-        deadline = time.monotonic() + limit
-        for other in range(self._engines):
+        deadline, off = time.monotonic() + limit, note_key(call.number, OFF)
+        missing = f"engine {{}} has not said within {limit:g} s what arrived"
+        for other in range(self._engines if self._engine == 0 else 0):
             key = note_key(call.number, "checked", other)
-            while (words := self._store.find(key)) is None:
-                if reasons := self._trainer_errors(call):
-                    raise RefitError("; ".join(reasons))
-                if time.monotonic() > deadline:
-                    raise RefitError(f"engine {other} has not said within {limit:g} s what arrived")
-                time.sleep(_PAUSE_S)
-            if words:
-                raise RefitError(f"engine {other}: {words.decode(errors='replace')}")
+            self._store.get(key, _left(deadline), missing.format(other), off)
+        load = note_key(call.number, "load")
+        if self._engine == 0:
+            self._store.put(load, ACCEPTED, unless=off)
+        self._store.get(load, _left(deadline), missing.format(0), off)
         return whole.finish(sent)
 
     def _manifest(self, call: _Call, limit: float) -> RefitManifest:
         """The manifest of what all senders have sent."""
         missing = f"the trainer has not said within {limit:g} s what it has sent"
+        off = note_key(call.number, OFF)
         keys = [note_key(call.number, "sent", sender) for sender in range(len(call.made_in))]
-        sent = (extract_manifest(self._store.get(key, limit, missing)) for key in keys)
+        sent = (self._store.get(key, limit, missing, off) for key in keys)
         parts = [RefitManifest.decode(content) for content in sent]
         kinds = {(part.step, part.algorithm) for part in parts}
         if len(kinds) > 1:
@@ -292,22 +291,10 @@ class CollectiveGroup:
         tensors = {name: sent for part in parts for name, sent in part.tensors.items()}
         return RefitManifest(parts[0].step, parts[0].algorithm, tensors, parts[0].model)
 
-    def _trainer_errors(self, call: _Call) -> list[str]:
-        """Why senders have given up, if any have."""
-        if not self._store.connected:
-            return []
-        keys = [note_key(call.number, "sent", sender) for sender in range(len(call.made_in))]
-        notes = map(self._store.find, keys)
-        return [words for words in map(read_abort_reason, notes) if words]
-
     def _refuse(self, call: _Call, error: BaseException) -> None:
-        """Tell the trainer why, then break the connection: the trainer then looks for a reason."""
-        if self._store.connected:
-            with contextlib.suppress(RefitError):  # the trainer is gone
-                words = (str(error) or type(error).__name__).encode()
-                if call.shards is not None:
-                    self._store.put(note_key(call.number, "checked", self._engine), words)
-                self._store.put(note_key(call.number, "verdict", self._engine), words)
+        """Tell the others why, then break the connections: they then look for a reason."""
+        words = str(error) or type(error).__name__
+        call_off(self._store, call.number, f"engine {self._engine}: {words}")
         self._leave()
 
     def _leave(self) -> None:

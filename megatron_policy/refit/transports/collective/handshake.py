@@ -5,12 +5,17 @@ Each refit has one handshake, with a number <n>. The keys:
     call                 id of the trainer's run, number of the last handshake, and of the last over
     layout/<digest>      the tensors of all senders; written when they change
     <n>/offer            which layout of which model, in chunks of how many bytes
-    <n>/ready/<e>        engine e is ready, and which groups it is still in; or it refuses
+    <n>/ready/<e>        engine e is ready, and which groups it is still in
     <n>/at/<e>           which weights engine e has staged, where the offer is only a question
     <n>/go/<s>           sender s: which group it sends in, and to which engine processes
-    <n>/sent/<s>         sender s: its manifest; or why it gave up
-    <n>/checked/<e>      of shards: all has arrived at engine e as it was sent; or why not
-    <n>/verdict/<e>      engine e has accepted everything; or why not
+    <n>/sent/<s>         sender s: its manifest
+    <n>/checked/<e>      of shards: all has arrived at engine e as it was sent
+    <n>/load             of shards: engine 0 has seen that of all, and it is not off; all load
+    <n>/accepted/<e>     engine e has accepted everything
+    <n>/off              why it has failed: from the first that gives up, refuses, or is lost
+
+No wait in a handshake goes on once it is off. Who takes part in one, and has not come to its end,
+lets the store set that note when its connection breaks: the others hear at once of one that dies.
 
 Each sender has its own group with all engines. In a single group, every sender would have to
 receive what the others send, and a slow stage would hold up the rest. With one each, senders go at
@@ -24,7 +29,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import xxhash
@@ -37,14 +42,14 @@ from megatron_policy.refit.transports.collective.stream import StreamLayout
 
 CALL = "call"
 ACCEPTED = b""
-OFF, REFUSED = "failed", "refused"
-"""Fields that replace a message's content: why there is none."""
+OFF = "off"
+"""The note of why a handshake has failed."""
+LOST = "has left, or was ended: look into its log"
 QUESTION = "question"
 """The field of an offer that is none."""
 SHARDS = "shards"
 """The field that an offer has in place of a layout, if each engine has its own."""
 
-_SENT, _GAVE_UP = b"+", b"-"
 _MOMENT_S = 1.0
 """How long after a broken connection to look for a reason from the other side."""
 
@@ -81,9 +86,8 @@ def parse_note(what: str, content: bytes, **kinds: type) -> dict[str, Any]:
     except (ValueError, RecursionError):
         values = None
     if isinstance(values, dict):
-        for other in (OFF, REFUSED, QUESTION):  # these replace the content
-            if isinstance(values.get(other), str):
-                return values
+        if isinstance(values.get(QUESTION), str):  # it replaces the content
+            return values
         if all(type(values.get(name)) is kind for name, kind in kinds.items()):
             return values
     raise RefitError(
@@ -93,33 +97,34 @@ def parse_note(what: str, content: bytes, **kinds: type) -> dict[str, Any]:
 
 
 @contextmanager
-def raise_peer_failure(words: Callable[[], list[str]]) -> Iterator[None]:
-    """If the body fails on a broken connection, wait a moment for the other side's reason, and
-    raise RefitError with that reason.
+def raise_peer_failure(words: Callable[[], str]) -> Iterator[None]:
+    """If the body fails on a broken connection, wait a moment for the reason of whoever has failed
+    first, and raise RefitError with that.
     """
     try:
         yield
     except RefitError as error:
         deadline = time.monotonic() + _MOMENT_S
-        while not (reasons := words()):
+        while not (reason := words()):
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
-        raise RefitError("; ".join(reasons)) from error
+        raise RefitError(reason) from error
 
 
-def extract_manifest(content: bytes) -> bytes:
-    """The manifest in a `sent` message; RefitError if the sender gave up."""
-    if (why := read_abort_reason(content)) is not None:
-        raise RefitError(why)
-    return content[len(_SENT) :]
+def find_failure(store: ControlStore, call: int) -> str:
+    """Why that handshake has failed; empty if it has not, or if the store is lost."""
+    content = store.find(note_key(call, OFF)) if store.connected else None
+    return (content or b"").decode(errors="replace")
 
 
-def read_abort_reason(content: bytes | None) -> str | None:
-    """The reason in a `sent` message if the sender gave up, else None."""
-    if content is None or content.startswith(_SENT):
-        return None
-    return f"the trainer gave up: {content.removeprefix(_GAVE_UP).decode(errors='replace')}"
+def call_off(store: ControlStore, call: int, why: str) -> None:
+    """Say why a handshake has failed, unless that was said, if the store is not lost."""
+    if store.connected:
+        off = note_key(call, OFF)
+        with suppress(RefitError):  # the others hear of the connection
+            store.put(off, why.encode(), unless=off)
+            store.put_at_end(off, b"")
 
 
 class Sender:
@@ -130,7 +135,7 @@ class Sender:
         self.sender, self._number = sender, 0
         self._store, self._engines, self._timeout_s = store, engines, timeout_s
         self._session = uuid.uuid4().hex
-        self._layout, self._over, self._sent_go = "", 0, False
+        self._layout, self._over = "", 0
         self._channel: BoundedProcessGroup | None = None
         self._made_in = self._broadcasts = 0
 
@@ -147,7 +152,6 @@ class Sender:
     def begin(self) -> None:
         """Begin a new handshake; all senders number them alike, as refits are collective."""
         self._number += 1
-        self._sent_go = False
 
     def offer(self, layout: StreamLayout, bucket_bytes: int, model: ServedModel) -> None:
         """Publish the offer to the engines; only sender 0 does."""
@@ -197,34 +201,33 @@ class Sender:
         """The group with all engines, once they are ready; the last one if all are still in it.
         RefitError if one is not ready in time, or refuses.
         """
+        self._store.put_at_end(self._key(OFF), f"sender {self.sender} {LOST}".encode())
         missing = "did not get ready within {:g} s: is it running, and receiving?"
         answers = [
             parse_note("ready", content, process=str, groups=dict)
             for content in self._from_engines("ready", missing)
         ]
-        for engine, answer in enumerate(answers):
-            if REFUSED in answer:
-                raise RefitError(f"engine {engine}: {answer[REFUSED]}")
         held = {answer["groups"].get(str(self.sender)) for answer in answers}
         if self._channel is None or held != {self._made_in}:
             self._leave(broken=True)
             self._store.drop([group_name(self._made_in, self.sender)])  # where it has met
             self._made_in = self._number
         processes = [answer["process"] for answer in answers]
-        self._sent_go = True
         self._put("go", self.sender, encode({"group": self._made_in, "to": processes}))
         if self._channel is None:
             name, size = group_name(self._made_in, self.sender), self._engines + 1
-            self._channel = self._store.process_group(name, 0, size, self._timeout_s)
+            limit_s, off = self._timeout_s, self._key(OFF)
+            with raise_peer_failure(self.find_failure):
+                self._channel = self._store.process_group(name, 0, size, limit_s, off)
         return self._channel
 
     def finish(self, manifest: bytes) -> None:
         """Publish the manifest, and wait until all engines accept; RefitError if one does not."""
-        self._put("sent", self.sender, _SENT + manifest)
+        self._put("sent", self.sender, manifest)
         missing = "did not say within {:g} s that it accepts the weights"
-        for engine, verdict in enumerate(self._from_engines("verdict", missing)):
-            if verdict != ACCEPTED:
-                raise RefitError(f"engine {engine}: {verdict.decode(errors='replace')}")
+        for _ in self._from_engines("accepted", missing):
+            pass
+        self._store.put_at_end(self._key(OFF), b"")
         self._end()
 
     def give_up(self, why: str) -> None:
@@ -234,9 +237,7 @@ class Sender:
         try:
             if self._store.connected:
                 self._end()
-                if not self._sent_go:
-                    self._put("go", self.sender, encode({OFF: why}))
-                self._put("sent", self.sender, _GAVE_UP + why.encode())
+            call_off(self._store, self._number, f"the trainer gave up: {why}")
         finally:
             self._leave(broken=True)
 
@@ -245,16 +246,9 @@ class Sender:
         self._leave()
         self._store.close()
 
-    def objections(self) -> list[str]:
-        """The engines' refusals so far."""
-        if not self._store.connected:
-            return []
-        found = [self._store.find(self._key("verdict", e)) for e in range(self._engines)]
-        return [
-            f"engine {e}: {words.decode(errors='replace')}"
-            for e, words in enumerate(found)
-            if words
-        ]
+    def find_failure(self) -> str:
+        """Why this handshake has failed; empty if it has not."""
+        return find_failure(self._store, self._number)
 
     def _leave(self, broken: bool = False) -> None:
         """Leave the process group; the next refit makes a new one."""
@@ -269,7 +263,7 @@ class Sender:
         for engine in range(self._engines):
             left = max(0.0, deadline - time.monotonic())
             words = f"engine {engine} {missing.format(self._timeout_s)}"
-            yield self._store.get(self._key(what, engine), left, words)
+            yield self._store.get(self._key(what, engine), left, words, self._key(OFF))
 
     def _end(self) -> None:
         self._over = self._number

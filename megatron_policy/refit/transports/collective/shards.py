@@ -146,7 +146,7 @@ class ShardRefits:
         for transfer in plan.by_source.get(member.sender, ()):
             by_target[transfer.target].append(transfer)
         digests, forms = Digests(algorithm_for(exporter.probe)), dict[str, Form]()
-        with raise_peer_failure(member.objections):
+        with raise_peer_failure(member.find_failure):
             for engine in order_engines(member.sender, self._engines):
                 runs = layouts[engine].runs[member.sender]
                 _send_runs(exporter, channel, engine, by_target[engine], runs, digests)

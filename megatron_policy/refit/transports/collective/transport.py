@@ -194,16 +194,16 @@ class CollectiveSession:
         self._writer = Writer(stream, size, exporter.device, self._send)
 
     def place(self, tensor: RefitTensor) -> BufferSlice:
-        with raise_peer_failure(self._member.objections):
+        with raise_peer_failure(self._member.find_failure):
             return self._writer.place(tensor.name)
 
     def filled(self, tensor: RefitTensor, target: BufferSlice) -> None:
-        with raise_peer_failure(self._member.objections):
+        with raise_peer_failure(self._member.find_failure):
             self._writer.filled(tensor.name, target)
 
     def finish(self, manifest: RefitManifest) -> None:
         with self._exporter.ranks.alive():  # for ranks that wait: engines may be slow to load
-            with raise_peer_failure(self._member.objections):
+            with raise_peer_failure(self._member.find_failure):
                 self._writer.settle()
             self._member.finish(manifest.encode())
         self._accepted = True
