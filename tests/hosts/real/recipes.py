@@ -75,6 +75,9 @@ FURTHER = {
     "Qwen/Qwen3.5-397B-A17B": "Qwen3.5-397B-A17B",
     "Qwen/Qwen3.5-35B-A3B-Base": "Qwen3.5-35B-A3B",
     "Qwen/Qwen3.5-9B-Base": "Qwen3.5-9B",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "Qwen3-Next-80B-A3B-Instruct",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "Qwen2.5-VL-7B-Instruct",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": "Qwen3-VL-30B-A3B-Instruct",
 }
 _VL_7B = PUBLISHED["Qwen2.5-VL-7B-Instruct"][1]
 _VL_3B = {
@@ -134,12 +137,14 @@ def for_our_worker(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | {"megatron_cfg": megatron, "dtensor_cfg": {"enabled": False}}
 
 
-def recipes() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name, models and cluster of every recipe that trains a policy with Megatron."""
+def recipes(folder: str = "", megatron: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name, models and cluster of every recipe below the folder, those in `vlm` see or hear, that
+    trains a policy with Megatron, or every one that does not.
+    """
     root = checkout() / "examples" / "configs" / "recipes"
-    for file in sorted(root.glob("**/*.yaml")):
+    for file in sorted((root / folder).glob("**/*.yaml")):
         document = sections(file, "cluster", *MODELS)
-        if with_megatron(document, "policy"):
+        if with_megatron(document, "policy") == megatron:
             yield str(file.relative_to(root)), document
 
 
@@ -188,6 +193,8 @@ def architecture_of(config: PolicyConfig) -> Architecture | None:
 def refusal(document: Mapping[str, Any]) -> str:
     """What a recipe is refused for; empty if it is taken."""
     policy = document["policy"]
+    if not with_megatron(document, "policy"):
+        return refusal_of(policy, document)
     found = (refusal_of(document[m], document) for m in MODELS if with_megatron(document, m))
     return next(filter(None, found), "") or refused_generation(policy)
 
@@ -195,7 +202,8 @@ def refusal(document: Mapping[str, Any]) -> str:
 def refusal_of(raw: dict[str, Any], document: Mapping[str, Any]) -> str:
     """What the configuration of one of its models is refused for."""
     try:
-        config = PolicyConfig.parse(for_our_worker(raw))
+        megatron = with_megatron(document, "policy")
+        config = PolicyConfig.parse(for_our_worker(raw) if megatron else raw)
         architecture = architecture_of(config)
         if architecture is None:
             return f"{NOT_KNOWN}: {config.model_name}"
@@ -229,14 +237,17 @@ def refused_generation(policy: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Print how many recipes are taken, and the reasons of the others."""
-    said = {name: refusal(document) for name, document in recipes()}
-    refused: dict[str, list[str]] = defaultdict(list)
-    for name, reason in said.items():
-        if reason:
-            refused[reason].append(name)
-    print(f"{len(said) - sum(map(len, refused.values()))} of {len(said)} are taken")
-    print_reasons(refused)
+    """Print how many recipes are taken, and the reasons of the others: of all for Megatron, and of
+    those for DTensor that see or hear.
+    """
+    for what, found in (("", recipes()), (" of DTensor that see", recipes("vlm", megatron=False))):
+        said = {name: refusal(document) for name, document in found}
+        refused: dict[str, list[str]] = defaultdict(list)
+        for name, reason in said.items():
+            if reason:
+                refused[reason].append(name)
+        print(f"{len(said) - sum(map(len, refused.values()))} of {len(said)}{what} are taken")
+        print_reasons(refused)
 
 
 def print_reasons(refused: Mapping[str, list[str]]) -> None:

@@ -28,7 +28,12 @@ NOT_SUPPORTED = {
 }
 """What configurations of the host ask for in vain."""
 
+OF_DTENSOR = ("dtensor_cfg.automodel_kwargs.freeze_config", "dtensor_cfg.expert_parallel_size")
+"""What recipes for its DTensor worker that see or hear ask for in vain."""
+
 OURS = Path(__file__).parents[3] / "examples" / "recipes"
+OUR_KEYS = ("policy.metrics.jsonl", "policy.max_patches_per_microbatch", "policy.scheduler")
+"""Read by this package alone, or null where a base has a value."""
 FREE = "policy.generation.vllm_kwargs."
 """What the host hands to its engine unread."""
 
@@ -76,6 +81,14 @@ def test_most_recipes_fit_their_models_and_engines_at_the_size_of_their_clusters
         assert known or line.startswith(recipes.NOT_KNOWN), line
 
 
+def test_recipes_of_dtensor_that_see_are_taken_or_ask_for_what_is_not_supported() -> None:
+    found = recipes.recipes("vlm", megatron=False)
+    said = [recipes.refusal(document) for _, document in found]
+    assert said.count("") >= 2
+    for line in filter(None, said):
+        assert line.startswith(tuple(f"policy.{key}=" for key in OF_DTENSOR)), line
+
+
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in OURS.glob("*/nemo_rl.yaml")))
 def test_a_recipe_of_ours_is_taken_and_sets_only_what_its_base_has(
     folder: str, monkeypatch: pytest.MonkeyPatch
@@ -87,11 +100,16 @@ def test_a_recipe_of_ours_is_taken_and_sets_only_what_its_base_has(
     assert recipes.refusal(sections(file, "cluster", "policy")) == ""
 
     def set_by(path: Path) -> set[str]:
-        return set(paths_of(OmegaConf.to_container(OmegaConf.load(path))))
+        own: Any = OmegaConf.to_container(OmegaConf.load(path))
+        below = own.get("defaults", []) if path.is_relative_to(checkout()) else []
+        below = [below] if isinstance(below, str) else below
+        return set(paths_of(own)).union(*(set_by(path.parent / each) for each in below))
 
     base = set_by(Path(OmegaConf.load(file)["defaults"][0]))
     own = set_by(file) | set_by(file.with_name("policy.yaml"))
-    assert {path for path in own - base if not path.startswith(FREE)} == {"defaults"}
+    replaced = {path for path in own if any(each.startswith(f"{path}.") for each in base)}
+    further = {path for path in own - base - replaced if not path.startswith(FREE)}
+    assert further <= {"defaults", *OUR_KEYS}, "the host's driver would not know them"
 
 
 def paths_of(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
