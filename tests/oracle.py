@@ -122,6 +122,7 @@ def logit_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
 WITHOUT_DECAY = {
     *(("XIELUActivation", name) for name in ("alpha_n", "alpha_p", "beta", "eps")),
     ("Ernie4_5_MoeStatics", "e_score_correction_bias"),
+    ("Gemma3nTextAltUp", "correct_output_scale"),
     ("GptOssAttention", "sinks"),
     ("Lfm2MoeSparseMoeBlock", "expert_bias"),
     ("MiniMaxM2SparseMoeBlock", "e_score_correction_bias"),
@@ -163,7 +164,7 @@ def decays(module: torch.nn.Module, name: str) -> bool:
         return True
     if kind.endswith(("Experts", "PositionEmbeddings")):
         return not name.endswith("bias")
-    assert kind.endswith(("Norm", "NormGated")) or (kind, name) in WITHOUT_DECAY, (kind, name)
+    assert kind.endswith(("Norm", "Norm1P", "NormGated")) or (kind, name) in WITHOUT_DECAY, (kind, name)
     return False
 
 

@@ -75,8 +75,8 @@ class GrowingRows:
     ) -> GrowingRows:
         """For `prompts` and `positions` as `NewCache` has them."""
         missing = positions - prompts["input_ids"].size(1)
-        of_tokens = (key for key in ("input_ids", "token_mask") if key in prompts)
-        wide = {key: F.pad(prompts[key], (0, missing)) for key in of_tokens}
+        read = ("input_ids", *(["token_mask"] if embedder.attachments else []))
+        wide = {key: F.pad(prompts[key], (0, missing)) for key in read if key in prompts}
         rows = BatchedDataDict({**prompts, **wide})
         alone = Multiples(row=1, sequence=1, context_ranks=1)
         return cls(embedder, padded_microbatch(rows, positions, positions, alone), time)

@@ -95,7 +95,8 @@ def whole_state(policy: MegatronPolicy) -> dict[str, Any]:
                 state[f"{number}.{place}.{name}"] = local_part(value).clone() if held else value
     for chunk, model in enumerate(modules(policy)):
         for name, buffer in model.named_buffers():
-            state[f"chunk {chunk} {name}"] = buffer.clone()
+            if ".balancing." not in name:  # what routers sum up begins anew with each step
+                state[f"chunk {chunk} {name}"] = buffer.clone()
     schedule = trainable.schedule_state().items()
     # A step that is skipped for its loss scale lowers that.
     state["schedule"] = {n: value for n, value in schedule if not n.startswith("loss_scale")}
