@@ -227,7 +227,9 @@ BY_ROW = ("idefics3", "smolvlm")
 WHOLE = {
     **dict.fromkeys(FIXED, ("pixel_values",)),
     "llava_next": ("pixel_values", "image_sizes"),
-    "llava_onevision": ("pixel_values", "batch_num_images", "image_sizes"),
+    "llava_onevision": (
+        *("pixel_values", "batch_num_images", "image_sizes", "pixel_values_videos"),
+    ),
     "mistral3": ("pixel_values", "image_sizes"),
 }
 """Families that read pictures, not patches of them, and what they read."""
@@ -311,7 +313,7 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
     found: dict[str, list[Any]] = {key: [] for key in KEYS}
     for row in range(len(IMAGES) * repeats):
         images, videos = IMAGES[row % 8], [VIDEOS[row % 8]] if row % 8 in VIDEOS else []
-        videos = [] if family in STILL else videos
+        videos = videos if "pixel_values_videos" in STILL.get(family, MEDIA) else []
         ids = words(2 + row % 3)
         alone = family == "llava_onevision" and len(images) > 1
         cuts = [_cut(family, grid, alone) for grid in images]
@@ -319,8 +321,10 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
             ids += [START, *[IMAGE] * count, END, *words(2)]
         for grid in videos:
             apart = grid[0] if family.startswith("qwen3") else 1
+            # Of a frame in one tile there is one feature, and one ends a video.
+            count = grid[0] + 1 if family in TILED else _patches(grid) // MERGE**2 // apart
             for _ in range(apart):
-                ids += [START, *[VIDEO] * (_patches(grid) // MERGE**2 // apart), END, *words(1)]
+                ids += [START, *[VIDEO] * count, END, *words(1)]
         tokens.append(ids + words(4 + row % 5))
         for key, grids in (("pixel_values", images), ("pixel_values_videos", videos)):
             patch = (3, 2, 2) if family == "kimi_k25" else (PATCH,)
@@ -328,6 +332,8 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
             sizes = [_measure(family, grid) for grid in grids]
             if family in TILED:
                 shapes = [(1, tiles, 3, *TILE) for tiles, _ in cuts]
+                if key == "pixel_values_videos":
+                    shapes = [(1, grid[0], 3, *TILE) for grid in grids]
             elif family in WHOLE:
                 shapes = [(1, 3, *size) for size in sizes]
             pixels = [torch.randn(shape, generator=random) for shape in shapes]

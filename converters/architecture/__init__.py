@@ -12,13 +12,14 @@ from .channel_delta_net import ChannelDeltaNet
 from .delta_net import DeltaNet
 from .layer import MOST_LAYERS, Beside, Feed, Layer, Mixer, Norms, stack
 from .mamba2 import Mamba2
+from .media import AnyMedium, FrameMedium, PatchMedium, PictureMedium, TileMedium
 from .mla import Mla
 from .mlp import Mlp
 from .moe import Moe
 from .part import LayerPart
 from .recurrence import HeadRows, Recurrence
 from .rotary import Rope
-from .shell import AnyMedium, PatchMedium, PictureMedium, Shell, TileMedium, join_rows, pick_row
+from .shell import Shell, join_rows, pick_row
 from .short_convolution import ShortConvolution
 from .traits import Activation, Norm, QkNorm, ScalarHead, Scoring
 
@@ -32,6 +33,7 @@ __all__ = [
     "ChannelDeltaNet",
     "DeltaNet",
     "Feed",
+    "FrameMedium",
     "HeadRows",
     "Layer",
     "LayerPart",

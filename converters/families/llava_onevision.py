@@ -1,5 +1,5 @@
 """LLaVA-OneVision: LLaVA-NeXT with fewer features of large pictures, in which several pictures of a
-row are each seen as a whole alone. Videos are not read.
+row are each seen as a whole alone, and with videos.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from megatron_policy.converters.architecture import FrameMedium
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import pictures
 
@@ -18,10 +19,11 @@ from .llava_next import PATHS as PATHS
 
 def take_shell(fields: Fields) -> dict[str, Any]:
     """What `Architecture` says of the pictures of a LlavaOnevisionConfig."""
-    fields.ignore("video_token_index", "a token of videos, which batches do not have")
     ratio = str(fields.take("vision_aspect_ratio"))
     if (found := re.fullmatch(r"anyres_max_([1-9]\d*)", ratio)) is None:
         fields.refuse("vision_aspect_ratio", ratio, "it can be anyres_max_ and a number of tiles")
     most = 1 if found is None else int(found[1])
-    medium = llava_next.take_tiles(fields, counts="batch_num_images", most=most)
-    return pictures.surround(fields, "", medium)
+    still = llava_next.take_tiles(fields, counts="batch_num_images", most=most)
+    sizes = {"merged": 1, "patch": still.patch, "tile": still.tile}
+    films = FrameMedium(fields.take("video_token_index"), "pixel_values_videos", **sizes)
+    return pictures.surround(fields, "", still, films)

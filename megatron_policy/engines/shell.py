@@ -247,16 +247,13 @@ class PictureEmbedder:
             return Entering(hidden)
         first_B = _find_same([self._media(microbatch, row) for row in range(len(types_BS))])
         rows = [row for row in dict.fromkeys(first_B) if types_BS[row].any()]
-        keys = {key: microbatch.attached(key, rows) for key in self.attachments}
-        for key in (medium.values for medium in self.shell.media):
-            dtype: Any = self.composite.dtype  # not every tower begins with that
-            keys[key] = [None if each is None else each.to(dtype) for each in keys[key]]
-        # Positions are made for themselves, see there.
-        known = {_POSITIONS: torch.zeros((), dtype=torch.long)}
-        ids_US = microbatch.host.data["input_ids"][rows]
+        groups = self.shell.split_rows(microbatch.host.data, rows)
+        rows = [row for group in groups for row in group]
         with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
-            media = self.shell.join(keys) | known
-            given = self._call(to_device(ids_US), to_device(types_BS[rows]), media)
+            calls = [self._read(microbatch, types_BS, group) for group in groups]
+        given = calls[0]
+        if len(calls) > 1:
+            given[_FEATURES] = torch.cat([each[_FEATURES] for each in calls])
         source_BS = to_device(_find_sources(types_BS, first_B, rows))
 
         def give(values_USD: torch.Tensor) -> torch.Tensor:
@@ -268,6 +265,19 @@ class PictureEmbedder:
         hidden = torch.where(where, give(given[_FEATURES]).to(hidden.dtype), hidden)
         deep = (give(_spread(each_ND, given[DEEP_AT])) for each_ND in given.get(DEEP, ()))
         return _hand_back(Entering(hidden, tuple(deep)))
+
+    def _read(
+        self, microbatch: Microbatch, types_BS: torch.Tensor, rows: list[int]
+    ) -> dict[str, Any]:
+        """What the decoder is given of these rows."""
+        keys = {key: microbatch.attached(key, rows) for key in self.attachments}
+        for key in (medium.values for medium in self.shell.media):
+            dtype: Any = self.composite.dtype  # not every tower begins with that
+            keys[key] = [None if each is None else each.to(dtype) for each in keys[key]]
+        # Positions are made for themselves, see there.
+        media = self.shell.join(keys) | {_POSITIONS: torch.zeros((), dtype=torch.long)}
+        ids_US = microbatch.host.data["input_ids"][rows]
+        return self._call(to_device(ids_US), to_device(types_BS[rows]), media)
 
     def _media(self, microbatch: Microbatch, row: int) -> tuple[torch.Tensor | None, ...]:
         """What a row carries for the towers, on the host."""

@@ -17,13 +17,14 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.numbers import COLDEST, HOTTEST
 from megatron_policy.converters.architecture import (
     AnyMedium,
+    FrameMedium,
     PatchMedium,
     PictureMedium,
     Shell,
     TileMedium,
     pick_row,
 )
-from megatron_policy.converters.architecture.shell import OfRow
+from megatron_policy.converters.architecture.media import OfRow
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.microbatch import PATCHES, TEMPERATURE, inside
 
@@ -184,6 +185,8 @@ def _check_media(medium: AnyMedium, row: int, given: OfRow) -> None:
         )
     if isinstance(medium, PatchMedium):
         _check_grids(medium, row, values, *sizes)
+    elif isinstance(medium, FrameMedium):
+        _check_frames(medium, row, values)
     elif isinstance(medium, TileMedium):
         _check_tiles(medium, row, given)
     else:
@@ -241,6 +244,15 @@ def _check_sizes(medium: PictureMedium, row: int, values: Any, sizes: Any = None
             f"{medium.sizes or medium.values!r} has sizes {sizes.tolist()} in row {row}: pass the "
             f"pixels of each of the {len(values)} pictures in height and width, multiples of "
             f"{step} up to {[*most]}"
+        )
+
+
+def _check_frames(medium: FrameMedium, row: int, values: Any) -> None:
+    legal = values.ndim == 5 and values.shape[3:] == (medium.tile, medium.tile)
+    if not legal or not values.numel():
+        raise BatchError(
+            f"{medium.values!r} has shape {[*values.shape]} in row {row}: pass the frames of each "
+            f"video, [videos, frames, channels, {medium.tile}, {medium.tile}]"
         )
 
 

@@ -1,16 +1,22 @@
 from functools import partial
+from typing import Any
 
 from tests.families.llava import CLIP, TOWER
 from tests.families.qwen3_vl import draw
-from tests.samples import Samples, enclose, parse_published, set_window
+from tests.samples import Fields, Samples, enclose, parse_published, set_window
 
-CANVASES = [[8, 16], [16, 8], [16, 16]]
+
+def surround(text: Fields, **more: Any) -> Fields:
+    """Pictures are cut into two tiles or four."""
+    whole = enclose(text, image_token_index=0, **more)
+    tile = whole["vision_config"]["image_size"]
+    canvases = [[tile, 2 * tile], [2 * tile, tile], [2 * tile, 2 * tile]]
+    return whole | {"image_grid_pinpoints": canvases}
+
 
 SAMPLES = Samples(
     architecture="LlavaNextForConditionalGeneration",
-    surround=partial(
-        enclose, decoder="mistral", vision=CLIP, image_token_index=0, image_grid_pinpoints=CANVASES
-    ),
+    surround=partial(surround, decoder="mistral", vision=CLIP),
     head_dim=True,
     windows=set_window,
     full={"sliding_window": 16},

@@ -2,7 +2,7 @@ from functools import partial
 
 from tests.families import llava_next, qwen2
 from tests.families.llava import CLIP
-from tests.samples import Fields, Samples, enclose, parse_published
+from tests.samples import Fields, Samples, parse_published
 
 SIGLIP = CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}
 TOWER: Fields = SIGLIP | {
@@ -13,16 +13,15 @@ TOWER: Fields = SIGLIP | {
     "num_hidden_layers": 26,
     "patch_size": 14,
 }
-READ = ("pixel_values", "batch_num_images", "image_sizes")
+READ = ("pixel_values", "batch_num_images", "image_sizes", "pixel_values_videos")
 
 SAMPLES = Samples(
     architecture="LlavaOnevisionForConditionalGeneration",
     surround=partial(
-        enclose,
+        llava_next.surround,
         decoder="qwen2",
         vision=SIGLIP,
-        image_token_index=0,
-        image_grid_pinpoints=llava_next.CANVASES,
+        video_token_index=10**6 + 1,
         vision_aspect_ratio="anyres_max_9",
         vision_feature_select_strategy="full",
     ),

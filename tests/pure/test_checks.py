@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import PatchMedium, PictureMedium, Shell, TileMedium
+from megatron_policy.converters.architecture import (
+    FrameMedium,
+    PatchMedium,
+    PictureMedium,
+    Shell,
+    TileMedium,
+)
 from megatron_policy.converters.architecture.shell import choose_placeholders
 from megatron_policy.errors import BatchError, ConversionError, LossError
 from megatron_policy.interfaces import LossInputType
@@ -366,6 +372,32 @@ def test_pictures_in_tiles_that_do_not_fit_are_named_with_their_row(
 ) -> None:
     with pytest.raises(BatchError, match=message):
         check_batch(seen_in_tiles(**changes), 99, TILED.attachments, TILED)
+
+
+FILMED = Shell(
+    tensors=TILED.tensors,
+    prefix="",
+    media=(FrameMedium(8, "films", 1, patch=1, tile=3),),
+)
+
+
+def test_videos_in_frames_have_a_token_for_each_four_neighbours_and_one_at_the_end() -> None:
+    tokens = torch.tensor([[8] * 9 + [1], [1] * 10, [8] * 10])
+    data = {"input_ids": tokens, "input_lengths": torch.tensor([10, 10, 10])}
+    data["token_mask"] = torch.zeros(3, 10)
+    films = [torch.ones(1, 2, 3, 3, 3), None, torch.ones(2, 1, 3, 3, 3)]
+    rows = check_batch(BatchedDataDict(data | {"films": films}), 9, FILMED.attachments, FILMED)
+    assert rows[PATCHES].tolist() == [18, 0, 18]
+    assert FILMED.split_rows(rows, [0, 1, 2]) == [[0], [1], [2]]
+    for odd, message in (
+        (torch.ones(1, 1, 3, 3, 3), "row 0 has 9 tokens 8, .* make 5"),
+        (torch.ones(2, 3, 3, 3), r"has shape \[2, 3, 3, 3\] in row 0: .* channels, 3, 3\]"),
+        (torch.ones(1, 2, 3, 3, 4), r"has shape \[1, 2, 3, 3, 4\] in row 0: pass the frames"),
+        (torch.ones(1, 0, 3, 3, 3), "in row 0: pass the frames of each video"),
+    ):
+        broken = BatchedDataDict(data | {"films": [odd, *films[1:]]})
+        with pytest.raises(BatchError, match=message):
+            check_batch(broken, 9, FILMED.attachments, FILMED)
 
 
 def test_canvases_that_tiles_do_not_fill_are_refused() -> None:

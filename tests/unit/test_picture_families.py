@@ -493,7 +493,7 @@ def test_pictures_of_any_size_have_as_many_tiles_and_tokens_as_in_transformers(
     config.save_pretrained(tmp_path)
     shell, random = bound(tmp_path).architecture.shell, Random(7)
     assert shell is not None
-    (medium,) = shell.media
+    medium = shell.media[0]
     assert isinstance(medium, TileMedium)
     sizes = [(height, width) for height in (1, 20, 40, 99) for width in (1, 3, 20, 60)]
     sizes += [(random.randint(1, 99), random.randint(1, 99)) for _ in range(400)]
