@@ -1,4 +1,4 @@
-"""The quickstart and the example with pictures as their READMEs start them, cut short: they do not
+"""`examples/quickstart` and `examples/shapes` as their READMEs start them, cut short: they do not
 wait for anything to be learnt.
 """
 
