@@ -108,8 +108,10 @@ SOME = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2", "CP2", "DP2, overlaps"
 OLDER = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2")}
 LAYOUTS_OF = {
     "gemma3": LAYOUTS | SHARDED,
-    **dict.fromkeys(("glm4v", "idefics3", "internvl", "llava", "llava_next"), SOME),
-    **dict.fromkeys(("llava_onevision", "mistral3", "smolvlm"), SOME),
+    **dict.fromkeys(("glm4v", "idefics3", "llava", "llava_next"), SOME),
+    **dict.fromkeys(("llava_onevision", "mistral3"), SOME),
+    "internvl": SOME | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP2 TP2+SP x 2")},
+    "smolvlm": SOME | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP1 x 2")},
     **dict.fromkeys(("glm4v_moe", "kimi_k25"), WITH_EXPERTS),
     "qwen2_vl": OLDER,
     "qwen2_5_vl": LAYOUTS | SHARDED,
@@ -286,11 +288,13 @@ def test_pictures_count_as_in_transformers(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["TP2+SP", "PP2"])
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen3_vl", "TP2+SP"), ("qwen3_vl", "PP2"), ("smolvlm", "TP2+SP")]
+)
 def test_pictures_in_bf16_are_as_near_to_exact_arithmetic_as_in_transformers(
-    ranks, tmp_path: Path, name: str
+    ranks, tmp_path: Path, family: str, name: str
 ) -> None:
-    path, rows = make_model(tmp_path, "qwen3_vl", torch.bfloat16), rows_of("qwen3_vl")
+    path, rows = make_model(tmp_path, family, torch.bfloat16), rows_of(family)
     exact, rounded = (
         oracle.train(path, rows, GLOBAL_BATCH, loss_of, dtype, load=load_model)
         for dtype in (torch.float64, torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from random import Random
@@ -289,14 +290,27 @@ def test_pairs_are_turned_by_the_positions_that_the_sections_say(
     assert take_rope(fields, threefold=how).axes == axes
 
 
-def test_a_decoder_alone_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_decoder_alone_is_refused_by_name() -> None:
     with pytest.raises(ConversionError, match="it is the decoder of a qwen3_vl alone; use the who"):
         bind({"model_type": "qwen3_vl_text"})
-    path = make_model(tmp_path / "hf", "qwen2_5_vl")
+
+
+@pytest.mark.parametrize(
+    ("family", "tower", "first"),
+    [
+        ("qwen2_5_vl", "visual.", "patch_embed.proj.weight"),
+        ("internvl", "vision_tower.", "embeddings.cls_token"),
+        ("smolvlm", "model.vision_model.", "embeddings.patch_embedding.weight"),
+    ],
+)
+def test_a_checkpoint_without_its_tower_is_refused_by_name(
+    tmp_path: Path, family: str, tower: str, first: str
+) -> None:
+    path = make_model(tmp_path / "hf", family)
     weights = load_file(path / "model.safetensors")
-    text = {name: tensor for name, tensor in weights.items() if not name.startswith("visual.")}
+    text = {name: tensor for name, tensor in weights.items() if not name.startswith(tower)}
     save_file(text, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConversionError, match=r"missing: visual\.patch_embed\.proj\.weight"):
+    with pytest.raises(ConversionError, match=re.escape(f"missing: {tower}{first}")):
         convert(path, tmp_path / "mcore", "mcore")
 
 
