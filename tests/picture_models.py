@@ -240,7 +240,7 @@ MORE: dict[str, Fields] = {
     "llava_next": {"vision_feature_select_strategy": "default"},
     "llava_onevision": {"vision_aspect_ratio": "anyres_max_3"},
 }
-STILL = WHOLE | dict.fromkeys(("glm4v", "glm4v_moe", "kimi_k25"), MEDIA[:2])
+STILL = WHOLE | {"kimi_k25": MEDIA[:2]}
 """Families that read no videos, and what they read."""
 IMAGES: tuple[Sequence[tuple[int, int, int]], ...] = (
     *((), [(1, 4, 6)], [(1, 4, 6)], ()),
@@ -314,17 +314,20 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
     for row in range(len(IMAGES) * repeats):
         images, videos = IMAGES[row % 8], [VIDEOS[row % 8]] if row % 8 in VIDEOS else []
         videos = videos if "pixel_values_videos" in STILL.get(family, MEDIA) else []
+        film = VIDEO
+        if family.startswith("glm") and videos:  # whose placeholders are those of pictures
+            images, film = (), IMAGE
         ids = words(2 + row % 3)
         alone = family == "llava_onevision" and len(images) > 1
         cuts = [_cut(family, grid, alone) for grid in images]
         for _, count in cuts:
             ids += [START, *[IMAGE] * count, END, *words(2)]
         for grid in videos:
-            apart = grid[0] if family.startswith("qwen3") else 1
+            apart = grid[0] if family.startswith(("glm", "qwen3")) else 1
             # Of a frame in one tile there is one feature, and one ends a video.
             count = grid[0] + 1 if family in TILED else _patches(grid) // MERGE**2 // apart
             for _ in range(apart):
-                ids += [START, *[VIDEO] * count, END, *words(1)]
+                ids += [START, *[film] * count, END, *words(1)]
         tokens.append(ids + words(4 + row % 5))
         for key, grids in (("pixel_values", images), ("pixel_values_videos", videos)):
             patch = (3, 2, 2) if family == "kimi_k25" else (PATCH,)
@@ -402,6 +405,8 @@ def hf_inputs(model: Any, rows: BatchedDataDict, row: int) -> dict[str, Any]:
     if model.config.model_type in BY_ROW and media:
         media = {key: value.unsqueeze(0) for key, value in media.items()}
     types = (own == IMAGE).int() + 2 * (own == VIDEO).int()
+    if model.config.model_type.startswith("glm") and "pixel_values_videos" in media:
+        types = 2 * types
     read = "mm_token_type_ids" in inspect.signature(model.forward).parameters
     more = {"mm_token_type_ids": types} if media and read else {}
     if model.config.model_type == "gemma3":

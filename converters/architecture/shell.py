@@ -83,14 +83,25 @@ class Shell:
 
     def split_rows(self, batch: Mapping[str, Any], rows: Sequence[int]) -> list[list[int]]:
         """The numbers `rows` of rows of a batch, those together of which the model's class takes
-        what they have at once: their videos have as many frames.
+        what they have at once: their videos have as many frames, and placeholders that several
+        media have are of the same one.
         """
-        keys = [medium.values for medium in self.media if isinstance(medium, FrameMedium)]
         found: dict[tuple[int, ...], list[int]] = {}
         for row in rows:
-            films = (batch[key][row] for key in keys if key in batch)
-            found.setdefault(tuple(f.size(1) for f in films if f is not None), []).append(row)
+            kind = []
+            for number, medium in enumerate(self.media):
+                values = pick_row(medium, batch, row)[medium.values]
+                if values is not None and isinstance(medium, FrameMedium):
+                    kind.append(values.size(1))
+                elif values is not None and self.list_rivals(medium):
+                    kind.append(number)
+            found.setdefault(tuple(kind), []).append(row)
         return [*found.values()]
+
+    def list_rivals(self, medium: AnyMedium) -> list[AnyMedium]:
+        """Other media with the same placeholder."""
+        same = (each for each in self.media if each.placeholder == medium.placeholder)
+        return [each for each in same if each != medium]
 
     def join(self, batch: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
         """What the model's class takes of all rows, by key, where any row has something."""

@@ -1,5 +1,5 @@
-"""GLM-4.1V: GLM-4 that also sees pictures, with three positions of a token. Videos, whose
-placeholders are those of pictures, are not read.
+"""GLM-4.1V: GLM-4 that also sees pictures and videos, whose placeholders are the same, with three
+positions of a token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from megatron_policy.converters.families import glm4
 from megatron_policy.converters.families.shared import dense, pictures
 
 TABLE = dense.rename(glm4.TABLE, {"model.": "model.language_model."})
-_OF_VIDEOS = ("video_token_id", "video_start_token_id", "video_end_token_id")
+_MARKS = (
+    *("image_start_token_id", "image_end_token_id"),
+    *("video_token_id", "video_start_token_id", "video_end_token_id"),
+)
 
 
 def architecture(fields: Fields) -> Architecture:
@@ -26,8 +29,5 @@ def architecture(fields: Fields) -> Architecture:
 
 
 def take_shell(fields: Fields) -> dict[str, Any]:
-    """What `Architecture` says of pictures."""
-    for name in _OF_VIDEOS:
-        fields.ignore(name, "a token of videos, which batches do not have")
-    marks = ("image_start_token_id", "image_end_token_id")
-    return pictures.take_shell(fields, "model.", marks=marks, videos=False)
+    """What `Architecture` says of pictures and videos."""
+    return pictures.take_shell(fields, "model.", marks=_MARKS, videos="image_token_id")

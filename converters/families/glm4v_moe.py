@@ -1,5 +1,5 @@
 """GLM-4.5V: GLM-4.5's experts beside what GLM-4.1V has around its decoder, with three positions of
-a token. Videos, whose placeholders are those of pictures, are not read.
+a token.
 """
 
 from __future__ import annotations

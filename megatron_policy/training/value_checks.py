@@ -138,6 +138,14 @@ def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
             given = pick_row(medium, batch, row)
             _check_media(medium, row, given)
             patches_B[row] += medium.count_patches(given)
+            others = (pick_row(each, batch, row)[each.values] for each in shell.list_rivals(medium))
+            if any(other is not None for other in others):
+                if given[medium.values] is None:
+                    continue  # the other's count
+                raise BatchError(
+                    f"row {row} has pictures and videos, whose placeholders are the same tokens "
+                    f"{medium.placeholder}: give those of one kind to a row"
+                )
             wanted, found = medium.count_tokens(given), int(at_BS[row].sum())
             if not found - int((at_BS[row] & drawn_BS[row]).sum()) <= wanted <= found:
                 raise BatchError(

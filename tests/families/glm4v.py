@@ -31,7 +31,10 @@ SAMPLES = Samples(
                 "proj_bias": False,
                 "pre_norm": True,
                 "post_norm": True,
-                "attachments": ("pixel_values", "image_grid_thw"),
+                "attachments": (
+                    *("pixel_values", "image_grid_thw"),
+                    *("pixel_values_videos", "video_grid_thw"),
+                ),
             },
         ),
     ),

@@ -236,6 +236,24 @@ def test_a_picture_of_several_frames_is_refused_where_it_has_one() -> None:
         check_batch(pictured(image_grid_thw=grids), 9, still.attachments, still)
 
 
+def test_a_row_has_pictures_or_videos_where_their_placeholders_are_the_same() -> None:
+    alike = replace(SHELL, media=(SHELL.media[0], replace(SHELL.media[1], placeholder=7)))
+    tokens = torch.tensor([[1] * 6, [7, 7, 1, 7, 1, 1], [7, 1, 1, 1, 1, 1]])
+    data = check_batch(pictured(input_ids=tokens), 9, alike.attachments, alike)
+    assert data[PATCHES].tolist() == [0, 12, 4]
+    assert alike.find_types(data, torch.ones(3, 6) > 0).tolist() == TYPES.tolist()
+    assert alike.split_rows(data, [2, 0, 1]) == [[2], [0], [1]]
+    both = {"films": [None] + [torch.ones(4, 5)] * 2, "film_grids": [None] + [GRID[1:]] * 2}
+    for changes, message in (
+        (both, "row 1 has pictures and videos, whose placeholders are the same tokens 7"),
+        ({"films": [None] * 3, "film_grids": [None] * 3}, "row 2 has 1 tokens 7, .* make 0"),
+        ({"image_grid_thw": [None, GRID.flip(0), None]}, r"groups of \[2, 1\].* of \[1, 2\]"),
+    ):
+        broken = pictured(input_ids=tokens, **changes)
+        with pytest.raises(BatchError, match=message):
+            check_batch(broken, 9, alike.attachments, alike)
+
+
 SIZES = torch.tensor([[4, 8], [4, 4]])
 TILE = torch.ones(1, 3, 2, 5)
 

@@ -139,7 +139,7 @@ def test_forward_and_backward_are_what_torch_counts_on_the_reference(checkpoint,
     assert counted(model, 2, backward=True) == 3 * ours
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", *STILL])
+@pytest.mark.parametrize("family", ["glm4v_moe", "qwen2_5_vl", "qwen3_vl", *STILL])
 def test_towers_cost_what_torch_counts_on_the_reference(checkpoint, family: str) -> None:
     path = checkpoint(family)
     config = PolicyConfig.parse(policy_config(path, {}))

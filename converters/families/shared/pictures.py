@@ -46,13 +46,13 @@ def take_shell(
     prefix: str,
     *further: str,
     marks: tuple[str, ...] = _MARKS,
-    videos: bool = True,
+    videos: str = "video_token_id",
     by_frame: bool = True,
 ) -> dict[str, Any]:
-    """What `Architecture` says of pictures, and of `videos` if they are read, `by_frame` where
-    other tokens stand between their frames; tensors of the shell have names with this `prefix` in a
-    checkpoint. It reads the keys `further` of a batch. The fields `marks` are tokens around
-    pictures.
+    """What `Architecture` says of pictures, and of videos, whose placeholder is the field `videos`,
+    `by_frame` where other tokens stand between their frames; tensors of the shell have names with
+    this `prefix` in a checkpoint. It reads the keys `further` of a batch. The fields `marks` are
+    tokens around pictures.
     """
     for name in marks:
         fields.ignore(name, BY_CLASS)
@@ -63,9 +63,8 @@ def take_shell(
     merged, patch = vision["spatial_merge_size"] ** 2, (*first,)[:1] or None
     image = fields.take("image_token_id")
     media = [PatchMedium(image, "pixel_values", merged, "image_grid_thw", patch)]
-    if videos:
-        keys = ("pixel_values_videos", merged, "video_grid_thw", patch, by_frame)
-        media.append(PatchMedium(fields.take("video_token_id"), *keys))
+    keys = ("pixel_values_videos", merged, "video_grid_thw", patch, by_frame)
+    media.append(PatchMedium(fields.take(videos), *keys))
     deep = len(vision.get("deepstack_visual_indexes") or ())
     return surround(fields, prefix, *media, further=further, deep=deep)
 
