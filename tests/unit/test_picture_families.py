@@ -301,6 +301,9 @@ def test_a_decoder_alone_is_refused_by_name() -> None:
         ("qwen2_5_vl", "visual.", "patch_embed.proj.weight"),
         ("internvl", "vision_tower.", "embeddings.cls_token"),
         ("smolvlm", "model.vision_model.", "embeddings.patch_embedding.weight"),
+        ("glm4v_moe", "model.visual.", "embeddings.position_embedding.weight"),
+        ("kimi_k25", "vision_tower.", "encoder.blocks.0.mlp.fc0.bias"),
+        ("llava_onevision", "vision_tower.", "embeddings.patch_embedding.weight"),
     ],
 )
 def test_a_checkpoint_without_its_tower_is_refused_by_name(
