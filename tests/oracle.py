@@ -164,7 +164,8 @@ def decays(module: torch.nn.Module, name: str) -> bool:
         return True
     if kind.endswith(("Experts", "PositionEmbeddings")):
         return not name.endswith("bias")
-    assert kind.endswith(("Norm", "Norm1P", "NormGated")) or (kind, name) in WITHOUT_DECAY, (kind, name)
+    norm = kind.endswith(("Norm", "Norm1P", "NormGated"))
+    assert norm or (kind, name) in WITHOUT_DECAY, (kind, name)
     return False
 
 
