@@ -59,6 +59,7 @@ from megatron_policy.converters.families import (
     olmoe,
     phi3,
     qwen2,
+    qwen2_5_omni_thinker,
     qwen2_5_vl,
     qwen2_moe,
     qwen2_vl,
@@ -69,6 +70,7 @@ from megatron_policy.converters.families import (
     qwen3_5_text,
     qwen3_moe,
     qwen3_next,
+    qwen3_omni_moe_thinker,
     qwen3_vl,
     qwen3_vl_moe,
     seed_oss,
@@ -76,6 +78,7 @@ from megatron_policy.converters.families import (
     smolvlm,
     starcoder2,
 )
+from megatron_policy.converters.families.shared import omni
 from megatron_policy.converters.families.shared.dense import rename
 from megatron_policy.converters.families.shared.pictures import make_rows, take_text
 from megatron_policy.converters.rows import Ignore, Row
@@ -111,7 +114,7 @@ class Family:
     paths of transformers' modules have in its place.
     """
     find_rows: Callable[[Fields], tuple[Row | Ignore, ...]] | None = None
-    """Finds its rows, in place of `table`, where the config says whose its decoder is."""
+    """Finds its rows, in place of `table`, where these depend on the config."""
     make_shell_rows: Callable[[Shell], tuple[Row, ...]] = make_rows
     """Makes the rows of what surrounds its decoder."""
 
@@ -129,8 +132,8 @@ class Family:
 
     @property
     def has_forms(self) -> bool:
-        """Whether its checkpoints differ in the names of the same tensors."""
-        return bool(self.other_names) or any(
+        """Whether its checkpoints differ in the names of the same tensors, or have others too."""
+        return bool(self.other_names or (self.table and self.find_rows)) or any(
             not isinstance(row, Ignore) and row.when == STACKED for row in self.table
         )
 
@@ -189,6 +192,18 @@ def _surrounding(
         paths=module.PATHS,
         find_rows=find_rows,
         **more,
+    )
+
+
+def _thinker(module: ModuleType, hf_architecture: str) -> Family:
+    """The family of a module in `families/` whose models are published with others beside them."""
+    return _built_in(
+        module,
+        hf_architecture,
+        hf_prefix=hf_architecture.removesuffix("ForConditionalGeneration"),
+        surrounded=True,
+        paths=omni.PATHS,
+        find_rows=lambda fields: omni.name_rows(module.TABLE, fields, module.BESIDE),
     )
 
 
@@ -256,6 +271,7 @@ FAMILIES = {
         _built_in(olmoe, "OlmoeForCausalLM"),
         _built_in(phi3, "Phi3ForCausalLM"),
         _built_in(qwen2, "Qwen2ForCausalLM"),
+        _thinker(qwen2_5_omni_thinker, "Qwen2_5OmniThinkerForConditionalGeneration"),
         _built_in(
             qwen2_5_vl,
             "Qwen2_5_VLForConditionalGeneration",
@@ -290,6 +306,7 @@ FAMILIES = {
         ),
         _built_in(qwen3_moe, "Qwen3MoeForCausalLM"),
         _built_in(qwen3_next, "Qwen3NextForCausalLM"),
+        _thinker(qwen3_omni_moe_thinker, "Qwen3OmniMoeThinkerForConditionalGeneration"),
         _built_in(
             qwen3_vl, "Qwen3VLForConditionalGeneration", hf_prefix="Qwen3VL", surrounded=True
         ),
@@ -311,6 +328,11 @@ REFUSED = {
     **{
         f"{whole}_text": f"it is the decoder of a {whole} alone; use the whole model"
         for whole in ("glm4v", "glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    },
+    **{
+        f"{whole}_{part}": f"it is the {name} of a {whole} alone; use its thinker, which is trained"
+        for whole in ("qwen2_5_omni", "qwen3_omni_moe")
+        for part, name in (("text", "decoder"), ("talker", "talker"))
     },
 }
 """Relatives of supported families, and why they are not supported."""

@@ -261,7 +261,7 @@ def draft(
         name: row
         for row in rows
         if isinstance(row, Ignore)
-        for name in _name_ignored(row, architecture)
+        for name in _name_ignored(row, architecture, named or tensors)
     }
     return Table(family.name, architecture, entries, ignored, source.fields, source.fresh)
 
@@ -288,7 +288,11 @@ def _name_stacks(rows: Iterable[Row | Ignore], architecture: Architecture) -> It
                 yield from (name.replace("{layer}", str(layer)) for name in row.hf)
 
 
-def _name_ignored(row: Ignore, architecture: Architecture) -> list[str]:
+def _name_ignored(
+    row: Ignore, architecture: Architecture, tensors: Collection[str]
+) -> Collection[str]:
+    if row.hf.endswith("*"):
+        return [name for name in tensors if name.startswith(row.hf[:-1])]
     layers = range(architecture.num_layers)
     names = [row.hf] if architecture.holds(row.when) else []
     if "{layer}" in row.hf:

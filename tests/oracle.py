@@ -180,6 +180,14 @@ ON_FILE = {
         (("model.language_model.", "model."), ("model.visual.", "visual.")),
     ),
     **dict.fromkeys(
+        ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        (
+            ("model.language_model.", "model."),
+            ("model.visual.", "visual."),
+            ("model.audio_tower.", "audio_tower."),
+        ),
+    ),
+    **dict.fromkeys(
         ("gemma3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3"),
         (
             ("model.language_model.", "language_model.model."),
@@ -204,7 +212,7 @@ def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     for a tower if no row has a picture.
     """
     if parameter.grad is None:
-        parts = ("vis", "projector.", ".connector.", "image_newline")
+        parts = ("vis", "projector.", ".connector.", "image_newline", "audio_tower.")
         tower = any(part in name for part in parts)
         assert name.endswith("e_score_correction_bias") or tower, name
         return torch.zeros_like(parameter)

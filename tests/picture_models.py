@@ -1,5 +1,5 @@
-"""Tiny random models that also see pictures, and rows for them: of text alone, of one picture, of
-two, and of videos, in rows of different lengths.
+"""Tiny random models that also see pictures or hear sound, and rows for them: of text alone, of one
+picture, of two, of videos, and of clips of sound, in rows of different lengths.
 
 Shapes: B rows, S positions.
 """
@@ -32,12 +32,18 @@ from tests.families.qwen3_next import RANGES
 
 Fields = dict[str, Any]
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
+SOUND, SOUND_START, SOUND_END = 124, 125, 126
 VOCAB, MERGE = 128, 2
 TOKENS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
     "vision_start_token_id": START,
     "vision_end_token_id": END,
+}
+HEARD = {
+    "audio_token_id": SOUND,
+    "audio_start_token_id": SOUND_START,
+    "audio_end_token_id": SOUND_END,
 }
 TEXT: Fields = {
     "hidden_size": 32,
@@ -107,6 +113,18 @@ IDEFICS: Fields = {
     "image_token_id": IMAGE,
 }
 LATENT = LATENT_FIELDS | {"n_group": 1, "topk_group": 1}
+BINS = 8
+LISTENING: Fields = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "num_mel_bins": BINS,
+    "output_dim": TEXT["hidden_size"],
+    "n_window": 8,
+    "initializer_range": 0.1,
+}
+CONVOLVED = {"n_window": 50, "n_window_infer": 100, "downsample_hidden_size": 4}
 TINY: dict[str, Fields] = {
     "gemma3": {
         "text_config": TEXT
@@ -190,6 +208,13 @@ TINY: dict[str, Fields] = {
         "vision_config": OLDER | {"embed_dim": 16, "hidden_size": TEXT["hidden_size"]},
         "tie_word_embeddings": False,
     },
+    "qwen2_5_omni_thinker": {
+        "text_config": TEXT | {"rope_parameters": ROPE},
+        "vision_config": VISION | WINDOWED,
+        "audio_config": LISTENING,
+        "tie_word_embeddings": False,
+        **HEARD,
+    },
     "qwen2_5_vl": {
         "text_config": TEXT | {"rope_parameters": ROPE},
         "vision_config": VISION | WINDOWED,
@@ -205,6 +230,13 @@ TINY: dict[str, Fields] = {
         "vision_config": VISION | PLACED,
         "tie_word_embeddings": False,
     },
+    "qwen3_omni_moe_thinker": {
+        "text_config": TEXT | INTERLEAVED | EXPERTS | {"mlp_only_layers": [1]},
+        "vision_config": VISION | DEEP,
+        "audio_config": LISTENING | CONVOLVED,
+        "tie_word_embeddings": False,
+        **HEARD,
+    },
     "qwen3_vl": {
         "text_config": TEXT | INTERLEAVED,
         "vision_config": VISION | DEEP,
@@ -219,7 +251,8 @@ TINY: dict[str, Fields] = {
 }
 PATCH = VISION["in_channels"] * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-KEYS = (*MEDIA, "batch_num_images", "image_sizes")
+SOUNDS = ("video_second_per_grid", "input_features", "feature_attention_mask")
+KEYS = (*MEDIA, "batch_num_images", "image_sizes", *SOUNDS)
 FIXED = dict.fromkeys(("idefics3", "internvl", "llava", "smolvlm"), 4) | {"gemma3": 16}
 """Families whose pictures are all of 8 x 8 pixels, and how many tokens one makes."""
 BY_ROW = ("idefics3", "smolvlm")
@@ -247,6 +280,13 @@ IMAGES: tuple[Sequence[tuple[int, int, int]], ...] = (
     *([(1, 4, 4), (1, 6, 4)], [(1, 4, 4)], [(1, 4, 8)], ()),
 )
 VIDEOS: dict[int, tuple[int, int, int]] = {3: (2, 4, 4), 5: (3, 2, 4)}
+CLIPS: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {
+    "qwen2_5_omni_thinker": {0: ((23, 6),), 1: ((9, 2), (40, 10)), 6: ((12, 3),)},
+    "qwen3_omni_moe_thinker": {0: ((140, 18),), 1: ((9, 2), (30, 4)), 6: ((12, 2),)},
+}
+"""Of families that hear sound, the frames and the tokens of the clips that a row has: several
+chunks, or fewer than one.
+"""
 
 
 def list_tokens(family: str) -> dict[str, int]:
@@ -301,7 +341,8 @@ def load_model(path: Path | str, dtype: torch.dtype = torch.float32) -> Any:
 
 def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
     """Rows with what `MEDIA` are of each, tokens whose counts differ, and masks. The second and the
-    third of eight rows have the same picture. Videos are frame by frame between other tokens for
+    third of eight rows have the same picture. Rows of families that hear sound have clips too, and
+    videos the seconds between their frames. Videos are frame by frame between other tokens for
     the families that have them so, else all frames together.
     """
     random = torch.Generator().manual_seed(7)
@@ -317,13 +358,16 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
         film = VIDEO
         if family.startswith("glm") and videos:  # whose placeholders are those of pictures
             images, film = (), IMAGE
+        clips = CLIPS.get(family, {}).get(row % 8, ())
         ids = words(2 + row % 3)
         alone = family == "llava_onevision" and len(images) > 1
         cuts = [_cut(family, grid, alone) for grid in images]
         for _, count in cuts:
             ids += [START, *[IMAGE] * count, END, *words(2)]
+        for _, count in clips:
+            ids += [SOUND_START, *[SOUND] * count, SOUND_END, *words(1)]
         for grid in videos:
-            apart = grid[0] if family.startswith(("glm", "qwen3")) else 1
+            apart = grid[0] if family.startswith(("glm", "qwen3")) and family not in CLIPS else 1
             # Of a frame in one tile there is one feature, and one ends a video.
             count = grid[0] + 1 if family in TILED else _patches(grid) // MERGE**2 // apart
             for _ in range(apart):
@@ -348,10 +392,16 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
             "image_grid_thw": images,
             "image_sizes": [_measure(family, grid) for grid in images],
             "video_grid_thw": videos,
+            "video_second_per_grid": [0.3 + 0.1 * (row % 8)] * len(videos),
         }
         for key, value in given.items():
-            read = key in WHOLE.get(family, MEDIA)
+            read = key in WHOLE.get(family, MEDIA + SOUNDS * (family in CLIPS))
             found[key].append(torch.tensor(value) if value and read else None)
+        frames_N = torch.tensor([frames for frames, _ in clips])
+        mask_NF = (torch.arange(max(frames_N, default=0) + 3) < frames_N.unsqueeze(1)).long()
+        heard = torch.randn(len(clips), BINS, mask_NF.size(1), generator=random)
+        for key, value in (("input_features", heard), ("feature_attention_mask", mask_NF)):
+            found[key].append(value if clips else None)
     lengths = torch.tensor([*map(len, tokens)])
     ids_BS = torch.zeros(len(tokens), int(lengths.max()), dtype=torch.long)
     for row, own in enumerate(tokens):
@@ -404,6 +454,8 @@ def hf_inputs(model: Any, rows: BatchedDataDict, row: int) -> dict[str, Any]:
     media |= {key: media[key].to(model.dtype) for key in media if key.startswith("pixel")}
     if model.config.model_type in BY_ROW and media:
         media = {key: value.unsqueeze(0) for key, value in media.items()}
+    if model.config.model_type in CLIPS:  # the class makes positions of what a mask names
+        return {"input_ids": own, "attention_mask": torch.ones_like(own), **media}
     types = (own == IMAGE).int() + 2 * (own == VIDEO).int()
     if model.config.model_type.startswith("glm") and "pixel_values_videos" in media:
         types = 2 * types

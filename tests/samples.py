@@ -114,6 +114,19 @@ def surround(
     return {"text_config": text, "vision_config": tower, **PLACEHOLDERS, **top}
 
 
+def surround_with_sound(text: Fields, audio: Fields, ending: str, **more: Any) -> Fields:
+    """The same, see `surround`, of a model that also hears sound, with a tower of the fields
+    `audio` unless `text` has them. The names of placeholders end so.
+    """
+    decoder = {name: value for name, value in text.items() if name != "audio_config"}
+    marks = ("vision_start", "vision_end", "audio_start", "audio_end")
+    found = surround(decoder, marks=marks, **more)
+    tower = text.get("audio_config", audio) | {"output_dim": text["hidden_size"]}
+    tokens = {name: found.pop(name) for name in PLACEHOLDERS} | {"audio_token_id": 10**6}
+    named = {name.removesuffix("id") + ending: token for name, token in tokens.items()}
+    return {"audio_config": tower, **named, **found}
+
+
 def enclose(text: Fields, decoder: str, vision: Fields, **more: Any) -> Fields:
     """The fields of a model that also sees whole pictures from those of its decoder, of the family
     `decoder`; `vision` are those of its tower, and `more` others, unless `text` has them.

@@ -12,7 +12,14 @@ from .channel_delta_net import ChannelDeltaNet
 from .delta_net import DeltaNet
 from .layer import MOST_LAYERS, Beside, Feed, Layer, Mixer, Norms, stack
 from .mamba2 import Mamba2
-from .media import AnyMedium, FrameMedium, PatchMedium, PictureMedium, TileMedium
+from .media import (
+    AnyMedium,
+    FrameMedium,
+    PatchMedium,
+    PictureMedium,
+    SoundMedium,
+    TileMedium,
+)
 from .mla import Mla
 from .mlp import Mlp
 from .moe import Moe
@@ -53,6 +60,7 @@ __all__ = [
     "Scoring",
     "Shell",
     "ShortConvolution",
+    "SoundMedium",
     "TileMedium",
     "VocabShard",
     "join_rows",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,12 +21,22 @@ _EXCESS = 1.1
 @dataclass(frozen=True)
 class Medium:
     """A kind of input beside text. Its features take the places of the tokens `placeholder`. See
-    `PatchMedium`, `PictureMedium` and `TileMedium`.
+    `PatchMedium`, `PictureMedium`, `TileMedium`, `FrameMedium` and `SoundMedium`.
     """
 
     placeholder: int
     values: str
     """The key of a batch with what a tower reads: of each row a tensor, or None."""
+    start: int | None = field(default=None, kw_only=True)
+    """The token that stands before each picture or clip, if the model's class finds them by it to
+    make positions. Another one stands behind.
+    """
+
+
+@dataclass(frozen=True)
+class SeenMedium(Medium):
+    """What is seen: patches of pictures or videos."""
+
     merged: int
     """Patches that make one token, a square of them."""
 
@@ -48,7 +58,7 @@ class Medium:
 
 
 @dataclass(frozen=True)
-class PatchMedium(Medium):
+class PatchMedium(SeenMedium):
     """Pictures or videos cut into patches: values `[patches, *values of one]`, those of all
     pictures of a row one after another.
     """
@@ -61,11 +71,15 @@ class PatchMedium(Medium):
     """Whether other tokens stand between the placeholders of frames of a video."""
     still: bool = False
     """Whether each has a single frame."""
+    seconds: str | None = None
+    """The key with the seconds from patch to patch in time of each video, `[videos]`, if the class
+    needs them.
+    """
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of a batch that belong to it."""
-        return self.values, self.grids
+        return (self.values, *filter(None, [self.seconds]), self.grids)
 
     def count_patches(self, given: OfRow) -> int:
         """The patches of what a row has."""
@@ -86,7 +100,7 @@ class PatchMedium(Medium):
 
 
 @dataclass(frozen=True)
-class PictureMedium(Medium):
+class PictureMedium(SeenMedium):
     """Whole pictures: values `[pictures, channels, height, width]`, of pixels."""
 
     patch: int
@@ -141,7 +155,7 @@ class PictureMedium(Medium):
 
 
 @dataclass(frozen=True)
-class TileMedium(Medium):
+class TileMedium(SeenMedium):
     """Pictures of any size in tiles, of each the whole in one and its parts in others: values
     `[pictures, tiles, channels, side, side]`, behind those of a picture anything.
     """
@@ -232,7 +246,7 @@ class TileMedium(Medium):
 
 
 @dataclass(frozen=True)
-class FrameMedium(Medium):
+class FrameMedium(SeenMedium):
     """Videos in whole frames of one size: values `[videos, frames, channels, side, side]`. Four
     neighbours among the features of a frame become one, and one more ends a video.
     """
@@ -266,7 +280,64 @@ class FrameMedium(Medium):
         return int(videos * (frames * of_frame + 1))
 
 
-AnyMedium = PatchMedium | PictureMedium | TileMedium | FrameMedium
+@dataclass(frozen=True)
+class SoundMedium(Medium):
+    """Clips of sound: values `[clips, bins, frames]`, the frames of shorter ones filled up."""
+
+    mask: str
+    """The key with 1 for each frame that counts and 0 for what fills up, `[clips, frames]`."""
+    bins: int
+    """Numbers of a frame."""
+    stride: int
+    """Frames that make a token."""
+    spare: int
+    """Frames that the last token of a clip, or of a chunk, can lack."""
+    chunk: int | None = None
+    """Frames that make tokens by themselves, the last ones of a clip if fewer; None: all of it."""
+    mixed: bool = False
+    """Whether features of clips shorter than a chunk depend on longer ones that are read at once.
+    """
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of a batch that belong to it."""
+        return self.values, self.mask
+
+    def make_clip(self, frames: int, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A clip of so many frames: what `make` gives for the shape of its values, and their mask,
+        by key.
+        """
+        mask = torch.ones(1, frames, dtype=torch.long)
+        return {self.values: make(1, self.bins, frames), self.mask: mask}
+
+    def list_groups(self, given: OfRow) -> list[int]:
+        """The tokens of a row that stand together, clip by clip."""
+        return [self._count(frames) for frames in self._measure(given)]
+
+    def count_tokens(self, given: OfRow) -> int:
+        """The tokens of a row whose places its clips take."""
+        return sum(self.list_groups(given))
+
+    def count_patches(self, given: OfRow) -> int:
+        """What a row's clips count among its patches: as many as their tokens."""
+        return self.count_tokens(given)
+
+    def is_mixed(self, given: OfRow) -> bool:
+        """Whether features of a row's clips depend on others that are read at once."""
+        return self.mixed and any(frames < (self.chunk or 0) for frames in self._measure(given))
+
+    def _measure(self, given: OfRow) -> list[int]:
+        """The frames of each clip that count."""
+        mask = given[self.mask]
+        return [] if mask is None else [int(each) for each in mask.sum(-1).tolist()]
+
+    def _count(self, frames: int) -> int:
+        chunks, rest = divmod(frames, self.chunk) if self.chunk else (0, frames)
+        parts = (chunks, self.chunk or 0), (1, rest)
+        return sum(times * ((each + self.spare) // self.stride) for times, each in parts)
+
+
+AnyMedium = PatchMedium | PictureMedium | TileMedium | FrameMedium | SoundMedium
 
 
 def choose_canvas(picture: Size, canvases: Sequence[Size]) -> Size:

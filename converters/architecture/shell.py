@@ -1,7 +1,10 @@
-"""What surrounds a decoder that also sees pictures, in numbers: tensors, inputs, placeholders."""
+"""What surrounds a decoder that also sees pictures or hears sound, in numbers: tensors, inputs,
+placeholders.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +14,15 @@ import torch
 
 from megatron_policy.errors import ConversionError
 
-from .media import AnyMedium, FrameMedium, OfRow, PatchMedium, PictureMedium, TileMedium
+from .media import (
+    AnyMedium,
+    FrameMedium,
+    OfRow,
+    PatchMedium,
+    PictureMedium,
+    SoundMedium,
+    TileMedium,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,19 @@ class Shell:
                 types_BS[row, choose_placeholders(at_S, drawn_BS[row], count)] = number
         return types_BS
 
+    @property
+    def text(self) -> int:
+        """A token that nothing else than text is made of."""
+        named = {each for m in self.media for each in (m.placeholder, m.start)}
+        return next(each for each in itertools.count() if each not in named)
+
+    @property
+    def pictures(self) -> PatchMedium | PictureMedium | TileMedium | FrameMedium:
+        """The pictures that it reads, videos aside."""
+        found = self.media[0]
+        assert not isinstance(found, SoundMedium)
+        return found
+
     def make_picture(
         self, number: int, patches: tuple[int, int], make: Callable[..., torch.Tensor]
     ) -> dict[str, torch.Tensor]:
@@ -77,6 +101,7 @@ class Shell:
             return found if medium.counts is None else found | {medium.counts: torch.tensor([1])}
         if isinstance(medium, FrameMedium):
             return {medium.values: make(1, 2, channels, medium.tile, medium.tile)}
+        assert isinstance(medium, PictureMedium)
         size = medium.fixed or tuple(each * medium.patch for each in patches)
         found = {medium.values: make(1, channels, *size)}
         return found if medium.sizes is None else found | {medium.sizes: torch.tensor([size])}
@@ -84,8 +109,12 @@ class Shell:
     def split_rows(self, batch: Mapping[str, Any], rows: Sequence[int]) -> list[list[int]]:
         """The numbers `rows` of rows of a batch, those together of which the model's class takes
         what they have at once: their videos have as many frames, and placeholders that several
-        media have are of the same one.
+        media have are of the same one. If it would read sound of some otherwise beside others, each
+        row is taken by itself.
         """
+        sounds = [medium for medium in self.media if isinstance(medium, SoundMedium)]
+        if any(each.is_mixed(pick_row(each, batch, row)) for each in sounds for row in rows):
+            return [[row] for row in rows]
         found: dict[tuple[int, ...], list[int]] = {}
         for row in rows:
             kind = []

@@ -50,7 +50,8 @@ def take_rope(
 
 def _take_axes(section: Fields, alternating: bool) -> tuple[int, ...]:
     """`mrope_section` says how many pairs each position turns; which ones is up to the class."""
-    section.expect("mrope_interleaved", (alternating,), "the model's class turns pairs so")
+    for name in ("mrope_interleaved", "interleaved"):
+        section.expect(name, (alternating,), "the model's class turns pairs so")
     counts = section.take("mrope_section")
     if not isinstance(counts, list | tuple) or [type(each) for each in counts] != [int] * 3:
         section.refuse("mrope_section", counts, "must be a list of three numbers of pairs")

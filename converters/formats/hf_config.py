@@ -16,7 +16,8 @@ import torch
 
 from megatron_policy.converters.architecture import MOST_LAYERS
 from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme, scheme_of
-from megatron_policy.converters.families.shared.pictures import TENSORS
+from megatron_policy.converters.families.shared.omni import find_prefix, override_part, take_part
+from megatron_policy.converters.families.shared.pictures import PART, TENSORS
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import expanded, inside, read
 from megatron_policy.converters.files.nearby import how_to_convert, names_in
@@ -58,7 +59,8 @@ def read_config(model: str | Path, overrides: Mapping[str, Any] | None = None) -
     for it; ConversionError for a model_type without a family, and for a config.json that links to
     somewhere else.
     """
-    config = written_config(model)
+    whole = _parse(model)
+    config = take_part(whole)
     if overrides:
         _check_overrides(model, config, overrides)
         config |= overrides
@@ -79,7 +81,8 @@ def read_config(model: str | Path, overrides: Mapping[str, Any] | None = None) -
             config["model_type"] = kind
     common = PretrainedConfig().to_dict()
     common.pop("tie_word_embeddings", None)  # describes the model, so it always counts
-    return _without(config, common)
+    prefix = find_prefix(whole)
+    return _without(config, common) | ({PART: prefix} if prefix else {})
 
 
 def _without(config: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,8 +162,13 @@ def _check_overrides(
 
 def written_config(model: str | Path) -> dict[str, Any]:
     """The fields as written in config.json, dtypes by their plain names; ConfigError if it is
-    missing or unreadable.
+    missing or unreadable. Of several models in a checkpoint, those of the one that is trained.
     """
+    return take_part(_parse(model))
+
+
+def _parse(model: str | Path) -> dict[str, Any]:
+    """All that config.json says, see `written_config`."""
     path = _file_of(model)
     if not path.exists():
         has = ", ".join(names_in(path.parent, directories=False)[:_SHOWN]) or "nothing"
@@ -201,7 +209,7 @@ def without_quantisation(config: bytes) -> bytes:
 
 def with_overrides(config: bytes, overrides: Mapping[str, Any]) -> bytes:
     """The content of a config.json with the values of `overrides` in place of its own."""
-    return encoded_like(config, strict_json.parse(config, finite=False) | dict(overrides))
+    return encoded_like(config, override_part(strict_json.parse(config, finite=False), overrides))
 
 
 def encoded_like(config: bytes, fields: Mapping[str, Any]) -> bytes:
@@ -282,11 +290,12 @@ def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -
 
 def _read(config: Mapping[str, Any], folder: Path) -> Any:
     """The config in `folder` as an object of its transformers class. Releases before 5 state in the
-    decoder's section alone whether embeddings are tied.
+    decoder's section alone whether embeddings are tied, but for models that hear.
     """
     _check_kinds(config)
     found = _auto_config().from_pretrained(folder, trust_remote_code=False)
-    if "tie_word_embeddings" not in config and isinstance(config.get("text_config"), Mapping):
+    stated = {"tie_word_embeddings", "audio_config"} & config.keys()
+    if not stated and isinstance(config.get("text_config"), Mapping):
         own = found.text_config
         found.tie_word_embeddings = getattr(own, "tie_word_embeddings", found.tie_word_embeddings)
     return found

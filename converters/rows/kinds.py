@@ -379,6 +379,7 @@ class Ignore:
     """
 
     hf: str
+    """Its name, or with a star at the end what the names of many begin with."""
     why: str
     when: str = ""
     equals: str = ""

@@ -29,9 +29,10 @@ _BASE = ParamGroupConfig(roles=tuple(r for r in _ROLES if r != "adapter"), freez
 _ROUTERS = ParamGroupConfig(roles=("router",), freeze=True)
 _TOWER = ParamGroupConfig(roles=("vision",), freeze=True)
 _OF_PROJECTORS = ("*merger*", "*multi_modal_projector*", "*.connector.*")
+_BESIDE_TOWER = (*_OF_PROJECTORS, "*audio_tower.*")
 _PROJECTORS = ParamGroupConfig(names=_OF_PROJECTORS, roles=("vision",), freeze=True)
 _DECODER = ParamGroupConfig(roles=tuple(r for r in _ROLES if r != "vision"), freeze=True)
-_BUT = {id(_BASE): SCALAR_HEAD, id(_DECODER): SCALAR_HEAD, id(_TOWER): _OF_PROJECTORS}
+_BUT = {id(_BASE): SCALAR_HEAD, id(_DECODER): SCALAR_HEAD, id(_TOWER): _BESIDE_TOWER}
 """Patterns of names that are not in the group all the same."""
 _IMPLIED = [id(group) for group in (_BASE, _ROUTERS, _TOWER, _PROJECTORS, _DECODER)]
 """Groups that other keys ask for, also of a model that lacks what is in them: `peft`,

@@ -77,11 +77,11 @@ class FreezeConfig(Section):
     """
 
     freeze_vision_model: bool = False
-    """The tower, without its projectors."""
+    """The tower that sees, without its projectors."""
     freeze_vision_projection: bool = False
     """The projectors: what merges patches into features of the decoder's width."""
     freeze_language_model: bool = False
-    """All but tower and projectors; a scalar head is trained."""
+    """All but towers and projectors; a scalar head is trained."""
 
 
 def _none_for_nothing(value: Any) -> Any:

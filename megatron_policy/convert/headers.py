@@ -64,7 +64,7 @@ class Headers:
 
         ConversionError for a config that cannot be translated.
         """
-        return bind(self.config)
+        return bind(self.config, named=self.shapes)
 
 
 def read_headers(source: str | Path, config: str | Path | None = None) -> Headers:

@@ -1,6 +1,6 @@
-"""What surrounds a decoder that also sees pictures: transformers' own composite model, in which the
-decoder and its embedding are replaced by modules that record what the decoder is given. So no line
-of a family's towers, projectors and positions is written here.
+"""What surrounds a decoder that also sees pictures or hears sound: transformers' own composite
+model, in which the decoder and its embedding are replaced by modules that record what the decoder
+is given. So no line of a family's towers, projectors and positions is written here.
 
 Shapes: B rows and S positions of the caller, T positions that a context-parallel rank computes, R
 rows of them, D model.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.architecture import Shell
@@ -29,7 +30,7 @@ from megatron_policy.packing.tokens import Blocks
 
 _TYPES = "mm_token_type_ids"
 """The argument of composite models that says of each token which medium's it is, or 0."""
-_FEATURES, _POSITIONS = "inputs_embeds", "position_ids"
+_FEATURES, _POSITIONS, _MASK = "inputs_embeds", "position_ids", "attention_mask"
 DEEP, DEEP_AT = "deepstack_visual_embeds", "visual_pos_masks"
 """The arguments of decoders with features for their first layers, and with where they are."""
 _READ = {_FEATURES, _POSITIONS, DEEP, DEEP_AT}
@@ -39,7 +40,7 @@ let the tokens of a picture see each other.
 """
 _SEEN = 8
 """Numbers of a tensor by which two are told apart before all are compared."""
-_WITHOUT_EFFECT = {"use_cache", "return_dict"}
+_WITHOUT_EFFECT = {"use_cache", "return_dict", "output_router_logits"}
 
 
 class _Zeros(torch.nn.Module):
@@ -71,16 +72,18 @@ class _Decoder(torch.nn.Module):
         return self.embed_tokens
 
     def forward(self, **given: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+        from transformers.modeling_outputs import MoeModelOutputWithPast
 
         given = {n: v for n, v in given.items() if v is not None and v is not _MASKS}
+        if _MASK in given and given[_MASK].ndim == 2 and given[_MASK].all():
+            del given[_MASK]  # leaves out nothing
         if unknown := given.keys() - _READ - _WITHOUT_EFFECT:
             raise ConfigError(
                 f"this release of transformers gives the model's decoder {', '.join(unknown)}, "
                 "which are not read here: install another release of transformers"
             )
         self._given = given
-        return BaseModelOutputWithPast(last_hidden_state=given[_FEATURES])
+        return MoeModelOutputWithPast(last_hidden_state=given[_FEATURES])
 
     def take(self) -> dict[str, Any]:
         given, self._given = self._given, {}
@@ -126,7 +129,7 @@ def take_surroundings(whole: Any) -> torch.nn.Module:
 
     composite: Any = copy(whole)
     composite._modules = dict(whole._modules)
-    if hasattr(composite, "get_rope_index") and not _takes_types(composite):
+    if _makes_positions(composite) and not (_takes_types(composite) or _hears(composite)):
         raise ConfigError(
             f"the {type(composite).__name__} of transformers {__version__} does not take {_TYPES}: "
             "install transformers 5.3 or newer"
@@ -142,6 +145,16 @@ def take_surroundings(whole: Any) -> torch.nn.Module:
 def _takes_types(composite: torch.nn.Module) -> bool:
     """Whether the model makes positions, and is called with the type of each token for it."""
     return _TYPES in inspect.signature(composite.forward).parameters
+
+
+def _makes_positions(composite: torch.nn.Module) -> bool:
+    """Whether the model makes positions."""
+    return hasattr(composite, "get_rope_index")
+
+
+def _hears(composite: Any) -> bool:
+    """Whether it makes them of sound too: of all tokens of a mask, by the tokens around media."""
+    return "audio_seqlens" in inspect.signature(composite.get_rope_index).parameters
 
 
 def fill_composite(
@@ -215,6 +228,21 @@ def _spread(each_ND: torch.Tensor, at_BS: torch.Tensor) -> torch.Tensor:
     return spread_BSD.masked_scatter(at_BS.unsqueeze(-1), each_ND)
 
 
+def _join_deep(given: Sequence[dict[str, Any]]) -> Iterator[torch.Tensor]:
+    """`[U, S, D]` for each of the first layers: features of all calls where they belong, 0
+    elsewhere.
+    """
+    for layer in range(max(len(each.get(DEEP, ())) for each in given)):
+        yield torch.cat(
+            [
+                _spread(each[DEEP][layer], each[DEEP_AT])
+                if DEEP in each
+                else torch.zeros_like(each[_FEATURES])
+                for each in given
+            ]
+        )
+
+
 @dataclass(frozen=True)
 class PictureEmbedder:
     """The embedding of text, in which features take the place of placeholders. See `Embedder`."""
@@ -250,10 +278,7 @@ class PictureEmbedder:
         groups = self.shell.split_rows(microbatch.host.data, rows)
         rows = [row for group in groups for row in group]
         with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
-            calls = [self._read(microbatch, types_BS, group) for group in groups]
-        given = calls[0]
-        if len(calls) > 1:
-            given[_FEATURES] = torch.cat([each[_FEATURES] for each in calls])
+            given = [self._read(microbatch, types_BS, group) for group in groups]
         source_BS = to_device(_find_sources(types_BS, first_B, rows))
 
         def give(values_USD: torch.Tensor) -> torch.Tensor:
@@ -262,9 +287,9 @@ class PictureEmbedder:
             return self.place(microbatch, torch.cat([values_USD.flatten(0, 1), last])[source_BS])
 
         where = self.place(microbatch, source_BS >= 0).unsqueeze(-1)
-        hidden = torch.where(where, give(given[_FEATURES]).to(hidden.dtype), hidden)
-        deep = (give(_spread(each_ND, given[DEEP_AT])) for each_ND in given.get(DEEP, ()))
-        return _hand_back(Entering(hidden, tuple(deep)))
+        features_USD = torch.cat([each[_FEATURES] for each in given])
+        hidden = torch.where(where, give(features_USD).to(hidden.dtype), hidden)
+        return _hand_back(Entering(hidden, tuple(map(give, _join_deep(given)))))
 
     def _read(
         self, microbatch: Microbatch, types_BS: torch.Tensor, rows: list[int]
@@ -286,7 +311,7 @@ class PictureEmbedder:
 
     def positions(self, microbatch: Microbatch) -> torch.Tensor | None:
         types_BS = self._find_types(microbatch)
-        if not (types_BS.any() and _takes_types(self.composite)):
+        if not (types_BS.any() and _makes_positions(self.composite)):
             return None
         data = microbatch.host.data
         values = {medium.values for medium in self.shell.media}
@@ -304,15 +329,18 @@ class PictureEmbedder:
         self, ids_BS: torch.Tensor, types_BS: torch.Tensor, more: dict[str, Any]
     ) -> dict[str, Any]:
         """What the decoder is given."""
-        placeholders = [medium.placeholder for medium in self.shell.media]
-        other = min({*range(len(placeholders) + 1)} - {*placeholders})
-        for placeholder in placeholders:
+        other, before_BS = self.shell.text, F.pad(types_BS[:, 1:] != 0, (0, 1))
+        for medium in self.shell.media:
             # What the policy has drawn is text.
-            ids_BS = ids_BS.masked_fill((ids_BS == placeholder) & (types_BS == 0), other)
+            drawn_BS = (ids_BS == medium.placeholder) & (types_BS == 0)
+            if medium.start is not None:
+                drawn_BS |= (ids_BS == medium.start) & ~before_BS
+                more = more | {_MASK: torch.ones_like(ids_BS)}
+            ids_BS = ids_BS.masked_fill(drawn_BS, other)
         if _takes_types(self.composite):
             more = more | {_TYPES: types_BS.int()}
         if self.shell.both_ways:
-            more = more | {"attention_mask": _MASKS}
+            more = more | {_MASK: _MASKS}
         self.composite(input_ids=ids_BS, use_cache=False, **more)
         decoder = next(each for each in self.composite.children() if isinstance(each, _Decoder))
         return decoder.take()

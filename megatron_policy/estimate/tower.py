@@ -54,12 +54,12 @@ def check_patches(architecture: Architecture, patches: int, length: int) -> None
     shell = architecture.shell
     if patches and shell is None:
         raise ConfigError(f"{patches} patches: this model sees no pictures, so leave them out")
-    if shell is not None and patches % (whole := shell.media[0].indivisible):
+    if shell is not None and patches % (whole := shell.pictures.indivisible):
         raise ConfigError(
             f"{patches} patches: the model sees {whole} together, so give a multiple of {whole}"
         )
-    if shell is not None and (tokens := patches // shell.media[0].merged) > length:
-        most = length * shell.media[0].merged // whole * whole
+    if shell is not None and (tokens := patches // shell.pictures.merged) > length:
+        most = length * shell.pictures.merged // whole * whole
         raise ConfigError(
             f"{patches} patches make {tokens} tokens of a row, which has {length}: give {most} "
             "patches or fewer, or longer rows"
@@ -86,7 +86,7 @@ def _run(model: str, overrides: str, precision: str, shell: Shell, patches: int)
     """Operations of a forward pass, and bytes that it keeps."""
     settings, dtype = transformers_config(model, json.loads(overrides)), dtype_named(precision)
     composite = build_without_values(settings, dtype=dtype, attn_implementation="sdpa")
-    medium = shell.media[0]
+    medium = shell.pictures
     squares, side = patches // medium.merged, medium.side
     height = max(n for n in range(1, math.isqrt(squares) + 1) if squares % n == 0)
     size = side * height, side * squares // height

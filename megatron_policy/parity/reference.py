@@ -70,7 +70,9 @@ def _describe_batch(data: BatchedDataDict, shell: Shell | None) -> dict[str, tor
         given |= shell.join({key: data[key] for key in shell.attachments if key in data})
     both_ways = shell is not None and shell.both_ways
     for number, medium in enumerate(() if shell is None else shell.media, start=1):
-        if medium.values in given and (both_ways or isinstance(medium, PatchMedium)):
+        if medium.start is not None:  # its class makes positions of what a mask names
+            given["attention_mask"] = torch.ones_like(tokens_BS)
+        elif medium.values in given and (both_ways or isinstance(medium, PatchMedium)):
             name = "token_type_ids" if both_ways else "mm_token_type_ids"
             given[name] = (tokens_BS == medium.placeholder).int() * number
     return {name: tensor.to(current_device()) for name, tensor in given.items()}

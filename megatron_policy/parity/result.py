@@ -13,10 +13,14 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import Shell
+from megatron_policy.converters.architecture import AnyMedium, Shell, SoundMedium
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest unsuspicious error of a layer's output, relative to its largest value."""
+
+
+_FRAMES = 30
+"""Of a clip of sound."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +54,34 @@ class Job:
 
 def draw_batch(job: Job, shell: Shell | None) -> BatchedDataDict:
     """The job's tokens, and if there is a `shell` a picture of random pixels in each row, as far as
-    the row has room for it behind its first token: row r has (r + 1) squares of 2 x 2 tokens.
+    the row has room for it behind its first token: row r has (r + 1) squares of 2 x 2 tokens. A
+    clip of random sound, as long in all rows, follows if the model hears any.
     """
     tokens_BS = job.draw()
     data = BatchedDataDict(input_ids=tokens_BS)
     if shell is None or job.sequences is not None:
         return data
-    text = min({*range(len(shell.media) + 1)} - {medium.placeholder for medium in shell.media})
     for medium in shell.media:
-        tokens_BS.masked_fill_(tokens_BS == medium.placeholder, text)
-    medium = shell.media[0]
+        named = {medium.placeholder, medium.placeholder if medium.start is None else medium.start}
+        for token in named:
+            tokens_BS.masked_fill_(tokens_BS == token, shell.text)
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(job.seed))
-    found: dict[str, list[torch.Tensor | None]] = {key: [] for key in medium.keys}
+    found: dict[str, list[torch.Tensor | None]] = {}
     for row, tokens_S in enumerate(tokens_BS):
-        picture = shell.make_picture(0, (2 * medium.side, 2 * medium.side * (row + 1)), draw)
-        tokens = medium.count_tokens(picture)
-        fits = tokens + 2 <= len(tokens_S)
-        tokens_S[1 : 1 + tokens * fits] = medium.placeholder
-        for key, values in picture.items():
-            found[key].append(values if fits else None)
+        side, place = shell.pictures.side, 1
+        drawn: list[tuple[AnyMedium, dict[str, torch.Tensor]]] = [
+            (shell.pictures, shell.make_picture(0, (2 * side, 2 * side * (row + 1)), draw)),
+            *((m, m.make_clip(_FRAMES, draw)) for m in shell.media if isinstance(m, SoundMedium)),
+        ]
+        for medium, given in drawn:
+            tokens = medium.count_tokens(given)
+            if fits := place + tokens < len(tokens_S):
+                if medium.start is not None:
+                    tokens_S[place - 1] = medium.start
+                tokens_S[place : place + tokens] = medium.placeholder
+                place += tokens + 2
+            for key, values in given.items():
+                found.setdefault(key, []).append(values if fits else None)
     return BatchedDataDict({**data, **found})
 
 

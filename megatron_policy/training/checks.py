@@ -18,6 +18,7 @@ from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import count_patches, inside
+from megatron_policy.training.media_checks import check_pictures
 from megatron_policy.training.transformers_keys import (
     check_labels,
     check_token_types,
@@ -28,7 +29,6 @@ from megatron_policy.training.transformers_keys import (
 from megatron_policy.training.value_checks import (
     check_kind,
     check_mask,
-    check_pictures,
     check_temperature,
     holds_integers,
     shape_of,

@@ -24,6 +24,8 @@ _REFUSED = {
     "inputs_embeds": "a model embeds input_ids itself",
     "past_key_values": _FROM_THE_START,
     "cache_position": _FROM_THE_START,
+    "audio_feature_lengths": "feature_attention_mask says how long clips are",
+    "use_audio_in_video": "sound is read as clips of its own, not between the frames of a video",
     "decoder_input_ids": "models have no encoder here",
     "encoder_hidden_states": "models have no encoder here",
     "head_mask": "no head of attention is left out here",

@@ -7,7 +7,6 @@ Shapes: B rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import groupby
 from numbers import Real
 from typing import Any
 
@@ -15,18 +14,9 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config.numbers import COLDEST, HOTTEST
-from megatron_policy.converters.architecture import (
-    AnyMedium,
-    FrameMedium,
-    PatchMedium,
-    PictureMedium,
-    Shell,
-    TileMedium,
-    pick_row,
-)
-from megatron_policy.converters.architecture.media import OfRow
+from megatron_policy.converters.architecture import Shell
 from megatron_policy.errors import BatchError
-from megatron_policy.packing.microbatch import PATCHES, TEMPERATURE, inside
+from megatron_policy.packing.microbatch import TEMPERATURE
 
 LARGEST_MASK = 2**24
 """Above any real weight; sums of any number of such masks are finite in fp32."""
@@ -120,176 +110,6 @@ def _change_rows(
     """Each row's tensor changed; one that several rows have stays one, which travels once."""
     known = {id(each): None if each is None else change(each) for each in rows}
     return [known[id(each)] for each in rows]
-
-
-def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
-    """BatchError, naming the row, unless what each row of a checked `batch` has for the model's
-    towers fits the grids beside it, and these its placeholders. What the policy has drawn is text,
-    placeholders too: by `token_mask` or, without it, all behind those that the grids count. Adds
-    the number of patches of each row.
-    """
-    tokens_BS = batch["input_ids"]
-    text_BS = inside(batch)
-    drawn_BS = batch["token_mask"] != 0 if "token_mask" in batch else text_BS
-    patches_B = torch.zeros(len(tokens_BS), dtype=torch.long)
-    for medium in shell.media:
-        at_BS = (tokens_BS == medium.placeholder) & text_BS
-        for row in range(len(tokens_BS)):
-            given = pick_row(medium, batch, row)
-            _check_media(medium, row, given)
-            patches_B[row] += medium.count_patches(given)
-            others = (pick_row(each, batch, row)[each.values] for each in shell.list_rivals(medium))
-            if any(other is not None for other in others):
-                if given[medium.values] is None:
-                    continue  # the other's count
-                raise BatchError(
-                    f"row {row} has pictures and videos, whose placeholders are the same tokens "
-                    f"{medium.placeholder}: give those of one kind to a row"
-                )
-            wanted, found = medium.count_tokens(given), int(at_BS[row].sum())
-            if not found - int((at_BS[row] & drawn_BS[row]).sum()) <= wanted <= found:
-                raise BatchError(
-                    f"row {row} has {found} tokens {medium.placeholder}, whose place features of "
-                    f"{medium.values!r} take, but its {medium.keys[-1]!r} make {wanted}: expand "
-                    "placeholders as the model's processor does, pass what belongs to them, and do "
-                    "not cut a row within a picture"
-                )
-    batch[PATCHES] = patches_B
-    _check_groups(batch, shell)
-
-
-def _check_groups(batch: BatchedDataDict, shell: Shell) -> None:
-    types_BS = shell.find_types(batch, inside(batch))
-    for number, medium in enumerate(shell.media, start=1):
-        if not isinstance(medium, PatchMedium):
-            continue
-        for row, types_S in enumerate(types_BS):
-            wanted = medium.list_groups(pick_row(medium, batch, row))
-            runs = [len([*run]) for is_one, run in groupby((types_S == number).tolist()) if is_one]
-            if runs != wanted:
-                raise BatchError(
-                    f"row {row} has tokens {medium.placeholder} in groups of {runs}, but its "
-                    f"{medium.grids!r} make groups of {wanted}: keep the order of pictures, and "
-                    "the tokens that the model's processor puts between them and between frames "
-                    "of videos"
-                )
-
-
-def _check_media(medium: AnyMedium, row: int, given: OfRow) -> None:
-    missing = [key for key, value in given.items() if value is None]
-    if len(missing) == len(given):
-        return
-    if missing:
-        has = next(key for key in given if key not in missing)
-        raise BatchError(
-            f"row {row} has {has!r} without {missing[0]!r}: pass both, or None for both"
-        )
-    values, *sizes = given.values()
-    assert values is not None
-    if not values.is_floating_point():
-        raise BatchError(
-            f"{medium.values!r} is {values.dtype} in row {row}: pass the floating-point numbers "
-            "that the model's processor makes of pixels"
-        )
-    if isinstance(medium, PatchMedium):
-        _check_grids(medium, row, values, *sizes)
-    elif isinstance(medium, FrameMedium):
-        _check_frames(medium, row, values)
-    elif isinstance(medium, TileMedium):
-        _check_tiles(medium, row, given)
-    else:
-        _check_sizes(medium, row, values, *sizes)
-
-
-def _check_grids(medium: PatchMedium, row: int, values: Any, grids: Any) -> None:
-    side = medium.side
-    legal = grids.ndim == 2 and grids.size(1) == 3 and holds_integers(grids.dtype) and len(grids)
-    if not legal or (grids < 1).any() or (grids[:, 1:] % side).any():
-        raise BatchError(
-            f"{medium.grids!r} has {grids.tolist()} in row {row}: pass integers [pictures, 3], the "
-            f"patches in time, height and width, of which the last two are multiples of {side}"
-        )
-    patch = values.shape[1:]
-    if patch != (medium.patch or patch) or (medium.patch is None and len(patch) != 1):
-        wanted = ", ".join(map(str, medium.patch or ("values",)))
-        raise BatchError(
-            f"{medium.values!r} has shape {tuple(values.shape)} in row {row}; it must be "
-            f"[patches, {wanted}], as the model's processor makes it"
-        )
-    if medium.still and (grids[:, 0] > 1).any():
-        raise BatchError(
-            f"{medium.grids!r} has {grids.tolist()} in row {row}: the model reads pictures, which "
-            "have one frame"
-        )
-    patches = int(grids.prod(-1).sum())
-    if len(values) != patches:
-        raise BatchError(
-            f"{medium.values!r} has {len(values)} patches in row {row}, but {medium.grids!r} count "
-            f"{patches}"
-        )
-
-
-def _check_sizes(medium: PictureMedium, row: int, values: Any, sizes: Any = None) -> None:
-    most, step = values.shape[2:], medium.patch * medium.side
-    if values.ndim != 4 or not len(values) or medium.fixed not in (None, tuple(most)):
-        shape = ", ".join(map(str, medium.fixed or ("height", "width")))
-        raise BatchError(
-            f"{medium.values!r} has shape {[*values.shape]} in row {row}: pass whole pictures, "
-            f"[pictures, channels, {shape}]"
-        )
-    if medium.by_row and (blank := [n for n, each in enumerate(values) if not each.any()]):
-        raise BatchError(
-            f"{medium.values!r} has nothing but zeros in picture {blank[0]} of row {row}: the "
-            "model's class leaves such pictures out. Leave out those that fill a row up"
-        )
-    if medium.fixed is not None:
-        return
-    if sizes is None:
-        sizes = torch.tensor(most).expand(len(values), 2)
-    legal = sizes.shape == (len(values), 2) and holds_integers(sizes.dtype)
-    if not legal or (sizes < 1).any() or (sizes % step).any() or (sizes > torch.tensor(most)).any():
-        raise BatchError(
-            f"{medium.sizes or medium.values!r} has sizes {sizes.tolist()} in row {row}: pass the "
-            f"pixels of each of the {len(values)} pictures in height and width, multiples of "
-            f"{step} up to {[*most]}"
-        )
-
-
-def _check_frames(medium: FrameMedium, row: int, values: Any) -> None:
-    legal = values.ndim == 5 and values.shape[3:] == (medium.tile, medium.tile)
-    if not legal or not values.numel():
-        raise BatchError(
-            f"{medium.values!r} has shape {[*values.shape]} in row {row}: pass the frames of each "
-            f"video, [videos, frames, channels, {medium.tile}, {medium.tile}]"
-        )
-
-
-def _check_tiles(medium: TileMedium, row: int, given: Mapping[str, Any]) -> None:
-    values, sizes = given[medium.values], given[medium.sizes]
-    if values.ndim != 5 or not len(values) or values.shape[3:] != (medium.tile, medium.tile):
-        raise BatchError(
-            f"{medium.values!r} has shape {[*values.shape]} in row {row}: pass the tiles of each "
-            f"picture, [pictures, tiles, channels, {medium.tile}, {medium.tile}]"
-        )
-    legal = sizes.shape == (len(values), 2) and holds_integers(sizes.dtype)
-    if not legal or (sizes < 1).any():
-        raise BatchError(
-            f"{medium.sizes!r} has sizes {sizes.tolist()} in row {row}: pass the pixels in height "
-            f"and width that each of the {len(values)} pictures had before it was cut into tiles"
-        )
-    if medium.counts is not None:
-        counts = given[medium.counts]
-        legal = counts.ndim == 1 and holds_integers(counts.dtype) and not (counts < 1).any()
-        if not legal or int(counts.sum()) != len(values):
-            raise BatchError(
-                f"{medium.counts!r} has {counts.tolist()} in row {row}, which has {len(values)} "
-                f"pictures: pass how many were given together, [{len(values)}]"
-            )
-    if (most := max(medium.list_tiles(given))) > values.size(1):
-        raise BatchError(
-            f"{medium.values!r} has {values.size(1)} tiles of each picture in row {row}, but of "
-            f"the sizes {sizes.tolist()} one has {most}: pass all that the model's processor makes"
-        )
 
 
 def check_mask(key: str, mask: Any, shape: tuple[int, ...]) -> None:

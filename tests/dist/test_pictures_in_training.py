@@ -48,7 +48,9 @@ from tests.losses import loss_mask, token_nll
 from tests.picture_models import (
     IMAGE,
     KEYS,
-    MEDIA,
+    SOUND,
+    SOUND_START,
+    START,
     hf_logprobs,
     load_model,
     make_model,
@@ -114,10 +116,12 @@ LAYOUTS_OF = {
     "smolvlm": SOME | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP1 x 2")},
     **dict.fromkeys(("glm4v_moe", "kimi_k25"), WITH_EXPERTS),
     "qwen2_vl": OLDER,
+    "qwen2_5_omni_thinker": LAYOUTS | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP2 CP2")},
     "qwen2_5_vl": LAYOUTS | SHARDED,
     # transformers packs no rows of delta nets.
     "qwen3_5": LAYOUTS | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP2 x 4", "FSDP1 x 2")},
     "qwen3_5_moe": WITH_EXPERTS | {"FSDP2 x 2": SHARDED["FSDP2 x 2"]},
+    "qwen3_omni_moe_thinker": WITH_EXPERTS | {"FSDP2 x 2": SHARDED["FSDP2 x 2"]},
     "qwen3_vl": LAYOUTS | SHARDED,
     "qwen3_vl_moe": WITH_EXPERTS | {"FSDP2 x 2": SHARDED["FSDP2 x 2"]},
 }
@@ -125,6 +129,7 @@ DAILY = {
     ("gemma3", "CP2"),
     ("qwen3_vl", "TP2+SP"),
     ("qwen3_5", "CP2"),
+    ("qwen2_5_omni_thinker", "PP2"),
     ("qwen3_vl", "FSDP2 x 2"),
 }
 
@@ -425,41 +430,52 @@ def seen_patches() -> Iterator[list[int]]:
 
 
 def read_answers(
-    config: dict[str, Any], rows: BatchedDataDict, other: int
+    config: dict[str, Any], rows: BatchedDataDict, ids_BS: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Log-probabilities of `rows`, of the same with the token `other` in place of placeholders
-    that the policy drew, and the patches at each call of the tower for the first ones.
+    """Log-probabilities of `rows`, of the same with the tokens `ids_BS`, and the patches at each
+    call of the tower for the first ones.
     """
     with seen_patches() as seen, open_policy(config) as policy:
         found, patches = policy.logprobs(rows), list(seen)
-        ids_BS = rows["input_ids"]
-        drawn_BS = (ids_BS == IMAGE) & (rows["token_mask"] != 0)
-        replaced = {**rows, "input_ids": ids_BS.masked_fill(drawn_BS, other)}
-        return found, policy.logprobs(BatchedDataDict(replaced)), patches
+        return found, policy.logprobs(BatchedDataDict({**rows, "input_ids": ids_BS})), patches
 
 
+@pytest.mark.parametrize(
+    ("family", "drawn"),
+    [
+        pytest.param("qwen2_5_vl", [IMAGE], marks=pytest.mark.daily),
+        ("qwen2_5_omni_thinker", [START, SOUND, SOUND_START, IMAGE]),
+        ("qwen3_omni_moe_thinker", [SOUND_START, START]),
+    ],
+)
 def test_a_picture_is_read_once_for_all_its_answers_and_a_drawn_placeholder_is_text(
-    ranks, tmp_path: Path
+    ranks, tmp_path: Path, family: str, drawn: list[int]
 ) -> None:
-    """Copies of rows 1, a picture, and 4, two of them, go on in their own ways. The placeholder is
-    embedded as token 5 is, whose place it takes in one answer.
+    """Copies of rows 1, a picture, and 4, two of them, go on in their own ways. What is drawn, last
+    tokens first, is embedded as token 5 is, whose place it takes in one answer.
     """
-    path, other = make_model(tmp_path / "hf", "qwen2_5_vl"), 5
+    path, other = make_model(tmp_path / "hf", family), 5
     weights = load_file(path / "model.safetensors")
-    weights["model.embed_tokens.weight"][IMAGE] = weights["model.embed_tokens.weight"][other]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in weights:
+            weights[name][drawn] = weights[name][other].clone()
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    prompts = make_rows("qwen2_5_vl").select_indices([1, 4])
-    rows = BatchedDataDict({key: [*prompts[key], *prompts[key]] for key in MEDIA})
+    prompts = make_rows(family).select_indices([1, 4])
+    keys = [key for key in KEYS if key in prompts]
+    rows = BatchedDataDict({key: [*prompts[key], *prompts[key]] for key in keys})
     for key in ("input_ids", "input_lengths", "token_mask", "sample_mask"):
         rows[key] = torch.cat([prompts[key], prompts[key]])
     rows["pixel_values"][2:] = [pixels.clone() for pixels in prompts["pixel_values"]]
-    last = rows["input_lengths"][2] - 1
-    rows["input_ids"][2, last] = IMAGE
     rows["input_ids"][3, rows["input_lengths"][3] - 2] = 9
+    last = rows["input_lengths"][2] - 1
+    replaced_BS = rows["input_ids"].clone()
+    for back, token in enumerate(drawn):
+        rows["input_ids"][2, last - back], replaced_BS[2, last - back] = token, other
     config = policy_config(path, {}) | {"max_total_sequence_length": 64, "logprob_batch_size": 4}
-    ((found, replaced, patches),) = ranks.run(1, read_answers, config, rows, other)
-    assert patches == [sum(len(pixels) for pixels in prompts["pixel_values"])]
-    rows["input_ids"][2, last] = other
+    ((found, replaced, patches),) = ranks.run(1, read_answers, config, rows, replaced_BS)
+    if family == "qwen2_5_vl":
+        assert patches == [sum(len(pixels) for pixels in prompts["pixel_values"])]
     inside = torch.arange(1, found.size(1)) < rows["input_lengths"].unsqueeze(1)
-    assert_equal("logprobs", found[:, 1:][inside], exact_of(path, rows)[inside])
+    exact = exact_of(path, BatchedDataDict({**rows, "input_ids": replaced_BS}))
+    assert_equal("logprobs", found[:, 1:][inside], exact[inside])
     assert torch.equal(found, replaced)

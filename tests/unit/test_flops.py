@@ -26,7 +26,7 @@ from megatron_policy.estimate.tower import count_tower
 from tests.checkpoints import class_of_model, hf_config
 from tests.dist.cases import policy_config
 from tests.families import SAMPLES
-from tests.picture_models import STILL
+from tests.picture_models import CLIPS, STILL
 
 LENGTH, RANK = 48, 4
 WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "olmo3")
@@ -139,7 +139,7 @@ def test_forward_and_backward_are_what_torch_counts_on_the_reference(checkpoint,
     assert counted(model, 2, backward=True) == 3 * ours
 
 
-@pytest.mark.parametrize("family", ["glm4v_moe", "qwen2_5_vl", "qwen3_vl", *STILL])
+@pytest.mark.parametrize("family", ["glm4v_moe", "qwen2_5_vl", "qwen3_vl", *STILL, *CLIPS])
 def test_towers_cost_what_torch_counts_on_the_reference(checkpoint, family: str) -> None:
     path = checkpoint(family)
     config = PolicyConfig.parse(policy_config(path, {}))

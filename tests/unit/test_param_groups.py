@@ -126,7 +126,7 @@ def test_a_group_of_a_role_that_the_model_lacks_is_refused(checkpoint) -> None:
 def test_parts_are_frozen_by_the_keys_of_the_host(
     checkpoint, tmp_path: Path, family: str, tower_of: str, projector: str
 ) -> None:
-    table = table_of(make_model(tmp_path, family))
+    table = table_of(make_model(tmp_path / "hf", family))
     names = [entry.hf[0] for entry in table.entries]
     tower = {name for name in names if re.match(rf"{tower_of}\.", name)}
     mergers = {name for name in tower if re.match(rf"{tower_of}\.({projector})\.", name)}
@@ -137,7 +137,10 @@ def test_parts_are_frozen_by_the_keys_of_the_host(
         groups = groups_of(freeze_config={f"freeze_{part}": True})
         groups.check(table)
         assert {e.hf[0] for e in table.entries if groups.frozen(e)} == frozen, part
+    hearing = table_of(make_model(tmp_path / "omni", "qwen2_5_omni_thinker"))
     both = groups_of(freeze_config={"freeze_vision_model": True, "freeze_vision_projection": True})
+    frozen = {e.hf[0] for e in hearing.entries if both.frozen(e)}
+    assert frozen == {n for e in hearing.entries if (n := e.hf[0]).startswith("visual.")}
     assert {e.hf[0] for e in table.entries if both.frozen(e)} == tower
     text = table_of(checkpoint("qwen3"))
     both.check(text)

@@ -18,7 +18,7 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 
 from megatron_policy.adapters.table import name_module, strip_weight
 from megatron_policy.convert import convert
-from megatron_policy.converters.architecture import Moe, Scoring, TileMedium
+from megatron_policy.converters.architecture import Moe, Scoring, SoundMedium, TileMedium
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.families.shared.pictures import PARAMETERS
@@ -32,9 +32,11 @@ from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConfigError, ConversionError
 from tests.checkpoints import make_checkpoint
 from tests.picture_models import (
+    CLIPS,
     MEDIA,
     MORE,
     ROPE,
+    SOUNDS,
     STILL,
     TILED,
     TINY,
@@ -164,18 +166,19 @@ def test_names_and_shapes_are_those_of_transformers(checkpoint: Path) -> None:
     with HfReader(checkpoint) as reader:
         assert table.hf_shapes() == reader.shapes
         table.check_hf(reader.shapes, reader.dtypes)
-        seen = inspect(
+        inspected = inspect(
             read_config(checkpoint),
             json.loads((checkpoint / "config.json").read_text()),
             reader.shapes,
             reader.dtypes,
         )
-    assert seen.problems == () and seen.unmatched == ()
+    assert inspected.problems == () and inspected.unmatched == ()
     shell = table.architecture.shell
-    keys = STILL.get(table.family, MEDIA)
-    assert shell is not None and table.architecture.attachments[: len(keys)] == keys
-    assert all(medium.merged == (1 if table.family in SINGLE else 4) for medium in shell.media)
-    assert shell.deep == (2 if table.family.startswith("qwen3_vl") else 0)
+    keys = STILL.get(table.family, MEDIA) + SOUNDS * (table.family in CLIPS)
+    assert shell is not None and {*keys} <= {*table.architecture.attachments}
+    seen = [medium for medium in shell.media if not isinstance(medium, SoundMedium)]
+    assert all(medium.merged == (1 if table.family in SINGLE else 4) for medium in seen)
+    assert shell.deep == (2 if table.family.startswith(("qwen3_vl", "qwen3_omni")) else 0)
     of_shell = [e for e in table.entries if e.megatron.startswith("embedding.shell.")]
     assert len(of_shell) == len(shell.tensors)
     for entry in of_shell:

@@ -19,6 +19,10 @@ TENSORS = "shell"
 """The field that a config has beside those of its file: the tensors of what surrounds the decoder,
 name and shape.
 """
+PART = "part"
+"""The field that a config has beside those of its file if it is the section of one model in a
+checkpoint of several: what names of that model's tensors begin with.
+"""
 BY_CLASS = "read by transformers' own class of what surrounds the decoder"
 _FIRST = "patch_embed.proj.weight"
 """The end of the name of what a tower multiplies patches with, `[features, ...]`."""
@@ -56,17 +60,30 @@ def take_shell(
     """
     for name in marks:
         fields.ignore(name, BY_CLASS)
+    media, deep = take_media(fields, "image_token_id", videos, by_frame=by_frame)
+    return surround(fields, prefix, *media, further=further, deep=deep)
+
+
+def take_media(
+    fields: Fields, image: str, videos: str, **more: Any
+) -> tuple[list[PatchMedium], int]:
+    """Pictures and videos, whose placeholders are these fields, and how many layers of the decoder
+    have features added to what they return. `more` are further fields of the `PatchMedium` of
+    videos, of which pictures have `start`.
+    """
     vision = fields.take("vision_config")
     first = (
         prod(shape[1:]) for name, shape in fields.take(TENSORS).items() if name.endswith(_FIRST)
     )
     merged, patch = vision["spatial_merge_size"] ** 2, (*first,)[:1] or None
-    image = fields.take("image_token_id")
-    media = [PatchMedium(image, "pixel_values", merged, "image_grid_thw", patch)]
-    keys = ("pixel_values_videos", merged, "video_grid_thw", patch, by_frame)
-    media.append(PatchMedium(fields.take(videos), *keys))
-    deep = len(vision.get("deepstack_visual_indexes") or ())
-    return surround(fields, prefix, *media, further=further, deep=deep)
+    start = more.get("start")
+    still = PatchMedium(
+        fields.take(image), "pixel_values", merged, "image_grid_thw", patch, start=start
+    )
+    films = PatchMedium(
+        fields.take(videos), "pixel_values_videos", merged, "video_grid_thw", patch, **more
+    )
+    return [still, films], len(vision.get("deepstack_visual_indexes") or ())
 
 
 def surround(fields: Fields, prefix: str, *media: AnyMedium, **more: Any) -> dict[str, Any]:

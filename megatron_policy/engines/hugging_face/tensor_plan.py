@@ -55,6 +55,7 @@ _OURS: dict[str, dict[str, str]] = {
     "glm4_moe_lite": _MLP | _EXPERTS,
     "gpt_oss": _ATTENTION | _EXPERTS | {f"{_LAYER}self_attn": "local_sinks"},
     "hunyuan_v1_dense": _ATTENTION | _MLP,
+    "qwen2_5_omni_thinker": _SURROUNDED,
     "qwen2_5_vl": _SURROUNDED,
     "qwen3_vl": _SURROUNDED,
 }

@@ -72,6 +72,8 @@ FURTHER = {
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": "Nemotron-3-Nano-30B-A3B",
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": "Nemotron-3-Super-120B-A12B",
     "nvidia/NVIDIA-Nemotron-Nano-12B-v2": "Nemotron-Nano-12B-v2",
+    "Qwen/Qwen2.5-Omni-7B": "Qwen2.5-Omni-7B",
+    "Qwen/Qwen3-Omni-30B-A3B-Instruct": "Qwen3-Omni-30B-A3B-Instruct",
     "Qwen/Qwen3.5-397B-A17B": "Qwen3.5-397B-A17B",
     "Qwen/Qwen3.5-35B-A3B-Base": "Qwen3.5-35B-A3B",
     "Qwen/Qwen3.5-9B-Base": "Qwen3.5-9B",
@@ -88,7 +90,14 @@ _VL_3B = {
     "num_key_value_heads": 2,
     "vocab_size": 151936,
 }
+_OMNI_7B = PUBLISHED["Qwen2.5-Omni-7B"][1]
 SEEING: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-Omni-3B": _OMNI_7B
+    | {
+        "text_config": _OMNI_7B["text_config"] | _VL_3B,
+        "vision_config": _OMNI_7B["vision_config"] | {"out_hidden_size": 2048},
+        "audio_config": _OMNI_7B["audio_config"] | {"output_dim": 2048},
+    },
     "Qwen/Qwen2.5-VL-3B-Instruct": _VL_7B
     | {
         "text_config": _VL_7B["text_config"] | _VL_3B,
@@ -96,7 +105,7 @@ SEEING: dict[str, dict[str, Any]] = {
         "vision_config": _VL_7B["vision_config"] | {"out_hidden_size": 2048},
     },
 }
-"""Models that see pictures, of other sizes than those of `tests/families`."""
+"""Models that see pictures or hear sound, of other sizes than those of `tests/families`."""
 MODELS = ("policy", "teacher", "value")
 SPLIT_MODEL = [
     f"{axis}_parallel_size"
