@@ -16,6 +16,7 @@ from benchmarks import (
     packing,
     pictures,
     recurrent,
+    shards,
     training,
 )
 from benchmarks.results import HIGHER, Row
@@ -212,6 +213,20 @@ SCORECARD: tuple[Row, ...] = (
         limit=1.0,
         goal=1.1,
         measure=pictures.pictures_over_plain_loop,
+    ),
+    Row(
+        30,
+        "seconds to plan a refit of 1.03e12 parameters from 512 trainers' shards to 128 engines'",
+        limit=0.0,
+        goal=5.0,
+        measure=shards.seconds_to_plan,
+    ),
+    Row(
+        31,
+        "shard to shard: bytes that an engine rank receives (the most of 128) / its own bytes",
+        limit=1.0,
+        goal=1.01,
+        measure=shards.received_over_own,
     ),
 )
 
