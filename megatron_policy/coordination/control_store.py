@@ -111,12 +111,20 @@ class ControlStore:
         """
         # A connection of its own: a group may wait in it, and from a thread of torch's.
         own: KeyValueStore | ControlClient | None = self._values
-        keeper = self._connect(timeout_s) if own is None else own
+        limit_s = _AGAIN_S if self.connected else timeout_s
+        keeper = self._connect(limit_s) if own is None else own
         store = TorchControlStore(keeper, timeout_s, unless)
+
+        def watch() -> None:
+            # Not all that a group waits for is in the store.
+            if unless and (words := self.find(unless)):
+                raise RefitError(words.decode(errors="replace"))
+
         try:
             return run_with_timeout(
                 timeout_s + _GRACE_S,
                 lambda: BoundedProcessGroup(name, store, rank, size, timeout_s, keeper.close),
+                watch,
             )
         except BaseException as error:
             keeper.close()

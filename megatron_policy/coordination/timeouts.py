@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ SHORTEST_TIMEOUT_S, LONGEST_TIMEOUT_S = 1e-3, 1e6
 ENGINE_SHARE = 0.75
 """Of a refit's timeout: how long a training rank waits for its engine. The other ranks wait for
 this one for the whole timeout, so they hear the reason before their own time is up."""
+
+_WATCH_S = 0.2
 
 T = TypeVar("T")
 
@@ -41,8 +44,11 @@ def start_thread(thread: threading.Thread) -> bool:
     return True
 
 
-def run_with_timeout(timeout_s: float, step: Callable[[], T]) -> T:
-    """What `step` returns or raises; TimeoutError if that takes longer than `timeout_s` seconds.
+def run_with_timeout(
+    timeout_s: float, step: Callable[[], T], watch: Callable[[], object] | None = None
+) -> T:
+    """What `step` returns or raises; TimeoutError if that takes longer than `timeout_s` seconds, or
+    what `watch` raises, which is called now and then meanwhile.
 
     After a timeout, `step` goes on in a thread that nothing waits for: it must not touch what
     others use. Made for torch's store, whose client waits without end for a host that is stopped.
@@ -59,7 +65,11 @@ def run_with_timeout(timeout_s: float, step: Callable[[], T]) -> T:
     thread = threading.Thread(target=attempt, daemon=True, name="bounded-call")
     if not start_thread(thread):
         return step()
-    thread.join(timeout_s)
+    end = time.monotonic() + timeout_s
+    while thread.is_alive() and (left := end - time.monotonic()) > 0:
+        thread.join(left if watch is None else min(left, _WATCH_S))
+        if watch is not None and thread.is_alive():
+            watch()
     if not outcome:
         raise TimeoutError(f"no answer within {timeout_s:g} s")
     value, error = outcome[0]

@@ -211,7 +211,9 @@ def test_all_engines_have_the_weights_and_one_that_refuses_is_named_before_any_i
         other = {**FORMS, "norm": ((34,), torch.bfloat16)}
         both[1].call(refit_engine.start, other, 0, {"timeout_s": TIMEOUT_S})
         refusal = r"engine 1: .*not the weights of .*: .*norm"
-        assert_fails(group, *both, seed=2, trainer=refusal, engine="norm")
+        # The other one may come when it is over, and wait for the next.
+        heard = "norm|has not begun a refit"
+        assert_fails(group, *both, seed=2, trainer=refusal, engine=heard)
         assert group.group.broadcasts == sent
         assert both[0].call(refit_engine.state)[:2] == (bits(weights(1)), 1)
         both[1].call(refit_engine.start, FORMS, 0, {"timeout_s": TIMEOUT_S})
