@@ -171,6 +171,10 @@ def list_cases() -> Iterator[Case]:
 CASES = [*list_cases()]
 UNREAD = "has no parameters for tensors like"
 FAR = "before any refit"
+PROCESSOR = (
+    "Failed to load the processor",
+    "vLLM needs the processor of a published checkpoint, which these have not",
+)
 IMAGES = "vLLM's file of this family needs torchvision"
 BF16 = "vLLM computes with the numbers of this activation in bf16, whatever the model's dtype"
 PROCESSOR = (
@@ -219,7 +223,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "olmo_hybrid": KERNEL,
     "olmo_hybrid with biases": KERNEL,
     "olmoe with biases": (UNREAD, "vLLM's attention of this family has no biases"),
-    "qwen2_5_omni_thinker": ("failed to be inspected", IMAGES),
+    "qwen2_5_omni_thinker": PROCESSOR,
     "qwen2_5_vl": ("failed to be inspected", IMAGES),
     "qwen2_vl": ("failed to be inspected", IMAGES),
     "qwen3 with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
@@ -233,8 +237,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "qwen3_5_text with biases": ("failed to be inspected", IMAGES),
     "qwen3_moe with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
     "qwen3_next with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
-    "qwen3_omni_moe_thinker": ("failed to be inspected", IMAGES),
-    "qwen3_omni_moe_thinker with biases": ("failed to be inspected", IMAGES),
+    "qwen3_omni_moe_thinker": PROCESSOR,
+    "qwen3_omni_moe_thinker with biases": PROCESSOR,
     "qwen3_vl": ("failed to be inspected", IMAGES),
     "qwen3_vl with biases": ("failed to be inspected", IMAGES),
     "qwen3_vl_moe": ("failed to be inspected", IMAGES),
