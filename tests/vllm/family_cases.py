@@ -171,7 +171,7 @@ def list_cases() -> Iterator[Case]:
 CASES = [*list_cases()]
 UNREAD = "has no parameters for tensors like"
 FAR = "before any refit"
-PROCESSOR = (
+OF_WHOLE = (
     "Failed to load the processor",
     "vLLM needs the processor of a published checkpoint, which these have not",
 )
@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "olmo_hybrid": KERNEL,
     "olmo_hybrid with biases": KERNEL,
     "olmoe with biases": (UNREAD, "vLLM's attention of this family has no biases"),
-    "qwen2_5_omni_thinker": PROCESSOR,
+    "qwen2_5_omni_thinker": OF_WHOLE,
     "qwen2_5_vl": ("failed to be inspected", IMAGES),
     "qwen2_vl": ("failed to be inspected", IMAGES),
     "qwen3 with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
@@ -237,8 +237,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "qwen3_5_text with biases": ("failed to be inspected", IMAGES),
     "qwen3_moe with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
     "qwen3_next with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
-    "qwen3_omni_moe_thinker": PROCESSOR,
-    "qwen3_omni_moe_thinker with biases": PROCESSOR,
+    "qwen3_omni_moe_thinker": OF_WHOLE,
+    "qwen3_omni_moe_thinker with biases": OF_WHOLE,
     "qwen3_vl": ("failed to be inspected", IMAGES),
     "qwen3_vl with biases": ("failed to be inspected", IMAGES),
     "qwen3_vl_moe": ("failed to be inspected", IMAGES),
