@@ -148,12 +148,13 @@ SEEN_BY_EXPERTS = (
     ("EP2xCP2", PADDED),
     ("FSDP2 x 2", PADDED),
 )
+OF_FAMILIES = {"qwen2_5_vl": SEEN, "qwen3_vl": SEEN, "qwen3_vl_moe": SEEN_BY_EXPERTS}
 PICTURES_TABLE = Table(
     "pictures",
     "rows have",
     tuple(
         FurtherCell(*each, "pictures, videos", family)
-        for family, layouts in (("qwen3_vl", SEEN), ("qwen3_vl_moe", SEEN_BY_EXPERTS))
+        for family, layouts in OF_FAMILIES.items()
         for each in layouts
     ),
     {name: name for name in ("loss", "grad norm", "weights", "logprobs")},
