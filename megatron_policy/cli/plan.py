@@ -80,7 +80,7 @@ def plan(
         options.refuse_unread(given)
         check_files(picture, timeline)
         if refit is not None:
-            said = (bucket_size, dtype, trained, engine_layout, tensors, as_json)
+            said = (bucket_size, dtype, trained, engine_layout, gpu, tensors, as_json)
             return _show_refit(refit, layout, gpus, *said, picture)
         from megatron_policy.cli import plan_inputs as inputs
 
@@ -104,17 +104,20 @@ def _show_refit(
     dtype: Dtype | None,
     precision: Precision,
     engine_layout: str | None,
+    gpu: str | None,
     tensors: bool,
     as_json: bool,
     picture: Path | None,
 ) -> None:
-    from megatron_policy.cli.plan_inputs import complete_sizes, count_ranks
+    from megatron_policy.cli.plan_inputs import complete_sizes, count_ranks, device_of
     from megatron_policy.cli.plan_refit import refit_of, report_refit
 
     with keys_as_options(uneven=True):
         sizes = complete_sizes(layout)
         ranks = count_ranks(sizes, layout["dp"], gpus)
-        planned = refit_of(source, sizes, ranks, bucket_bytes, dtype, precision, engine_layout)
+        port = gpu and device_of(gpu, None, None).network_link
+        to = (engine_layout, port or None)
+        planned = refit_of(source, sizes, ranks, bucket_bytes, dtype, precision, *to)
         show(report_refit(planned, tensors), as_json)
         draw_refit(planned, picture, as_json)
 

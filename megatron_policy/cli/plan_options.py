@@ -138,7 +138,8 @@ def refuse_unread(given: dict[str, Any]) -> None:
         "json" if name == "as-json" else name for name, value in given.items() if value is not False
     ]
     if "refit" in names:
-        unread, reason = [n for n in names if n not in _OF_REFIT], "with --refit"
+        read = (*_OF_REFIT, "gpu") if "engine-layout" in names else _OF_REFIT
+        unread, reason = [n for n in names if n not in read], "with --refit"
     elif "config" in names:
         unread = [name for name in names if name not in _OF_CONFIG]
         reason = f"with a CONFIG{_in_config(unread, given)}"

@@ -43,6 +43,8 @@ class PlannedRefit:
     engine: Topology | None = None
     shards: ShardPlan | None = None
     """The engine's grid, and what is sent from shards to its shards."""
+    port: float | None = None
+    """Bytes per second of each rank's network port, if the time over it is wanted."""
 
 
 def report_refit(planned: PlannedRefit, tensors: bool) -> CommandReport:
@@ -70,6 +72,11 @@ def _lines(planned: PlannedRefit) -> Iterator[str]:
     if planned.engine is not None and planned.shards is not None:
         yield f"to an engine on {_name_ranks(table, planned.engine)}, shard to shard:"
         yield from _shard_lines(planned.shards)
+        if planned.port is not None:
+            yield (
+                f"  over the network at least {bound_time(planned.shards, planned.port):.3g} s: "
+                f"{_name_busiest(planned.shards)} at {show_size(int(planned.port))}/s"
+            )
     what = " and ".join(sorted({"rounds" if e.gathers else "packs" for e in plan.exchanges}))
     yield f"buckets ({what} of at most {show_size(plan.bucket_bytes)}) and their tensors"
     for number, tensors in enumerate(_in_buckets(plan)):
@@ -102,6 +109,20 @@ def _shard_lines(shards: ShardPlan) -> Iterator[str]:
         f"  {len(shards.transfers)} transfers between {len(links)} pairs of ranks, at most "
         f"{show_size(most)} (from rank {source} to engine rank {target})"
     )
+
+
+def bound_time(shards: ShardPlan, port: float) -> float:
+    """The seconds that it takes at least where every rank sends, and receives, so many bytes per
+    second.
+    """
+    return max(*shards.sent, *shards.received) / port
+
+
+def _name_busiest(shards: ShardPlan) -> str:
+    sent, received = max(shards.sent), max(shards.received)
+    if sent > received:
+        return f"rank {shards.sent.index(sent)} sends {show_size(sent)}"
+    return f"engine rank {shards.received.index(received)} receives {show_size(received)}"
 
 
 def _cost(plan: RefitPlan, ranks: int) -> Iterator[str]:
@@ -203,6 +224,8 @@ def _as_data(planned: PlannedRefit, tensors: bool) -> dict[str, Any]:
             "sent_bytes": shards.sent,
             "received_bytes": shards.received,
         }
+        if planned.port is not None:
+            data["shards"]["seconds_at_least"] = bound_time(shards, planned.port)
     if tensors:
         data["sent"] = [
             {"name": each.name, "bytes": each.nbytes, "stage": each.stage} for each in plan.tensors
@@ -226,9 +249,11 @@ def refit_of(
     dtype: Dtype | None,
     precision: Precision,
     engine_layout: str | None,
+    port: float | None = None,
 ) -> PlannedRefit:
     """Plan a refit of `source` under a layout of these `sizes` over so many `ranks`, and to the
-    shards of an engine with that layout, if there is one.
+    shards of an engine with that layout, if there is one, whose ranks and the trainer's have
+    network ports of so many bytes per second.
     """
     source = with_config(source)
     seen, table = open_headers(source)
@@ -250,7 +275,7 @@ def refit_of(
     engine, architecture = parse_grid(engine_layout), table.architecture
     placements = place_on_grid(plan, architecture, engine)
     shards = plan_shards(plan, architecture, topology, placements, engine.world_size)
-    return replace(planned, engine=engine, shards=shards)
+    return replace(planned, engine=engine, shards=shards, port=port)
 
 
 def parse_grid(sizes: str) -> Topology:

@@ -220,6 +220,18 @@ def test_shards_of_an_engine_are_planned(checkpoint) -> None:
     assert found["shards"]["pairs"] <= 16
 
 
+def test_the_time_of_a_refit_between_shards_is_bound_by_the_busiest_port(checkpoint) -> None:
+    options = (checkpoint("qwen2", dtype="bfloat16"), "--tp", "2", "--gpu", "A100")
+    for grid, busiest in (("tp=4", r"rank \d sends"), ("tp=1", "engine rank 0 receives")):
+        code, said, _ = plan(*options, "--engine-layout", grid)
+        assert code == 0 and re.search(rf"at least \S+ s: {busiest} .* at 25 GB/s", said), said
+        found = json.loads(plan(*options, "--engine-layout", grid, "--json")[1])["shards"]
+        most = max(*found["sent_bytes"], *found["received_bytes"])
+        assert found["seconds_at_least"] == most / 25e9
+    code, _, said = plan(*options)
+    assert code == 2 and "--gpu cannot be given with --refit" in said
+
+
 @pytest.mark.parametrize("sizes", ["tp", "tp=2,tp=2", "cp=2", "tp=two", ""])
 def test_a_layout_of_an_engine_that_cannot_be_read_is_refused(checkpoint, sizes: str) -> None:
     code, _, said = plan(checkpoint("qwen2"), "--engine-layout", sizes)
