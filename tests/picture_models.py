@@ -459,7 +459,8 @@ def hf_inputs(model: Any, rows: BatchedDataDict, row: int) -> dict[str, Any]:
     types = (own == IMAGE).int() + 2 * (own == VIDEO).int()
     if model.config.model_type.startswith("glm") and "pixel_values_videos" in media:
         types = 2 * types
-    read = "mm_token_type_ids" in inspect.signature(model.forward).parameters
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
+    read = "mm_token_type_ids" in inspect.signature(whole.forward).parameters
     more = {"mm_token_type_ids": types} if media and read else {}
     if model.config.model_type == "gemma3":
         more = {"token_type_ids": types}

@@ -228,7 +228,9 @@ class Samples:
     """Layouts under which a family with experts learns."""
 
     larger: Fields = field(default_factory=dict)
-    """What a larger model has than those published here, which are too small to be split far."""
+    """What the decoder of a larger model has than those of the published ones here, which are too
+    small to be split far.
+    """
 
     def take_turns(self, layers: int) -> Fields:
         """The fields of `turns` for a model of so many layers."""

@@ -114,9 +114,9 @@ class PendingCollective:
 
     def wait(self) -> None:
         """Wait until its memory can be used; RefitError after the group's timeout."""
-        timeout = timedelta(seconds=self._channel._timeout_s)
         try:
             if self.work is not None:
+                timeout = timedelta(seconds=self._channel._timeout_s)
                 self._channel._bounded(lambda: self.work.wait(timeout))
         finally:
             self.work = None

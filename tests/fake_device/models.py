@@ -27,8 +27,11 @@ def published() -> dict[str, dict[str, Any]]:
         found[fields["model_type"]] = fields
     for family, samples in SAMPLES.items():
         named = {"model_type": family, "architectures": [samples.architecture]}
-        if "text_config" not in found.get(family, {}):
-            found[family] = COMMON | named | found.get(family, {}) | samples.larger
+        known = found.get(family, {})
+        if "text_config" in known:
+            found[family] = known | {"text_config": known["text_config"] | samples.larger}
+        else:
+            found[family] = COMMON | named | known | samples.larger
     return found
 
 

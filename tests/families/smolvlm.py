@@ -37,4 +37,10 @@ SAMPLES = Samples(
             "tie_word_embeddings": false, "vocab_size": 49280
         """)
     },
+    larger={
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
 )

@@ -31,6 +31,7 @@ CELLS: list[tuple[str, int, list[str]]] = [
     ("packed", 2, ["collective", "directory"]),
     ("tp2", 1, ["deltas", "deltas", "stream", "deltas"]),
     ("ep2", 2, ["deltas", "deltas"]),
+    ("tp2", 1, ["deltas"] * 50),
     ("tp2", 1, ["adapters", "adapters"]),
     ("pp2", 2, ["adapters"]),
     ("packed", 1, ["adapters"]),
@@ -81,12 +82,18 @@ def check(handed: Handed, step: int, before: Exact | None) -> Exact:
     return exact
 
 
+def name_runs(transports: list[str]) -> str:
+    """Each transport, and how many times in turn if that is many."""
+    runs = [(name, len([*same])) for name, same in itertools.groupby(transports)]
+    return ", ".join(name if n == 1 else f"{n} {name}" for name, n in runs)
+
+
 @pytest.mark.parametrize(
     ("layout", "workers", "transports"),
     [
         pytest.param(
             *cell,
-            id=f"{cell[0]} to {cell[1]}: {', '.join(cell[2])}",
+            id=f"{cell[0]} to {cell[1]}: {name_runs(cell[2])}",
             marks=[pytest.mark.daily] if cell is CELLS[0] else [],
         )
         for cell in CELLS
