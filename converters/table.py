@@ -71,6 +71,8 @@ class Table:
     """HF tensors of a scalar head that the checkpoint lacks, with the standard deviation that they
     are drawn with; 0 for zeros.
     """
+    paths: tuple[tuple[str, str], ...] = ()
+    """See `Family.paths`."""
 
     def exported(self) -> tuple[Entry, ...]:
         """The entries that own their HF tensors: together they hold each HF tensor exactly once."""
@@ -263,7 +265,8 @@ def draft(
         if isinstance(row, Ignore)
         for name in _name_ignored(row, architecture, named or tensors)
     }
-    return Table(family.name, architecture, entries, ignored, source.fields, source.fresh)
+    own = source.fields, source.fresh, family.paths
+    return Table(family.name, architecture, entries, ignored, *own)
 
 
 def _count_mtp_layers(

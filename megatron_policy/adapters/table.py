@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron_policy.adapters.rows import Concatenated, GatedQkvParts, QkvParts
 from megatron_policy.converters.architecture import Architecture
-from megatron_policy.converters.registry import family_of
 from megatron_policy.converters.rows.blocks import Role, Row, fill_shard
 from megatron_policy.converters.rows.expert_rows import (
     Stacked,
@@ -240,7 +239,7 @@ def strip_weight(name: str) -> str:
 def name_module(weight: str, table: Table) -> str:
     """The path, in transformers, of the module with the HF tensor of this name: PEFT goes by it."""
     path = strip_weight(weight)
-    for saved, own in family_of(table.family).paths:
+    for saved, own in table.paths:
         if saved.startswith(".") or path.startswith(saved):
             path = path.replace(saved, own, 1)
     return path
