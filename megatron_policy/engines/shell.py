@@ -116,6 +116,8 @@ def build_composite(config: PolicyConfig) -> torch.nn.Module:
     from transformers import AutoModel
 
     settings = transformers_config(config.model_name, config.hf_config_overrides)
+    # A layer of a decoder can be larger than the host's memory, and all are replaced.
+    settings.get_text_config().num_hidden_layers = 0
     with parameters_on_meta():
         return take_surroundings(AutoModel.from_config(settings, dtype=torch.float32))
 

@@ -18,6 +18,7 @@ from tests.dist.cases import GLOBAL_BATCH, open_policy
 from tests.dist.layouts import LAYOUTS, LENGTH, SIZES, VOCAB, layout
 from tests.dist.test_adapter_conversion import assert_goes_there_and_back
 from tests.dist.test_adapters import STEPS, adapted, of_peft, train
+from tests.dist.test_hybrids import HYBRIDS
 from tests.dist.test_scalar_heads import assert_values_and_scores, heads
 from tests.exact import Exact, assert_equal
 
@@ -42,6 +43,8 @@ KINDS = {
     "Mamba2": of_peft("nemotron_h", ["in_proj", "q_proj", "o_proj", "up_proj", "down_proj"]),
     "short convolution": of_peft("lfm2", ["in_proj", "out_proj", "w1", "w2"]),
 }
+SIZES_OF = {"nemotron_h": HYBRIDS["nemotron_h"]}
+"""Models without experts, whose adapters PEFT knows by other names."""
 CP2 = layout(2, context_parallel_size=2)
 CASES = {
     "delta net, TP2+SP": ("delta net", LAYOUTS["TP2+SP"]),
@@ -78,7 +81,7 @@ def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
 ) -> None:
     kind, case = CASES[name]
     of = KINDS[kind]
-    path = checkpoint(of.family, **SIZES)
+    path = checkpoint(of.family, **SIZES_OF.get(of.family, SIZES))
     start = of.make(path, tmp_path / "start")
     data = oracle.make_batch(STEPS * GLOBAL_BATCH, LENGTH, VOCAB)
     hf = oracle.Learned.of(
@@ -110,13 +113,14 @@ def test_adapters_are_trained_like_pefts_by_torchs_optimizer(
 def test_what_a_policy_saves_becomes_what_it_exports_and_back(
     ranks, checkpoint, tmp_path: Path, family: str, name: str, peft: dict[str, Any]
 ) -> None:
-    assert_goes_there_and_back(ranks, checkpoint(family, **SIZES), tmp_path, name, peft, {})
+    path = checkpoint(family, **SIZES_OF.get(family, SIZES))
+    assert_goes_there_and_back(ranks, path, tmp_path, name, peft, {})
 
 
 @pytest.mark.nightly
 def test_peft_reads_what_is_exported_of_mamba2(ranks, checkpoint, tmp_path: Path) -> None:
     """Under the names of its modules, which are not those of files. It refuses `out_proj`."""
-    path = checkpoint("nemotron_h", **SIZES)
+    path = checkpoint("nemotron_h", **SIZES_OF["nemotron_h"])
     config = adapted(path, {}, None, target_modules=["in_proj", "q_proj", "down_proj"])
     config["megatron_cfg"]["peft"]["lora_B_init_method"] = "normal"
     (logprobs,) = ranks.run(1, export_adapters, config, tmp_path / "peft")
