@@ -115,8 +115,8 @@ def _show_refit(
     with keys_as_options(uneven=True):
         sizes = complete_sizes(layout)
         ranks = count_ranks(sizes, layout["dp"], gpus)
-        port = gpu and device_of(gpu, None, None).network_link
-        to = (engine_layout, port or None)
+        port = None if gpu is None else device_of(gpu, None, None).network_link
+        to = (engine_layout, port)
         planned = refit_of(source, sizes, ranks, bucket_bytes, dtype, precision, *to)
         show(report_refit(planned, tensors), as_json)
         draw_refit(planned, picture, as_json)
