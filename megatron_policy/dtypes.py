@@ -10,6 +10,11 @@ def name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def holds_integers(dtype: torch.dtype) -> bool:
+    """Whether this is an integer dtype (bool is not)."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
 _NAMED = {
     name_dtype(dtype): dtype
     for dtype in (

@@ -12,14 +12,7 @@ from .channel_delta_net import ChannelDeltaNet
 from .delta_net import DeltaNet
 from .layer import MOST_LAYERS, Beside, Feed, Layer, Mixer, Norms, stack
 from .mamba2 import Mamba2
-from .media import (
-    AnyMedium,
-    FrameMedium,
-    PatchMedium,
-    PictureMedium,
-    SoundMedium,
-    TileMedium,
-)
+from .media import Medium, PatchMedium, PictureMedium, SoundMedium
 from .mla import Mla
 from .mlp import Mlp
 from .moe import Moe
@@ -28,12 +21,12 @@ from .recurrence import HeadRows, Recurrence
 from .rotary import Rope
 from .shell import Shell, join_rows, pick_row
 from .short_convolution import ShortConvolution
+from .tiles import FrameMedium, TileMedium
 from .traits import Activation, Norm, QkNorm, ScalarHead, Scoring
 
 __all__ = [
     "MOST_LAYERS",
     "Activation",
-    "AnyMedium",
     "Architecture",
     "Attention",
     "Beside",
@@ -45,6 +38,7 @@ __all__ = [
     "Layer",
     "LayerPart",
     "Mamba2",
+    "Medium",
     "Mixer",
     "Mla",
     "Mlp",

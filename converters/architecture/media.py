@@ -1,27 +1,35 @@
-"""Kinds of inputs beside text: what a row has for a tower, and how many tokens' places it takes."""
+"""Kinds of inputs beside text: what a row has for a tower, how many tokens' places it takes, and
+what of it is refused.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
-from megatron_policy.errors import ConversionError
+from megatron_policy.dtypes import holds_integers
+from megatron_policy.errors import BatchError, ConversionError
 
 OfRow = Mapping[str, torch.Tensor | None]
 """What a row has for a tower, by the key of a batch."""
+Found = dict[str, torch.Tensor]
+"""The same of a row that has all that belongs together."""
 Size = tuple[int, int]
 """Height and width."""
-_EXCESS = 1.1
-"""By which the sides of a grid can exceed those of the most features before they are shrunk."""
+Shape = tuple[int, ...]
+Make = Callable[..., torch.Tensor]
+"""Makes a tensor of the shape that it is called with."""
 
 
 @dataclass(frozen=True)
-class Medium:
+class Medium(ABC):
     """A kind of input beside text. Its features take the places of the tokens `placeholder`. See
-    `PatchMedium`, `PictureMedium`, `TileMedium`, `FrameMedium` and `SoundMedium`.
+    `PatchMedium`, `PictureMedium` and `SoundMedium`, and `TileMedium` and `FrameMedium`.
     """
 
     placeholder: int
@@ -31,6 +39,60 @@ class Medium:
     """The token that stands before each picture or clip, if the model's class finds them by it to
     make positions. Another one stands behind.
     """
+    typed: ClassVar[bool] = False
+    """Whether the model's class is called with the type of each token for it."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> tuple[str, ...]:
+        """The keys of a batch that belong to it."""
+
+    @abstractmethod
+    def count_patches(self, given: OfRow) -> int:
+        """The patches of what a row has."""
+
+    def list_groups(self, given: OfRow) -> list[int] | None:
+        """The tokens of a row that stand together, if it matters which do."""
+        return None
+
+    def count_tokens(self, given: OfRow) -> int:
+        """The tokens of a row whose places features take."""
+        return sum(self.list_groups(given) or ())
+
+    def find_kind(self, values: torch.Tensor) -> Shape:
+        """What `values` of rows that are read at once have to have in common."""
+        return ()
+
+    def is_mixed(self, given: OfRow) -> bool:
+        """Whether features of what a row has depend on what else is read at once."""
+        return False
+
+    def arrange(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of all rows in the form that the model's class takes."""
+        return values
+
+    def check(self, row: int, given: OfRow) -> None:
+        """BatchError, which names the `row`, unless what it has is legal, or nothing."""
+        found = {key: value for key, value in given.items() if value is not None}
+        if not found:
+            return
+        if missing := [key for key in given if key not in found]:
+            has = f"row {row} has {next(iter(found))!r} without {missing[0]!r}"
+            raise BatchError(f"{has}: pass both, or None for both")
+        if not (values := found[self.values]).is_floating_point():
+            raise BatchError(
+                f"{self.values!r} is {values.dtype} in row {row}: pass the floating-point numbers "
+                "that the model's processor makes of pixels and sound"
+            )
+        self._check(row, found)
+
+    @abstractmethod
+    def _check(self, row: int, given: Found) -> None:
+        """The same of a row that has all that belongs to it."""
+
+    def _refuse_shape(self, row: int, values: torch.Tensor, wanted: str) -> BatchError:
+        shape = [*values.shape]
+        return BatchError(f"{self.values!r} has shape {shape} in row {row}: pass {wanted}")
 
 
 @dataclass(frozen=True)
@@ -45,6 +107,12 @@ class SeenMedium(Medium):
             raise ConversionError(
                 f"{self.merged} patches of {self.values} make a token: it must be a square"
             )
+
+    @abstractmethod
+    def make_picture(self, patches: Size, kernel: Shape, make: Make) -> Found:
+        """What a row has of so many patches in height and width, or as many as it has to be, by
+        key, for a tower that multiplies `[channels, ..., height, width]` first.
+        """
 
     @property
     def side(self) -> int:
@@ -65,7 +133,7 @@ class PatchMedium(SeenMedium):
 
     grids: str
     """The key with the patches of each picture in time, height and width, int `[pictures, 3]`."""
-    patch: tuple[int, ...] | None = None
+    patch: Shape | None = None
     """The shape of a patch's values; None if nothing says how many there are."""
     by_frame: bool = False
     """Whether other tokens stand between the placeholders of frames of a video."""
@@ -75,20 +143,15 @@ class PatchMedium(SeenMedium):
     """The key with the seconds from patch to patch in time of each video, `[videos]`, if the class
     needs them.
     """
+    typed: ClassVar[bool] = True
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of a batch that belong to it."""
         return (self.values, *filter(None, [self.seconds]), self.grids)
 
     def count_patches(self, given: OfRow) -> int:
-        """The patches of what a row has."""
         values = given[self.values]
         return 0 if values is None else len(values)
-
-    def count_tokens(self, given: OfRow) -> int:
-        """The tokens of a row whose places its pictures take."""
-        return sum(self.list_groups(given))
 
     def list_groups(self, given: OfRow) -> list[int]:
         """The tokens of a row that stand together, picture by picture or frame by frame."""
@@ -97,6 +160,44 @@ class PatchMedium(SeenMedium):
             tokens = height * width // self.merged
             found += [tokens] * times if self.by_frame else [tokens * times]
         return found
+
+    def make_picture(self, patches: Size, kernel: Shape, make: Make) -> Found:
+        values = make(math.prod(patches), *(self.patch or (math.prod(kernel),)))
+        return {self.values: values, self.grids: torch.tensor([[1, *patches]])}
+
+    def _check(self, row: int, given: Found) -> None:
+        values, grids = given[self.values], given[self.grids]
+        seconds = given.get(self.seconds or "")
+        legal = (
+            grids.ndim == 2 and grids.size(1) == 3 and holds_integers(grids.dtype) and len(grids)
+        )
+        if not legal or (grids < 1).any() or (grids[:, 1:] % self.side).any():
+            raise BatchError(
+                f"{self.grids!r} has {grids.tolist()} in row {row}: pass integers [pictures, 3], "
+                "the patches in time, height and width, of which the last two are multiples of "
+                f"{self.side}"
+            )
+        patch = values.shape[1:]
+        if patch != (self.patch or patch) or (self.patch is None and len(patch) != 1):
+            wanted = ", ".join(map(str, self.patch or ("values",)))
+            shape = f"[patches, {wanted}], as the model's processor makes it"
+            raise self._refuse_shape(row, values, shape)
+        if self.still and (grids[:, 0] > 1).any():
+            raise BatchError(
+                f"{self.grids!r} has {grids.tolist()} in row {row}: the model reads pictures, "
+                "which have one frame"
+            )
+        patches = int(grids.prod(-1).sum())
+        if len(values) != patches:
+            raise BatchError(
+                f"{self.values!r} has {len(values)} patches in row {row}, but {self.grids!r} count "
+                f"{patches}"
+            )
+        if seconds is not None and (seconds.shape != (len(grids),) or not (seconds > 0).all()):
+            raise BatchError(
+                f"{self.seconds!r} has {seconds.tolist()} in row {row}: pass a positive number of "
+                f"seconds from patch to patch for each of {len(grids)} videos"
+            )
 
 
 @dataclass(frozen=True)
@@ -128,7 +229,6 @@ class PictureMedium(SeenMedium):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of a batch that belong to it."""
         return (self.values,) if self.sizes is None else (self.values, self.sizes)
 
     @property
@@ -136,11 +236,9 @@ class PictureMedium(SeenMedium):
         return math.prod(each // self.patch for each in self.fixed) if self.fixed else self.merged
 
     def count_patches(self, given: OfRow) -> int:
-        """The patches of what a row has."""
         return int((self._measure(given) // self.patch).prod(-1).sum())
 
     def count_tokens(self, given: OfRow) -> int:
-        """The tokens of a row whose places its pictures take."""
         sizes_N2 = self._measure(given)
         tokens_N = (sizes_N2 // (self.patch * self.side)).prod(-1)
         return int(tokens_N.sum()) + self.further * len(sizes_N2)
@@ -153,131 +251,37 @@ class PictureMedium(SeenMedium):
         sizes = None if self.sizes is None else given[self.sizes]
         return torch.tensor([values.shape[-2:]] * len(values)) if sizes is None else sizes
 
+    def arrange(self, values: torch.Tensor) -> torch.Tensor:
+        return values.unsqueeze(0) if self.by_row else values
 
-@dataclass(frozen=True)
-class TileMedium(SeenMedium):
-    """Pictures of any size in tiles, of each the whole in one and its parts in others: values
-    `[pictures, tiles, channels, side, side]`, behind those of a picture anything.
-    """
+    def make_picture(self, patches: Size, kernel: Shape, make: Make) -> Found:
+        size = self.fixed or tuple(each * self.patch for each in patches)
+        found = {self.values: make(1, kernel[0], *size)}
+        return found if self.sizes is None else found | {self.sizes: torch.tensor([size])}
 
-    patch: int
-    """Pixels along height and width of a patch."""
-    tile: int
-    """Pixels along height and width of a tile."""
-    canvases: tuple[Size, ...]
-    """Heights and widths in pixels that the parts can have together, see `choose_canvas`."""
-    sizes: str
-    """The key with the pixels of each picture before that in height and width, int
-    `[pictures, 2]`.
-    """
-    counts: str | None = None
-    """The key with the number of pictures that were given together, int `[groups]`: several are
-    each seen as a whole alone. None: all pictures are seen in parts too.
-    """
-    most: int | None = None
-    """How many tiles the features of a picture's parts can fill, into which more are shrunk."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if any(each % self.tile for canvas in self.canvases for each in canvas):
-            raise ConversionError(
-                f"pictures are cut into tiles of {self.tile} pixels, and not all of "
-                f"{self.canvases} are multiples of that"
+    def _check(self, row: int, given: Found) -> None:
+        values = given[self.values]
+        most, step = values.shape[2:], self.patch * self.side
+        if values.ndim != 4 or not len(values) or self.fixed not in (None, tuple(most)):
+            shape = ", ".join(map(str, self.fixed or ("height", "width")))
+            wanted = f"whole pictures, [pictures, channels, {shape}]"
+            raise self._refuse_shape(row, values, wanted)
+        if self.by_row and (blank := [n for n, each in enumerate(values) if not each.any()]):
+            raise BatchError(
+                f"{self.values!r} has nothing but zeros in picture {blank[0]} of row {row}: the "
+                "model's class leaves such pictures out. Leave out those that fill a row up"
             )
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of a batch that belong to it."""
-        return (self.values, *(() if self.counts is None else (self.counts,)), self.sizes)
-
-    @property
-    def indivisible(self) -> int:
-        return self._count_tiles(self.least, False) * self.of_tile
-
-    @property
-    def least(self) -> Size:
-        """The height and width of the smallest picture that is seen in parts."""
-        return min(self.canvases, key=math.prod)
-
-    @property
-    def of_tile(self) -> int:
-        """The patches of a tile."""
-        return (self.tile // self.patch) ** 2
-
-    def list_tiles(self, given: OfRow) -> list[int]:
-        """How many tiles of each picture of a row are seen."""
-        return [self._count_tiles(*picture) for picture in self._list_pictures(given)]
-
-    def count_patches(self, given: OfRow) -> int:
-        """The patches of what a row has."""
-        return sum(self.list_tiles(given)) * self.of_tile
-
-    def count_tokens(self, given: OfRow) -> int:
-        """The tokens of a row whose places its pictures take. Each row of features of the parts,
-        and a picture without parts, is followed by one more.
-        """
-        tokens, side = 0, self.tile // self.patch
-        for size, alone in self._list_pictures(given):
-            rows, columns = 1, 0
-            if not alone:
-                height, width = choose_canvas(size, self.canvases)
-                grid = height // self.tile * side, width // self.tile * side
-                rows, columns = crop_padding(grid, size)
-                if self.most is not None:
-                    rows, columns = shrink((rows, columns), self.most * self.of_tile)
-            tokens += self.of_tile + rows * (columns + 1)
-        return tokens
-
-    def _count_tiles(self, size: Size, alone: bool) -> int:
-        return 1 + (not alone) * math.prod(choose_canvas(size, self.canvases)) // self.tile**2
-
-    def _list_pictures(self, given: OfRow) -> list[tuple[Size, bool]]:
-        """Of each picture height and width, and whether it is seen as a whole alone."""
-        sizes = given[self.sizes]
-        if sizes is None:
-            return []
-        counts = [1] * len(sizes)
-        if self.counts is not None and (groups := given[self.counts]) is not None:
-            counts = [count for count in groups.tolist() for _ in range(count)]
-        return [
-            ((height, width), count > 1)
-            for (height, width), count in zip(sizes.tolist(), counts, strict=True)
-        ]
-
-
-@dataclass(frozen=True)
-class FrameMedium(SeenMedium):
-    """Videos in whole frames of one size: values `[videos, frames, channels, side, side]`. Four
-    neighbours among the features of a frame become one, and one more ends a video.
-    """
-
-    patch: int
-    """Pixels along height and width of a patch."""
-    tile: int
-    """Pixels along height and width of a frame."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of a batch that belong to it."""
-        return (self.values,)
-
-    @property
-    def indivisible(self) -> int:
-        return (self.tile // self.patch) ** 2
-
-    def count_patches(self, given: OfRow) -> int:
-        """The patches of what a row has."""
-        values = given[self.values]
-        return 0 if values is None else math.prod(values.shape[:2]) * self.indivisible
-
-    def count_tokens(self, given: OfRow) -> int:
-        """The tokens of a row whose places its videos take."""
-        values = given[self.values]
-        if values is None:
-            return 0
-        videos, frames = values.shape[:2]
-        of_frame = math.ceil(self.tile // self.patch / 2) ** 2
-        return int(videos * (frames * of_frame + 1))
+        if self.fixed is not None:
+            return
+        sizes = self._measure(given)
+        legal = sizes.shape == (len(values), 2) and holds_integers(sizes.dtype)
+        legal = legal and bool(((sizes > 0) & (sizes <= torch.tensor(most))).all())
+        if not legal or (sizes % step).any():
+            raise BatchError(
+                f"{self.sizes or self.values!r} has sizes {sizes.tolist()} in row {row}: pass the "
+                f"pixels of each of the {len(values)} pictures in height and width, multiples of "
+                f"{step} up to {[*most]}"
+            )
 
 
 @dataclass(frozen=True)
@@ -300,10 +304,9 @@ class SoundMedium(Medium):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of a batch that belong to it."""
         return self.values, self.mask
 
-    def make_clip(self, frames: int, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    def make_clip(self, frames: int, make: Make) -> Found:
         """A clip of so many frames: what `make` gives for the shape of its values, and their mask,
         by key.
         """
@@ -314,16 +317,11 @@ class SoundMedium(Medium):
         """The tokens of a row that stand together, clip by clip."""
         return [self._count(frames) for frames in self._measure(given)]
 
-    def count_tokens(self, given: OfRow) -> int:
-        """The tokens of a row whose places its clips take."""
-        return sum(self.list_groups(given))
-
     def count_patches(self, given: OfRow) -> int:
         """What a row's clips count among its patches: as many as their tokens."""
         return self.count_tokens(given)
 
     def is_mixed(self, given: OfRow) -> bool:
-        """Whether features of a row's clips depend on others that are read at once."""
         return self.mixed and any(frames < (self.chunk or 0) for frames in self._measure(given))
 
     def _measure(self, given: OfRow) -> list[int]:
@@ -336,39 +334,21 @@ class SoundMedium(Medium):
         parts = (chunks, self.chunk or 0), (1, rest)
         return sum(times * ((each + self.spare) // self.stride) for times, each in parts)
 
-
-AnyMedium = PatchMedium | PictureMedium | TileMedium | FrameMedium | SoundMedium
-
-
-def choose_canvas(picture: Size, canvases: Sequence[Size]) -> Size:
-    """The canvas on which most pixels of a picture are left when it is made to fit; the smallest of
-    several such, or the first of these.
-    """
-    height, width = picture
-
-    def rank(canvas: Size) -> tuple[int, int]:
-        scale = min(canvas[1] / width, canvas[0] / height)
-        left = min(int(width * scale) * int(height * scale), height * width)
-        return left, -math.prod(canvas)
-
-    return max(canvases, key=rank)
-
-
-def crop_padding(grid: Size, picture: Size) -> Size:
-    """The rows and columns of features of a canvas without those on both sides of a picture that
-    was made to fit on it.
-    """
-    (rows, columns), (height, width) = grid, picture
-    if width / height > columns / rows:
-        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
-    else:
-        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
-    return rows, columns
-
-
-def shrink(grid: Size, most: int) -> Size:
-    """The rows and columns after those of a grid are made fewer, in the same ratio, if they have
-    clearly more than `most` features together.
-    """
-    ratio = math.sqrt(math.prod(grid) / most)
-    return grid if ratio <= _EXCESS else (int(grid[0] // ratio), int(grid[1] // ratio))
+    def _check(self, row: int, given: Found) -> None:
+        values, mask = given[self.values], given[self.mask]
+        if values.ndim != 3 or values.size(1) != self.bins:
+            wanted = f"[clips, {self.bins}, frames], as the model's processor makes it of sound"
+            raise self._refuse_shape(row, values, wanted)
+        whole = mask.dtype == torch.bool or holds_integers(mask.dtype)
+        whole = whole and mask.shape == (values.size(0), values.size(2)) and mask.numel() > 0
+        first = torch.arange(values.size(2)) < mask.long().sum(-1, keepdim=True)
+        if not whole or not torch.equal(first.long(), mask.long()):
+            raise BatchError(
+                f"{self.mask!r} is {mask.dtype} of shape {[*mask.shape]} in row {row}: pass 1 for "
+                f"the first frames of each clip and 0 for what fills it up, {[*values.shape[::2]]}"
+            )
+        if 0 in (tokens := self.list_groups({self.mask: mask})):
+            raise BatchError(
+                f"clip {tokens.index(0)} of row {row} is too short for a token: leave it out, and "
+                "its placeholder"
+            )

@@ -5,8 +5,7 @@ placeholders.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +13,7 @@ import torch
 
 from megatron_policy.errors import ConversionError
 
-from .media import (
-    AnyMedium,
-    FrameMedium,
-    OfRow,
-    PatchMedium,
-    PictureMedium,
-    SoundMedium,
-    TileMedium,
-)
+from .media import Found, Make, Medium, OfRow, SeenMedium, Shape, Size, SoundMedium
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,7 @@ class Shell:
     """Name, within the composite model, and shape of each."""
     prefix: str
     """What their names begin with in a checkpoint."""
-    media: tuple[AnyMedium, ...]
+    media: tuple[Medium, ...]
     further: tuple[str, ...] = ()
     """Keys of a batch that it reads beside those of its media: a tensor, or None, for each row."""
     deep: int = 0
@@ -77,34 +68,23 @@ class Shell:
         return next(each for each in itertools.count() if each not in named)
 
     @property
-    def pictures(self) -> PatchMedium | PictureMedium | TileMedium | FrameMedium:
+    def pictures(self) -> SeenMedium:
         """The pictures that it reads, videos aside."""
         found = self.media[0]
-        assert not isinstance(found, SoundMedium)
+        assert isinstance(found, SeenMedium)
         return found
 
-    def make_picture(
-        self, number: int, patches: tuple[int, int], make: Callable[..., torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """A picture for medium `number`, of so many patches in height and width or as large as it
-        has to be: what `make` gives for the shape of its values, and their size, by key.
+    @property
+    def sounds(self) -> list[SoundMedium]:
+        """The kinds of clips of sound that it reads."""
+        return [medium for medium in self.media if isinstance(medium, SoundMedium)]
+
+    def make_picture(self, patches: Size, make: Make) -> Found:
+        """A picture of so many patches in height and width or as large as it has to be: what `make`
+        gives for the shape of its values, and their size, by key.
         """
-        medium = self.media[number]
-        channels, *_ = weight = next(shape[1:] for _, shape in self.tensors if len(shape) > 3)
-        if isinstance(medium, PatchMedium):
-            values = make(math.prod(patches), *(medium.patch or (math.prod(weight),)))
-            return {medium.values: values, medium.grids: torch.tensor([[1, *patches]])}
-        if isinstance(medium, TileMedium):
-            tiles = medium.indivisible // medium.of_tile
-            values = make(1, tiles, channels, medium.tile, medium.tile)
-            found = {medium.values: values, medium.sizes: torch.tensor([medium.least])}
-            return found if medium.counts is None else found | {medium.counts: torch.tensor([1])}
-        if isinstance(medium, FrameMedium):
-            return {medium.values: make(1, 2, channels, medium.tile, medium.tile)}
-        assert isinstance(medium, PictureMedium)
-        size = medium.fixed or tuple(each * medium.patch for each in patches)
-        found = {medium.values: make(1, channels, *size)}
-        return found if medium.sizes is None else found | {medium.sizes: torch.tensor([size])}
+        kernel = next(shape[1:] for _, shape in self.tensors if len(shape) > 3)
+        return self.pictures.make_picture(patches, kernel, make)
 
     def split_rows(self, batch: Mapping[str, Any], rows: Sequence[int]) -> list[list[int]]:
         """The numbers `rows` of rows of a batch, those together of which the model's class takes
@@ -112,22 +92,18 @@ class Shell:
         media have are of the same one. If it would read sound of some otherwise beside others, each
         row is taken by itself.
         """
-        sounds = [medium for medium in self.media if isinstance(medium, SoundMedium)]
-        if any(each.is_mixed(pick_row(each, batch, row)) for each in sounds for row in rows):
+        if any(each.is_mixed(pick_row(each, batch, row)) for each in self.media for row in rows):
             return [[row] for row in rows]
-        found: dict[tuple[int, ...], list[int]] = {}
+        found: dict[Shape, list[int]] = {}
         for row in rows:
-            kind = []
+            kind: Shape = ()
             for number, medium in enumerate(self.media):
-                values = pick_row(medium, batch, row)[medium.values]
-                if values is not None and isinstance(medium, FrameMedium):
-                    kind.append(values.size(1))
-                elif values is not None and self.list_rivals(medium):
-                    kind.append(number)
-            found.setdefault(tuple(kind), []).append(row)
+                if (values := pick_row(medium, batch, row)[medium.values]) is not None:
+                    kind += medium.find_kind(values) + (number,) * bool(self.list_rivals(medium))
+            found.setdefault(kind, []).append(row)
         return [*found.values()]
 
-    def list_rivals(self, medium: AnyMedium) -> list[AnyMedium]:
+    def list_rivals(self, medium: Medium) -> list[Medium]:
         """Other media with the same placeholder."""
         same = (each for each in self.media if each.placeholder == medium.placeholder)
         return [each for each in same if each != medium]
@@ -137,12 +113,12 @@ class Shell:
         found = {key: [each for each in rows if each is not None] for key, rows in batch.items()}
         joined = {key: join_rows(rows) for key, rows in found.items() if rows}
         for medium in self.media:
-            if isinstance(medium, PictureMedium) and medium.by_row and medium.values in joined:
-                joined[medium.values] = joined[medium.values].unsqueeze(0)
+            if medium.values in joined:
+                joined[medium.values] = medium.arrange(joined[medium.values])
         return joined
 
 
-def pick_row(medium: AnyMedium, batch: Mapping[str, Any], row: int) -> OfRow:
+def pick_row(medium: Medium, batch: Mapping[str, Any], row: int) -> OfRow:
     """What a row of a batch has for a medium."""
     return {key: batch[key][row] if key in batch else None for key in medium.keys}
 

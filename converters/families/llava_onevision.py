@@ -24,6 +24,6 @@ def take_shell(fields: Fields) -> dict[str, Any]:
         fields.refuse("vision_aspect_ratio", ratio, "it can be anyres_max_ and a number of tiles")
     most = 1 if found is None else int(found[1])
     still = llava_next.take_tiles(fields, counts="batch_num_images", most=most)
-    sizes = {"merged": 1, "patch": still.patch, "tile": still.tile}
+    sizes = {"patch": still.patch, "tile": still.tile}
     films = FrameMedium(fields.take("video_token_index"), "pixel_values_videos", **sizes)
     return pictures.surround(fields, "", still, films)

@@ -90,7 +90,7 @@ def _run(model: str, overrides: str, precision: str, shell: Shell, patches: int)
     squares, side = patches // medium.merged, medium.side
     height = max(n for n in range(1, math.isqrt(squares) + 1) if squares % n == 0)
     size = side * height, side * squares // height
-    picture = shell.make_picture(0, size, partial(torch.empty, dtype=dtype, device="meta"))
+    picture = shell.make_picture(size, partial(torch.empty, dtype=dtype, device="meta"))
     count = patches // medium.count_patches(picture)  # all are as large
     pictures = shell.join({key: [value] * count for key, value in picture.items()})
     known = {parameter.untyped_storage()._cdata for parameter in composite.parameters()}

@@ -13,7 +13,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.convert.headers import open_headers
-from megatron_policy.converters.architecture import PatchMedium, Shell
+from megatron_policy.converters.architecture import Shell
 from megatron_policy.converters.config_fields import quantisation
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.formats.hf_config import (
@@ -72,7 +72,7 @@ def _describe_batch(data: BatchedDataDict, shell: Shell | None) -> dict[str, tor
     for number, medium in enumerate(() if shell is None else shell.media, start=1):
         if medium.start is not None:  # its class makes positions of what a mask names
             given["attention_mask"] = torch.ones_like(tokens_BS)
-        elif medium.values in given and (both_ways or isinstance(medium, PatchMedium)):
+        elif medium.values in given and (both_ways or medium.typed):
             name = "token_type_ids" if both_ways else "mm_token_type_ids"
             given[name] = (tokens_BS == medium.placeholder).int() * number
     return {name: tensor.to(current_device()) for name, tensor in given.items()}

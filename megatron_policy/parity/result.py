@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import AnyMedium, Shell, SoundMedium
+from megatron_policy.converters.architecture import Medium, Shell
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest unsuspicious error of a layer's output, relative to its largest value."""
@@ -69,9 +69,9 @@ def draw_batch(job: Job, shell: Shell | None) -> BatchedDataDict:
     found: dict[str, list[torch.Tensor | None]] = {}
     for row, tokens_S in enumerate(tokens_BS):
         side, place = shell.pictures.side, 1
-        drawn: list[tuple[AnyMedium, dict[str, torch.Tensor]]] = [
-            (shell.pictures, shell.make_picture(0, (2 * side, 2 * side * (row + 1)), draw)),
-            *((m, m.make_clip(_FRAMES, draw)) for m in shell.media if isinstance(m, SoundMedium)),
+        drawn: list[tuple[Medium, dict[str, torch.Tensor]]] = [
+            (shell.pictures, shell.make_picture((2 * side, 2 * side * (row + 1)), draw)),
+            *((medium, medium.make_clip(_FRAMES, draw)) for medium in shell.sounds),
         ]
         for medium, given in drawn:
             tokens = medium.count_tokens(given)

@@ -14,6 +14,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.architecture import Architecture, Shell
+from megatron_policy.dtypes import holds_integers
 from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossFunction, LossInputType
 from megatron_policy.packing.batching import Batching
@@ -30,7 +31,6 @@ from megatron_policy.training.value_checks import (
     check_kind,
     check_mask,
     check_temperature,
-    holds_integers,
     shape_of,
     take_attachments,
 )

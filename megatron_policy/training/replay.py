@@ -14,9 +14,9 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.architecture import Architecture
+from megatron_policy.dtypes import holds_integers
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.microbatch import ROUTED_EXPERTS, inside
-from megatron_policy.training.value_checks import holds_integers
 
 NOT_RECORDED = -1
 """In all K places of a token: its router chooses."""

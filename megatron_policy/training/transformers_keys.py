@@ -12,9 +12,9 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.architecture import Shell
+from megatron_policy.dtypes import holds_integers
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.microbatch import counted, inside
-from megatron_policy.training.value_checks import holds_integers
 
 IGNORED_LABEL = -100
 """What transformers leaves out of a loss."""

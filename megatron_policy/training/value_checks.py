@@ -50,11 +50,6 @@ def _check_travels(key: str, tensor: torch.Tensor) -> None:
         )
 
 
-def holds_integers(dtype: torch.dtype) -> bool:
-    """Whether this is an integer dtype (bool is not)."""
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-
-
 def shape_of(key: str, value: Any) -> tuple[int, ...]:
     """The shape of a tensor, or of a list with one item per row; BatchError for anything else."""
     if isinstance(value, torch.Tensor) and value.ndim:

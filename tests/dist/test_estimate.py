@@ -165,7 +165,7 @@ def indices(adapters: Any) -> set[int]:
 def show_pictures(data: BatchedDataDict, shell: Shell, patches: int) -> BatchedDataDict:
     """The rows with a picture of so many patches in each, as high as it is wide."""
     side = math.isqrt(patches)
-    pictures = [shell.make_picture(0, (side, side), torch.randn) for _ in range(data.size)]
+    pictures = [shell.make_picture((side, side), torch.randn) for _ in range(data.size)]
     tokens = shell.media[0].count_tokens(pictures[0])
     data["input_ids"][:, 1 : 1 + tokens] = shell.media[0].placeholder
     data["token_mask"][:, 1 : 1 + tokens] = 0

@@ -161,9 +161,9 @@ def test_pictures_that_fit_their_placeholders_pass_and_what_was_drawn_is_text() 
         ({"image_grid_thw": [None, GRID.float(), None]}, "in row 1: pass integers"),
         (
             {"pixel_values": [None, torch.ones(12, 4), None]},
-            r"\(12, 4\) in row 1; .* \[patches, 5",
+            r"\[12, 4\] in row 1: .* \[patches, 5",
         ),
-        ({"films": [None, None, torch.ones(4)]}, r"\(4,\) in row 2; .* \[patches, values\]"),
+        ({"films": [None, None, torch.ones(4)]}, r"\[4\] in row 2: .* \[patches, values\]"),
         ({"token_mask": [[1]] * 3}, "'token_mask' has no tensor"),
         ({"image_grid_thw": [None, GRID.flip(0), None]}, r"groups of \[2, 1\].* of \[1, 2\]"),
         ({"films": [None, None, torch.ones(4, 5).byte()]}, "'films' is torch.uint8 in row 2"),
@@ -395,7 +395,7 @@ def test_pictures_in_tiles_that_do_not_fit_are_named_with_their_row(
 FILMED = Shell(
     tensors=TILED.tensors,
     prefix="",
-    media=(FrameMedium(8, "films", 1, patch=1, tile=3),),
+    media=(FrameMedium(8, "films", patch=1, tile=3),),
 )
 
 

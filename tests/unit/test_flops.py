@@ -145,7 +145,7 @@ def test_towers_cost_what_torch_counts_on_the_reference(checkpoint, family: str)
     config = PolicyConfig.parse(policy_config(path, {}))
     rows = ModelRows.of(bind_model(config))
     shell = rows.architecture.shell
-    picture = shell.make_picture(0, (8, 12), torch.randn)
+    picture = shell.make_picture((8, 12), torch.randn)
     patches = shell.media[0].count_patches(picture)
     with FlopCounterMode(display=False) as counter:
         given = shell.join({key: [value] for key, value in picture.items()})

@@ -18,7 +18,8 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 
 from megatron_policy.adapters.table import name_module, strip_weight
 from megatron_policy.convert import convert
-from megatron_policy.converters.architecture import Moe, Scoring, SoundMedium, TileMedium
+from megatron_policy.converters.architecture import Moe, Scoring, TileMedium
+from megatron_policy.converters.architecture.media import SeenMedium
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.families.shared.pictures import PARAMETERS
@@ -176,7 +177,7 @@ def test_names_and_shapes_are_those_of_transformers(checkpoint: Path) -> None:
     shell = table.architecture.shell
     keys = STILL.get(table.family, MEDIA) + SOUNDS * (table.family in CLIPS)
     assert shell is not None and {*keys} <= {*table.architecture.attachments}
-    seen = [medium for medium in shell.media if not isinstance(medium, SoundMedium)]
+    seen = [medium for medium in shell.media if isinstance(medium, SeenMedium)]
     assert all(medium.merged == (1 if table.family in SINGLE else 4) for medium in seen)
     assert shell.deep == (2 if table.family.startswith(("qwen3_vl", "qwen3_omni")) else 0)
     of_shell = [e for e in table.entries if e.megatron.startswith("embedding.shell.")]
@@ -497,7 +498,7 @@ def test_pictures_take_as_many_places_as_a_tower_makes_features(
     model.save_pretrained(tmp_path)
     shell = bound(tmp_path).architecture.shell
     assert shell is not None
-    picture = shell.make_picture(0, (2, 2), torch.randn)
+    picture = shell.make_picture((2, 2), torch.randn)
     (features,) = model.model.get_image_features(picture["pixel_values"]).pooler_output
     assert shell.media[0].count_tokens(picture) == len(features)
 

@@ -155,7 +155,7 @@ def test_sound_that_does_not_fit_is_named_with_its_row(tmp_path: Path, family: s
     without = change(rows, "feature_attention_mask", 1, None)
     refuse(rows, shell, "row 1 has 'input_features' without 'feature_attention_mask'", **without)
     wrong = change(rows, "input_features", 1, heard.mT)
-    refuse(rows, shell, r"of shape \[2, .* in row 1: pass \[clips, 8, frames\]", **wrong)
+    refuse(rows, shell, r"has shape \[2, .* in row 1: pass \[clips, 8, frames\]", **wrong)
     swapped = change(rows, "feature_attention_mask", 1, mask.flip(1))
     refuse(rows, shell, "in row 1: pass 1 for the first frames of each clip", **swapped)
     longer = change(rows, "feature_attention_mask", 1, torch.ones_like(mask))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from megatron_policy.converters.architecture import AnyMedium, PatchMedium, Shell
+from megatron_policy.converters.architecture import Medium, PatchMedium, Shell
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.rows import Role, Whole
 from megatron_policy.errors import ConversionError
@@ -86,7 +86,7 @@ def take_media(
     return [still, films], len(vision.get("deepstack_visual_indexes") or ())
 
 
-def surround(fields: Fields, prefix: str, *media: AnyMedium, **more: Any) -> dict[str, Any]:
+def surround(fields: Fields, prefix: str, *media: Medium, **more: Any) -> dict[str, Any]:
     """What `Architecture` says of a shell that reads these media; tensors of it have names with the
     `prefix` in a checkpoint.
     """

@@ -13,11 +13,11 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.dtypes import holds_integers
 from megatron_policy.errors import BatchError
 from megatron_policy.hosts.verl.data import has_losses, offsets_of
 from megatron_policy.packing.microbatch import ROUTED_EXPERTS
 from megatron_policy.training.replay import NOT_RECORDED
-from megatron_policy.training.value_checks import holds_integers
 
 R2, R3 = "R2", "R3"
 """verl's modes: experts of log-probabilities are taken again in training, or those of rollouts."""
