@@ -163,31 +163,16 @@ def _tiled(
     bias_of = fused_bias if scores.fused else mask
     # Most tiles share their shape with another.
     biases = {tile.shape: bias_of(tile, query_SBNH) for tile in parts}
+    contexts = []
     with scores.random_state():
-        contexts = [
-            _tile(scores, biases[tile.shape], tile.ahead is None, *own_SBNH)
-            for tile, *own_SBNH in zip(parts, *states, strict=True)
-        ]
+        for tile, *own in zip(parts, *states, strict=True):
+            query_BNSH, key_BGKH, value_BGKH = (x.permute(1, 2, 0, 3) for x in own)
+            inputs = (query_BNSH, key_BGKH, value_BGKH, biases[tile.shape])
+            if scores.fused:
+                context_BNSH = fused(*inputs, scores.scale, scores.dropout, tile.ahead is None)
+            else:
+                how = (scores.scale, scores.dropout, scores.softcap, scores.sinks_N)
+                context_BNSH = explicit(*inputs, *how)
+            contexts.append(context_BNSH.permute(2, 0, 1, 3))
     whole_SBNH = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
     return whole_SBNH.flatten(2)
-
-
-def _tile(
-    scores: Scores,
-    bias: Any,
-    causal: bool,
-    query_SBNH: torch.Tensor,
-    key_KBGH: torch.Tensor,
-    value_KBGH: torch.Tensor,
-) -> torch.Tensor:
-    query_BNSH, key_BGKH, value_BGKH = (
-        x.permute(1, 2, 0, 3) for x in (query_SBNH, key_KBGH, value_KBGH)
-    )
-    common = (bias, scores.scale, scores.dropout)
-    if scores.fused:
-        context_BNSH = fused(query_BNSH, key_BGKH, value_BGKH, *common, causal)
-    else:
-        context_BNSH = explicit(
-            query_BNSH, key_BGKH, value_BGKH, *common, scores.softcap, scores.sinks_N
-        )
-    return context_BNSH.permute(2, 0, 1, 3)

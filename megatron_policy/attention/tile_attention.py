@@ -21,15 +21,10 @@ def fused_bias(tile: AttentionTile, like: torch.Tensor) -> Any:
     """The bias `fused` needs for a tile; None if the tile is square or all keys are seen."""
     if tile.reach is None and (tile.ahead is not None or tile.queries in (1, tile.keys)):
         return None
-    if tile.reach is None and is_accelerated():
-        return _lower_right(tile)
-    return mask(tile, like)
-
-
-def _lower_right(tile: AttentionTile) -> CausalBias:
-    """A bias without elements, for kernels that support this shape. (torch's own constructor
-    allocates two scores for each query and key, in host memory.)
-    """
+    if tile.reach is not None or not is_accelerated():
+        return mask(tile, like)
+    # Without elements, for kernels that support this shape. (torch's own constructor allocates two
+    # scores for each query and key, in host memory.)
     bias: CausalBias = torch.empty(0).as_subclass(CausalBias)
     bias.variant = CausalVariant.LOWER_RIGHT
     bias.seq_len_q, bias.seq_len_kv = tile.queries, tile.keys
@@ -56,7 +51,11 @@ def fused(
             F.pad(x, (0, largest - x.size(-1))) for x in (query_BNSH, key_BGKH, value_BGKH)
         )
     grouped = query_BNSH.size(1) != key_BGKH.size(1)
-    if grouped and is_accelerated() and not _flash(query_BNSH, bias):
+    # On an accelerator a kernel that holds no scores needs a key head for each query head, unless
+    # it is flash attention.
+    half = query_BNSH.dtype in (torch.bfloat16, torch.float16)
+    flash = half and type(bias) is not torch.Tensor
+    if grouped and is_accelerated() and not flash:
         key_BGKH, value_BGKH = _repeat_groups(query_BNSH, key_BGKH, value_BGKH)
         grouped = False
     context_BNSH = F.scaled_dot_product_attention(
@@ -70,14 +69,6 @@ def fused(
         enable_gqa=grouped,
     )
     return context_BNSH[..., :width]
-
-
-def _flash(query_BNSH: torch.Tensor, bias: Any) -> bool:
-    """Whether flash attention can take this. On an accelerator the other kernel that holds no
-    scores needs a key head for each query head.
-    """
-    half = query_BNSH.dtype in (torch.bfloat16, torch.float16)
-    return half and type(bias) is not torch.Tensor
 
 
 def explicit(

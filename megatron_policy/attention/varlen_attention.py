@@ -94,10 +94,11 @@ def varlen_attention(
     assert kernel is not None, "sequences are made only where there is a kernel"
     rows, width = query_SBNH.size(1), value_KBGH.size(-1)
     size = round_up(max(query_SBNH.size(-1), width), _HEAD_MULTIPLE)
-    key_KBGH, value_KBGH = (_selected(x, sequences.key_ranges) for x in (key_KBGH, value_KBGH))
-    query_TNH, key_UGH, value_UGH = (
-        _padded(x, size).transpose(0, 1).flatten(0, 1) for x in (query_SBNH, key_KBGH, value_KBGH)
-    )
+    parts = [(query_SBNH,), *(cut(x, sequences.key_ranges) for x in (key_KBGH, value_KBGH))]
+    states = (own[0] if len(own) == 1 else torch.cat(own) for own in parts)
+    # With heads of one size: zeros change no product.
+    padded = (F.pad(x, (0, size - x.size(-1))) if x.size(-1) < size else x for x in states)
+    query_TNH, key_UGH, value_UGH = (x.transpose(0, 1).flatten(0, 1) for x in padded)
     context_TNH: torch.Tensor = kernel(
         query_TNH,
         key_UGH,
@@ -121,14 +122,3 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
             start, length = found[-1][0], found.pop()[1] + length
         found.append((start, length))
     return tuple(found)
-
-
-def _selected(x: torch.Tensor, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:
-    parts = cut(x, ranges)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """With heads of this size: zeros change no product."""
-    missing = size - x.size(-1)
-    return F.pad(x, (0, missing)) if missing else x

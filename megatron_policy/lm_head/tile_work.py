@@ -117,7 +117,13 @@ class TorchTiles:
             index_RK, here_RK = _locate_targets(local_NK[rows], tile)
             found_RK = logits_RW.gather(1, index_RK)
             strip.target_NK.copy_(torch.where(here_RK, found_RK, strip.target_NK))
-            _add_logits(strip, logits_RW, self._powers.view(*logits_RW.shape), entropy)
+            strip.raise_peak(torch.maximum(strip.peak_N, logits_RW.amax(-1)))
+            logits_RW.sub_(strip.peak_N.unsqueeze(1))
+            # Overwrites the logits, unless the entropy is wanted.
+            powers_RW = torch.exp(logits_RW, out=self._powers.view(*logits_RW.shape))
+            strip.total_N.add_(powers_RW.sum(-1))
+            if entropy:
+                strip.moment_N.add_(logits_RW.mul_(powers_RW).sum(-1))
 
     def to_gradient(self, product_RW: torch.Tensor, tile: VocabTile, known: Known) -> None:
         for rows, inside in self._plan.strips(tile):
@@ -175,18 +181,6 @@ def finish_logits(product_RW: torch.Tensor, head: HeadShape, out: MatrixBuffer) 
         return logits_RW.mul_(head.softcap / head.temperature)
     factor = head.scale / head.temperature
     return logits_RW if factor == 1.0 else logits_RW.mul_(factor)
-
-
-def _add_logits(
-    sums: Sums, logits_RW: torch.Tensor, powers_RW: torch.Tensor, entropy: bool
-) -> None:
-    """Overwrites both matrices, which can be the same one unless the entropy is wanted."""
-    sums.raise_peak(torch.maximum(sums.peak_N, logits_RW.amax(-1)))
-    logits_RW.sub_(sums.peak_N.unsqueeze(1))
-    torch.exp(logits_RW, out=powers_RW)
-    sums.total_N.add_(powers_RW.sum(-1))
-    if entropy:
-        sums.moment_N.add_(logits_RW.mul_(powers_RW).sum(-1))
 
 
 def _locate_targets(local_RK: torch.Tensor, tile: VocabTile) -> tuple[torch.Tensor, torch.Tensor]:

@@ -72,29 +72,6 @@ def levelled(
     of the same turn, and preferably such that its costliest bin becomes no costlier; every owner
     then has one bin of each turn, in their order.
     """
-    state = _state(bins, owners, sizes, costs, capacity, turns)
-    mean = sum(state.load) / max(len(state.load), 1)
-    # The largest load never grows, so this ends; the bound only limits time.
-    for _ in range(4 * len(sizes)):
-        order = sorted(range(len(state.load)), key=state.load.__getitem__)
-        found = _between(state, order, sizes, TOLERANCE * mean)
-        if found is None:
-            break
-        _apply(state, found, sizes, costs)
-        high, low = owners[found.source], owners[found.target]
-        state.load[high] -= found.moved
-        state.load[low] += found.moved
-    return [[item for _, item in members] for members in state.bins]
-
-
-def _state(
-    bins: Sequence[Sequence[int]],
-    owners: Sequence[int],
-    sizes: Sequence[int],
-    costs: Sequence[float],
-    capacity: int,
-    turns: Sequence[int] | None,
-) -> _State:
     held: list[list[int]] = [[] for _ in range(max(owners, default=-1) + 1)]
     load = [0.0] * len(held)
     cost = [sum(costs[item] for item in members) for members in bins]
@@ -106,8 +83,19 @@ def _state(
             # Rounding errors of sums must not look like a longer turn.
             longest[turns[number]] = max(longest[turns[number]], cost[number] * (1 + 1e-9))
     room = [capacity - sum(sizes[item] for item in members) for members in bins]
-    members = [sorted((costs[item], item) for item in bin_) for bin_ in bins]
-    return _State(members, cost, room, held, load, turns, longest)
+    ordered = [sorted((costs[item], item) for item in members) for members in bins]
+    state = _State(ordered, cost, room, held, load, turns, longest)
+    mean = sum(load) / max(len(load), 1)
+    # The largest load never grows, so this ends; the bound only limits time.
+    for _ in range(4 * len(sizes)):
+        order = sorted(range(len(load)), key=load.__getitem__)
+        found = _between(state, order, sizes, TOLERANCE * mean)
+        if found is None:
+            break
+        _apply(state, found, sizes, costs)
+        load[owners[found.source]] -= found.moved
+        load[owners[found.target]] += found.moved
+    return [[item for _, item in members] for members in state.bins]
 
 
 def _between(

@@ -68,16 +68,24 @@ class Batching:
             self.check_patches(range(first, first + group), patches[first : first + group])
         if self.kind == "padded":
             return
-        for row, length in enumerate(lengths):
-            size = self.size(length, width)
+        room = "" if self.capacity == self.tokens else f" (room for {self.capacity})"
+        sizes = [self.size(length, width) for length in lengths]
+        for row, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
             if size > self.capacity:
                 padded = "" if size == length else f" ({size} with padding)"
-                room = "" if self.capacity == self.tokens else f" (room for {self.capacity})"
                 raise BatchError(
                     f"row {row} has {length} tokens{padded}, more than {self.key}={self.tokens}"
                     f"{room}: raise it or truncate the row"
                 )
-        self._check_groups([self.size(length, width) for length in lengths])
+        for first in range(0, len(sizes), group):
+            own = sizes[first : first + group]
+            taken = sum(own) if self.kind == "packed" else group * max(own)
+            if taken > self.capacity:
+                raise BatchError(
+                    f"rows {first} to {first + group - 1}, which the loss reads together (its "
+                    f"rows_per_group), take {taken} tokens with padding, more than "
+                    f"{self.key}={self.tokens}{room}: raise it or truncate the rows"
+                )
 
     def check_whole_groups(self, rows: int, what: str, parts: int = 1) -> None:
         """BatchError unless `rows` rows, which are the share of one of `parts` in `what`, are whole
@@ -100,17 +108,3 @@ class Batching:
                 f"than max_patches_per_microbatch={self.patches}: raise it, make pictures smaller, "
                 "or put fewer rows into a microbatch"
             )
-
-    def _check_groups(self, sizes: Sequence[int]) -> None:
-        """BatchError naming the first group whose rows, of these `sizes`, exceed a microbatch."""
-        group = self.rows_per_group
-        for first in range(0, len(sizes) if group > 1 else 0, group):
-            own = sizes[first : first + group]
-            taken = sum(own) if self.kind == "packed" else group * max(own)
-            if taken > self.capacity:
-                room = "" if self.capacity == self.tokens else f" (room for {self.capacity})"
-                raise BatchError(
-                    f"rows {first} to {first + group - 1}, which the loss reads together (its "
-                    f"rows_per_group), take {taken} tokens with padding, more than "
-                    f"{self.key}={self.tokens}{room}: raise it or truncate the rows"
-                )

@@ -148,16 +148,8 @@ def cut(data: BatchedDataDict, width: int) -> BatchedDataDict:
 def _microbatch(data: BatchedDataDict, layout: TokenLayout, text_length: int) -> Microbatch:
     """On the device, by copies that nobody waits for if the caller's data are in host memory."""
     host = HostRows(BatchedDataDict(data).to("cpu"), layout)
-    return Microbatch(_on_device(data), layout.moved(to_device), host, text_length)
-
-
-def _on_device(data: BatchedDataDict) -> BatchedDataDict:
-    return BatchedDataDict(
-        {
-            key: to_device(value) if isinstance(value, torch.Tensor) else value
-            for key, value in data.items()
-        }
-    )
+    moved = {k: to_device(v) if isinstance(v, torch.Tensor) else v for k, v in data.items()}
+    return Microbatch(BatchedDataDict(moved), layout.moved(to_device), host, text_length)
 
 
 def count_patches(data: BatchedDataDict) -> list[int]:

@@ -19,13 +19,10 @@ def find_blocks(shell: Shell | None, data: BatchedDataDict) -> Blocks:
     """
     if shell is None or not shell.both_ways:
         return ()
-    found = [_find_runs(types_S) for types_S in shell.find_types(data, inside(data))]
+    found = []
+    for types_S in shell.find_types(data, inside(data)):
+        types, counts = torch.unique_consecutive(types_S, return_counts=True)
+        stops = counts.cumsum(0).tolist()
+        runs = zip(types.tolist(), counts.tolist(), stops, strict=True)
+        found.append([range(stop - count, stop) for kind, count, stop in runs if kind])
     return found if any(found) else ()
-
-
-def _find_runs(types_S: torch.Tensor) -> list[range]:
-    """The places of neighbours of one type that is not 0, run by run."""
-    types, counts = torch.unique_consecutive(types_S, return_counts=True)
-    stops = counts.cumsum(0).tolist()
-    runs = zip(types.tolist(), counts.tolist(), stops, strict=True)
-    return [range(stop - count, stop) for kind, count, stop in runs if kind]

@@ -94,10 +94,9 @@ class Plan:
                 f"the plan's global batches have {list(self.rows)} rows, elem_counts_per_gb are "
                 f"{counts}, and the data have {size} rows: they must agree"
             )
-        if lengths is not None:
-            self._check_lengths(lengths.tolist() if hasattr(lengths, "tolist") else lengths)
-
-    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        if lengths is None:
+            return
+        lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
         first = 0
         for spans, rows in zip(self.batches, self.rows, strict=True):
             for span in spans:

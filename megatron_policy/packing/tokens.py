@@ -228,6 +228,10 @@ def _layout(
 ) -> TokenLayout:
     columns_CT = torch.stack([_zigzag(segments, rank, ranks) for rank in range(ranks)])
     sources_CTR = source_TR[columns_CT]
+    sources = sources_CTR.flatten()
+    real = (sources != FILLER).nonzero().squeeze(-1)
+    where = sources.new_full((rows * width,), FILLER)
+    where[sources[real]] = real
     within_T = torch.cat([torch.arange(segment.length) for segment in segments])
     return TokenLayout(
         rows,
@@ -236,18 +240,9 @@ def _layout(
         columns_CT,
         sources_CTR,
         within_T[columns_CT],
-        _where(sources_CTR, rows, width),
+        where.view(rows, width),
         columns_CT.flatten().argsort(),
     )
-
-
-def _where(sources_CTR: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """The inverse of `sources_CTR`; see `TokenLayout.where_BS`."""
-    sources = sources_CTR.flatten()
-    real = (sources != FILLER).nonzero().squeeze(-1)
-    where = sources.new_full((rows * width,), FILLER)
-    where[sources[real]] = real
-    return where.view(rows, width)
 
 
 def _zigzag(segments: Sequence[PackedSequence], rank: int, ranks: int) -> torch.Tensor:

@@ -198,7 +198,20 @@ class LayerSplit:
         ConfigError, naming the legal values, if there is no such split.
         """
         counts = _layers_per_stage(num_layers, pp, first, last)
-        _check_chunks(counts, vpp, both_ends=first is not None and last is not None)
+        key = "virtual_pipeline_model_parallel_size"
+        if vpp > 1 and pp == 1:
+            raise ConfigError(
+                f"{key}={vpp} needs pipeline_model_parallel_size of at least 2; use 1"
+            )
+        if vpp > 1 and pp == 2 and first is not None and last is not None:
+            # Megatron-Core's offset divides by the number of stages between the two ends.
+            raise ConfigError(f"{key}={vpp} with 2 stages takes {_FIRST} or {_LAST}, not both")
+        common = math.gcd(*counts)
+        if common % vpp:
+            legal = [size for size in range(1, common + 1) if common % size == 0]
+            raise ConfigError(
+                f"{key}={vpp} does not divide the layers per stage {counts}; use one of {legal}"
+            )
         return cls.of_chunks([count // vpp for count in counts] * vpp, pp)
 
     @classmethod
@@ -210,7 +223,17 @@ class LayerSplit:
         assert len(costs) >= pp * vpp, (len(costs), pp, vpp)
 
         def fill(most: int) -> list[int] | None:
-            return _fill(costs, pp * vpp, most)
+            """How many layers each chunk has, at least one, where none costs more than `most`, and
+            later ones take what they can; None if some are left.
+            """
+            counts, left = [], len(costs)
+            for before in reversed(range(pp * vpp)):
+                room, last = most, left
+                while left > before and costs[left - 1] <= room:
+                    left -= 1
+                    room -= costs[left]
+                counts.append(last - left)
+            return None if left else counts[::-1]
 
         possible = range(max(costs), sum(costs) + 1)
         least = bisect_left(possible, True, key=lambda most: fill(most) is not None)
@@ -295,37 +318,6 @@ def _uneven_split_message(num_layers: int, pp: int, first: int | None, last: int
         f"{num_layers} layers do not split over pipeline_model_parallel_size={pp} with {asked}: "
         f"the {middle} other stages need the same number of layers each, at least 1; {fix}"
     )
-
-
-def _fill(costs: Sequence[int], chunks: int, most: int) -> list[int] | None:
-    """How many layers each chunk has, at least one, where none costs more than `most`, and later
-    ones take what they can; None if some are left.
-    """
-    counts, left = [], len(costs)
-    for before in reversed(range(chunks)):
-        room, last = most, left
-        while left > before and costs[left - 1] <= room:
-            left -= 1
-            room -= costs[left]
-        counts.append(last - left)
-    return None if left else counts[::-1]
-
-
-def _check_chunks(counts: list[int], vpp: int, *, both_ends: bool) -> None:
-    if vpp == 1:
-        return
-    key = "virtual_pipeline_model_parallel_size"
-    if len(counts) == 1:
-        raise ConfigError(f"{key}={vpp} needs pipeline_model_parallel_size of at least 2; use 1")
-    if len(counts) == 2 and both_ends:
-        # Megatron-Core's offset divides by the number of stages between the two ends.
-        raise ConfigError(f"{key}={vpp} with 2 stages takes {_FIRST} or {_LAST}, not both")
-    common = math.gcd(*counts)
-    if common % vpp:
-        legal = [size for size in range(1, common + 1) if common % size == 0]
-        raise ConfigError(
-            f"{key}={vpp} does not divide the layers per stage {counts}; use one of {legal}"
-        )
 
 
 @dataclass(frozen=True)

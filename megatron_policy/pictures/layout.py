@@ -120,17 +120,14 @@ def draw_layout(view: LayoutView, path: Path) -> None:
     stages_height = 56 + _ROW * len(groups)
     canvas = Canvas(_HEAD + stages_height + 40 + ranks.height)
     canvas.text(MARGIN, 20, view.heading, LARGE, bold=True)
-    canvas.text(MARGIN, 42, _describe_sizes(view), NORMAL, color=FAINT)
+    at = view.topology
+    sizes = " x ".join(f"{axis} {getattr(at, axis)}" for axis in ("tp", "cp", "dp", "pp"))
+    sizes += f", {at.vpp} chunks a stage" if at.vpp > 1 else ""
+    sizes += "" if view.experts is None else f", experts ep {at.ep} x etp {at.expert_tp}"
+    canvas.text(MARGIN, 42, sizes, NORMAL, color=FAINT)
     _draw_stages(canvas, view, groups, _HEAD)
     ranks.draw(canvas, _HEAD + stages_height + 12)
     canvas.save(path)
-
-
-def _describe_sizes(view: LayoutView) -> str:
-    at = view.topology
-    text = " x ".join(f"{axis} {getattr(at, axis)}" for axis in ("tp", "cp", "dp", "pp"))
-    text += f", {at.vpp} chunks a stage" if at.vpp > 1 else ""
-    return text + ("" if view.experts is None else f", experts ep {at.ep} x etp {at.expert_tp}")
 
 
 def _group_stages(view: LayoutView) -> list[range]:

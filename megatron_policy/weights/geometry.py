@@ -5,7 +5,7 @@ Pure arithmetic over a row's blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -52,7 +52,8 @@ def segments(
     if copies == 1:
         return tuple(whole)
     share = -(-sum(segment.elements for segment in whole) // copies)
-    return tuple(_cut(whole, number * share, (number + 1) * share))
+    own = _find_overlaps(whole, number * share, (number + 1) * share)
+    return tuple(Segment(s.hf, s.own, low, high - low) for s, low, high, _ in own)
 
 
 @lru_cache(maxsize=4096)
@@ -68,19 +69,20 @@ def overlaps(
     parts: tuple[Segment, ...], begin: int, end: int
 ) -> Iterator[tuple[int, Region, Region]]:
     """Elements `begin` to `end` of consecutive segments: (place in the range, HF, parameter)."""
+    for segment, low, high, first in _find_overlaps(parts, begin, end):
+        for place, hf, own in segment.pieces(low, high):
+            yield first + place, hf, own
+
+
+def _find_overlaps(
+    parts: Iterable[Segment], begin: int, end: int
+) -> Iterator[tuple[Segment, int, int, int]]:
+    """The segments with elements `begin` to `end` of them all: each with its own such range, and
+    the place of that in the whole range.
+    """
     at = 0
     for segment in parts:
         low, high = max(begin - at, 0), min(end - at, segment.elements)
         if low < high:
-            for place, hf, own in segment.pieces(low, high):
-                yield at + low - begin + place, hf, own
-        at += segment.elements
-
-
-def _cut(whole: list[Segment], begin: int, end: int) -> Iterator[Segment]:
-    at = 0
-    for segment in whole:
-        low, high = max(begin - at, 0), min(end - at, segment.elements)
-        if low < high:
-            yield Segment(segment.hf, segment.own, low, high - low)
+            yield segment, low, high, at + low - begin
         at += segment.elements

@@ -75,7 +75,10 @@ def load_parameters(
     reader.check_copies(table.copies(), topology.rank(place.coords), topology.world_size)
     for entry, parameter in held:
         if entry.hf[0] in table.fresh:
-            _draw(parameter.data, table.fresh[entry.hf[0]], seed)
+            # In fp32 in host memory, so that layouts and devices agree.
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.data.copy_(drawn * table.fresh[entry.hf[0]])
             continue
         fill_shard(
             entry.row,
@@ -89,14 +92,6 @@ def load_parameters(
                 f"{', '.join(entry.hf)} has a weight that float16 cannot hold, or that is not "
                 "finite: set policy.precision to bfloat16 or float32"
             )
-
-
-def _draw(parameter: torch.Tensor, std: float, seed: int) -> None:
-    """Fill it from a normal distribution, drawn in fp32 in host memory so that layouts and devices
-    agree.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
 def widen(held: Held) -> Held:
