@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from megatron_policy.config.numbers import Count, CountOrZero
 from megatron_policy.config.section import Section, ValueSection
-from megatron_policy.config.trained import ParamGroupConfig
+from megatron_policy.config.trained import AutomodelFreezeConfig, ParamGroupConfig
 
 SchedulerMilestones = dict[str, list[CountOrZero]]
 
@@ -60,6 +60,12 @@ class TransformersConfig(Section):
     """Environment variables of the workers."""
 
 
+class AutomodelConfig(Section):
+    """What NeMo RL hands to NeMo Automodel."""
+
+    freeze_config: AutomodelFreezeConfig | None = None
+
+
 class DTensorConfig(TransformersConfig):
     """Transformers' own modules, sharded by torch's `fully_shard` (FSDP2)."""
 
@@ -79,6 +85,7 @@ class DTensorConfig(TransformersConfig):
     """Groups of ranks that have the whole model between them, beside one another (HSDP)."""
     custom_parallel_plan: str | None = None
     """Styles, or torch's objects, by names of modules; see fsdp.md."""
+    automodel_kwargs: AutomodelConfig = AutomodelConfig()
 
 
 class Fsdp1Config(TransformersConfig):

@@ -100,7 +100,9 @@ _NOT_APPLIED: dict[str, Rules] = {
     ),
     "dtensor_cfg.automodel_kwargs.": {
         "use_liger_kernel force_hf backend": _AUTOMODEL,
-        "freeze_config": Rejected(
+    },
+    "dtensor_cfg.automodel_kwargs.freeze_config.": {
+        "freeze_embeddings freeze_video_embedder freeze_modules unfreeze_modules": Rejected(
             "policy.optimizer.param_groups freezes parameters, by names and roles"
         ),
     },

@@ -32,11 +32,22 @@ _OF_PROJECTORS = ("*merger*", "*multi_modal_projector*", "*.connector.*")
 _BESIDE_TOWER = (*_OF_PROJECTORS, "*audio_tower.*")
 _PROJECTORS = ParamGroupConfig(names=_OF_PROJECTORS, roles=("vision",), freeze=True)
 _DECODER = ParamGroupConfig(roles=tuple(r for r in _ROLES if r != "vision"), freeze=True)
-_BUT = {id(_BASE): SCALAR_HEAD, id(_DECODER): SCALAR_HEAD, id(_TOWER): _BESIDE_TOWER}
+_SEEING = ParamGroupConfig(
+    names=("*vision*", "*visual*", "*image_encoder*"), roles=("vision",), freeze=True
+)
+_HEARING = ParamGroupConfig(
+    names=("*audio*", "*speech*", "*sound*"), roles=("vision",), freeze=True
+)
+_BODY = ParamGroupConfig(roles=tuple(r for r in _ROLES if r not in ("vision", "head")), freeze=True)
+_BUT = {
+    **dict.fromkeys(map(id, (_BASE, _DECODER, _BODY)), SCALAR_HEAD),
+    id(_TOWER): _BESIDE_TOWER,
+}
 """Patterns of names that are not in the group all the same."""
-_IMPLIED = [id(group) for group in (_BASE, _ROUTERS, _TOWER, _PROJECTORS, _DECODER)]
+_OF_KEYS = (_BASE, _ROUTERS, _TOWER, _PROJECTORS, _DECODER, _SEEING, _HEARING, _BODY)
+_IMPLIED = [id(group) for group in _OF_KEYS]
 """Groups that other keys ask for, also of a model that lacks what is in them: `peft`,
-`freeze_moe_router` and the three of `freeze_config`.
+`freeze_moe_router` and those of `freeze_config`.
 """
 
 
@@ -92,7 +103,16 @@ class ParamGroups:
         """The groups that the optimizer of the engine has."""
         if engine_of(config) is Engine.MEGATRON_CORE:
             return cls.of(config.megatron_cfg)
-        return cls(() if config.optimizer is None else config.optimizer.param_groups, _TORCH_KEY)
+        part, own = config.dtensor_cfg.automodel_kwargs.freeze_config, config.optimizer
+        first = list[ParamGroupConfig]()
+        if part is not None and engine_of(config) is Engine.FSDP2:
+            asked = [
+                (part.freeze_vision_tower, _SEEING),
+                (part.freeze_audio_tower, _HEARING),
+                (part.freeze_language_model, _BODY),
+            ]
+            first = [group for on, group in asked if on]
+        return cls([*first, *(() if own is None else own.param_groups)], _TORCH_KEY)
 
     def group_of(self, entry: Entry) -> ParamGroupConfig | None:
         """The group of a parameter; None where none fits: it is trained as the optimizer says."""

@@ -84,6 +84,19 @@ class FreezeConfig(Section):
     """All but towers and projectors; a scalar head is trained."""
 
 
+class AutomodelFreezeConfig(Section):
+    """The same as NeMo Automodel means it, by words in the names of modules: beside the section
+    the tower that sees is frozen if nothing else is said.
+    """
+
+    freeze_vision_tower: bool = True
+    """The tower that sees, with projectors inside its module, as Qwen's have them."""
+    freeze_audio_tower: bool = False
+    """The tower that hears."""
+    freeze_language_model: bool = False
+    """All but towers, projectors and a head that is not the embedding's."""
+
+
 def _none_for_nothing(value: Any) -> Any:
     return None if value in ("None", "") else value
 

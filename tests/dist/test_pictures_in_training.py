@@ -369,6 +369,13 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     "frozen decoder": [{"names": ["model.language_model.*", "lm_head.weight"], "freeze": True}],
 }
 
+FROZEN = {
+    "vision_tower": ("qwen3_vl", "model.visual.*"),
+    "audio_tower": ("qwen2_5_omni_thinker", "audio_tower.*"),
+    "language_model": ("qwen3_vl", "model.language_model.*"),
+}
+"""Of each key of `automodel_kwargs.freeze_config` a family, and what is frozen."""
+
 
 def own_rates(groups: str, name: str) -> dict[str, float] | None:
     """What is changed for a parameter, see `oracle.train`."""
@@ -408,6 +415,26 @@ def test_what_is_frozen_keeps_its_values_and_all_else_learns(
         hf.assert_same_steps(rank["steps"])
         hf.assert_same_weights(rank["weights"])
         assert rank["graph"] == (groups != "frozen tower")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", FROZEN)
+def test_what_the_hosts_dtensor_keys_freeze_keeps_its_values_and_all_else_learns(
+    ranks, model_of, part: str
+) -> None:
+    family, frozen = FROZEN[part]
+    (path, _), rows = model_of(family), rows_of(family)
+
+    def choose(name: str) -> dict[str, float] | None:
+        return None if fnmatchcase(name, frozen) else {}
+
+    hf = oracle.Learned.of(path, rows, GLOBAL_BATCH, loss_of, load=load_model, own=choose)
+    config = configured(path, *LAYOUTS_OF[family]["FSDP2 x 2"], rows)
+    said = {"freeze_vision_tower": False, f"freeze_{part}": True}
+    config["dtensor_cfg"] |= {"automodel_kwargs": {"freeze_config": said}}
+    for rank in ranks.run(2, train_on_pictures, config, rows):
+        hf.assert_same_steps(rank["steps"])
+        hf.assert_same_weights(rank["weights"])
 
 
 @contextmanager

@@ -102,6 +102,9 @@ HOST_KEYS: dict[str, str] = {
         ignore_router_for_ac lm_head_precision reshard_after_forward wrap_outer_model
     """,
     "dtensor_cfg.automodel_kwargs.": "backend force_hf freeze_config use_liger_kernel",
+    "dtensor_cfg.automodel_kwargs.freeze_config.": """
+        freeze_audio_tower freeze_language_model freeze_vision_tower
+    """,
     "draft.": "aux_layer_indices enabled loss_weight model_name num_layers",
     "router_replay.": "enabled transport",
     "reward_model_cfg.": "enabled reward_model_type",

@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from megatron_policy.cli import app
+from megatron_policy.config import PolicyConfig
 from megatron_policy.config.megatron_sections import MegatronConfig
 from megatron_policy.config.param_groups import ParamGroups, role_of
 from megatron_policy.config.trained import ParamRole
@@ -145,6 +146,35 @@ def test_parts_are_frozen_by_the_keys_of_the_host(
     text = table_of(checkpoint("qwen3"))
     both.check(text)
     assert not any(map(both.frozen, text.entries))
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        ("qwen3_vl", {"vision_tower": r"model\.visual\."}),
+        ("internvl", {"vision_tower": r"vision_tower\.", "audio_tower": "nothing"}),
+        ("qwen2_5_omni_thinker", {"vision_tower": r"visual\.", "audio_tower": r"audio_tower\."}),
+        ("qwen3_omni_moe_thinker", {"language_model": r"thinker\.model\.|model\."}),
+        ("gemma3", {"language_model": r"language_model\."}),
+    ],
+)
+def test_parts_are_frozen_by_the_keys_of_the_hosts_other_worker(
+    tmp_path: Path, family: str, parts: dict[str, str]
+) -> None:
+    """What NeMo Automodel freezes by the names of modules, its default with them."""
+    table = table_of(make_model(tmp_path / "hf", family))
+
+    def list_frozen(**said: bool) -> set[str]:
+        keys = {"dtensor_cfg": {"automodel_kwargs": {"freeze_config": said}}}
+        groups = ParamGroups.of_policy(PolicyConfig.parse(policy_config(tmp_path / "hf", keys)))
+        groups.check(table)
+        return {e.hf[0] for e in table.entries if groups.frozen(e)}
+
+    for part, pattern in parts.items():
+        said = {"freeze_vision_tower": False, f"freeze_{part}": True}
+        wanted = {n for e in table.entries if re.match(pattern, n := e.hf[0])}
+        assert list_frozen(**said) == wanted, part
+    assert list_frozen() == list_frozen(freeze_vision_tower=True)
 
 
 def test_groups_of_a_model_without_a_family_are_refused(checkpoint) -> None:
