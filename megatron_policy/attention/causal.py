@@ -121,7 +121,13 @@ def attend(
                 key_KBGH, value_KBGH, sequences.order, sequences.context_group
             )
     states = (query_SBNH, key_KBGH, value_KBGH)
-    varlen = _varlen(*states, scores, sequences)
+    varlen = None
+    if scores.fused and scores.dropout == 0 and supports(query_SBNH, value_KBGH):
+        if sequences is not None:
+            varlen = sequences.varlen
+        # Without a window, or for one query, a single tile without a mask is one call too.
+        elif scores.reach is not None and query_SBNH.size(0) != 1:
+            varlen = varlen_rows(query_SBNH, key_KBGH)
     if varlen is not None:
         return varlen_attention(*states, varlen, scores.scale, scores.reach).flatten(2)
     if len(pieces) == 1:
@@ -130,23 +136,6 @@ def attend(
     query, key, value = (each.split(counts, 1) for each in states)
     by_rows = zip(query, key, value, pieces, strict=True)
     return torch.cat([_tiled(q, k, v, scores, of) for q, k, v, (_, of) in by_rows], 1)
-
-
-def _varlen(
-    query_SBNH: torch.Tensor,
-    key_KBGH: torch.Tensor,
-    value_KBGH: torch.Tensor,
-    scores: Scores,
-    sequences: Sequences | None,
-) -> VarlenSequences | None:
-    """The sequences for one kernel that takes them all; None if tiles are computed instead."""
-    if not scores.fused or scores.dropout > 0 or not supports(query_SBNH, value_KBGH):
-        return None
-    if sequences is not None:
-        return sequences.varlen
-    # Without a window, or for one query, a single tile without a mask is one call too.
-    tiled = scores.reach is None or query_SBNH.size(0) == 1
-    return None if tiled else varlen_rows(query_SBNH, key_KBGH)
 
 
 def _tiled(

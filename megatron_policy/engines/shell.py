@@ -210,15 +210,6 @@ class _HandBack(torch.autograd.Function):
         return grad, None, *(leaf.grad for leaf in ctx.leaves)
 
 
-def _hand_back(entering: Entering) -> Entering:
-    """The same with leaves of the graph for the layers to add."""
-    hidden, deep = entering
-    if not any(each.requires_grad for each in deep):
-        return entering
-    leaves = tuple(each.detach().requires_grad_() for each in deep)
-    return Entering(_HandBack.apply(hidden, leaves, *deep), leaves)  # type: ignore[no-untyped-call]
-
-
 def has_trained(module: torch.nn.Module) -> bool:
     """Whether any of its parameters is to learn."""
     return any(parameter.requires_grad for parameter in module.parameters())
@@ -275,9 +266,11 @@ class PictureEmbedder:
             hidden = _GiveAll.apply(hidden, *trained)  # type: ignore[no-untyped-call]
         if not types_BS.any():
             return Entering(hidden)
-        first_B = _find_same([self._media(microbatch, row) for row in range(len(types_BS))])
+        data = microbatch.host.data
+        columns = [data.get(key, [None] * len(types_BS)) for key in self.attachments]
+        first_B = _find_same(list(zip(*columns, strict=True)))
         rows = [row for row in dict.fromkeys(first_B) if types_BS[row].any()]
-        groups = self.shell.split_rows(microbatch.host.data, rows)
+        groups = self.shell.split_rows(data, rows)
         rows = [row for group in groups for row in group]
         with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
             given = [self._read(microbatch, types_BS, group) for group in groups]
@@ -291,7 +284,12 @@ class PictureEmbedder:
         where = self.place(microbatch, source_BS >= 0).unsqueeze(-1)
         features_USD = torch.cat([each[_FEATURES] for each in given])
         hidden = torch.where(where, give(features_USD).to(hidden.dtype), hidden)
-        return _hand_back(Entering(hidden, tuple(map(give, _join_deep(given)))))
+        deep = tuple(map(give, _join_deep(given)))
+        if not any(each.requires_grad for each in deep):
+            return Entering(hidden, deep)
+        # Layers add leaves of the graph.
+        leaves = tuple(each.detach().requires_grad_() for each in deep)
+        return Entering(_HandBack.apply(hidden, leaves, *deep), leaves)  # type: ignore[no-untyped-call]
 
     def _read(
         self, microbatch: Microbatch, types_BS: torch.Tensor, rows: list[int]
@@ -305,11 +303,6 @@ class PictureEmbedder:
         media = self.shell.join(keys) | {_POSITIONS: torch.zeros((), dtype=torch.long)}
         ids_US = microbatch.host.data["input_ids"][rows]
         return self._call(to_device(ids_US), to_device(types_BS[rows]), media)
-
-    def _media(self, microbatch: Microbatch, row: int) -> tuple[torch.Tensor | None, ...]:
-        """What a row carries for the towers, on the host."""
-        data = microbatch.host.data
-        return tuple(data[key][row] if key in data else None for key in self.attachments)
 
     def positions(self, microbatch: Microbatch) -> torch.Tensor | None:
         types_BS = self._find_types(microbatch)

@@ -47,7 +47,12 @@ def fused_topk(
         product_RW = multiply(hidden_ND, weight_VD, tile, products)
         for rows, inside in plan.strips(tile):
             logits_RW = finish_logits(product_RW[inside], head, work)
-            keys_RW = _keys(logits_RW, head.vocab_start + tile.entries.start)
+            # Keys are larger for larger logits and, for equal ones, for lower entries. No two are
+            # equal, so that the result does not depend on the tiles or ranks that found them.
+            bits_RW = logits_RW.add_(0.0).view(torch.int32)  # adding 0 makes -0 equal to 0
+            first = head.vocab_start + tile.entries.start
+            entries_W = torch.arange(first, first + logits_RW.size(1), device=device)
+            keys_RW = order_bits(bits_RW).long().mul_(2**32).add_(2**32 - 1 - entries_W)
             found = keys_RW.topk(min(k, keys_RW.size(1))).values
             best_NK[rows] = torch.cat([best_NK[rows], found], dim=1).topk(k).values
     if group.size() > 1:
@@ -56,12 +61,3 @@ def fused_topk(
         best_NK = torch.cat(parts, dim=1).topk(k).values
     values_NK = order_bits((best_NK >> 32).int()).view(torch.float32)
     return values_NK, 2**32 - 1 - (best_NK & (2**32 - 1))
-
-
-def _keys(logits_RW: torch.Tensor, first: int) -> torch.Tensor:
-    """int64 keys that are larger for larger logits and, for equal ones, for lower entries. No two
-    are equal, so the result does not depend on the tiles or ranks that found them.
-    """
-    entries_W = torch.arange(first, first + logits_RW.size(1), device=logits_RW.device)
-    bits_RW = logits_RW.add_(0.0).view(torch.int32)  # adding 0 makes -0 equal to 0
-    return order_bits(bits_RW).long().mul_(2**32).add_(2**32 - 1 - entries_W)

@@ -83,17 +83,14 @@ class MatrixHead:
         raise NotImplementedError
 
     def at(self, temperature: float) -> Self:
-        """See `LanguageModelHead`."""
         return replace(self, shape=replace(self.shape, temperature=temperature))
 
     @property
     def plain(self) -> Self:
-        """See `LanguageModelHead`."""
         return replace(self, shape=replace(self.shape, temperature=1.0, filters=None))
 
     @property
     def unfiltered(self) -> Self:
-        """See `LanguageModelHead`."""
         if self.shape.filters is None:
             return self
         return replace(self, shape=replace(self.shape, filters=None))
@@ -101,13 +98,11 @@ class MatrixHead:
     def scores(
         self, hidden_ND: Tensor, targets: Tensor, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LanguageModelHead`."""
         return fused_scores(
             hidden_ND, self.weight, targets, self.shape, self.group, self.chunk, entropy
         )
 
     def topk(self, hidden_ND: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See `LanguageModelHead`."""
         return fused_topk(hidden_ND, self.weight, k, self.shape, self.group, self.chunk)
 
 

@@ -125,7 +125,23 @@ def draw_layout(view: LayoutView, path: Path) -> None:
     sizes += f", {at.vpp} chunks a stage" if at.vpp > 1 else ""
     sizes += "" if view.experts is None else f", experts ep {at.ep} x etp {at.expert_tp}"
     canvas.text(MARGIN, 42, sizes, NORMAL, color=FAINT)
-    _draw_stages(canvas, view, groups, _HEAD)
+    x = float(_BAR_LEFT)
+    names = {part.name: part for bar in view.bars for part in bar if part.size}
+    for part in names.values():
+        canvas.box(x, _HEAD, 20, 13, fill=part.fill, hatch=part.hatch)
+        x = canvas.text(x + 25, _HEAD + 7, part.name, NORMAL) + 10
+    canvas.text(MARGIN, _HEAD + 28, "stages", NORMAL, bold=True)
+    canvas.text(_BAR_LEFT, _HEAD + 28, view.about, NORMAL, bold=True)
+    scale = (_BAR_RIGHT - _BAR_LEFT) / max(*map(_size_of, view.bars), view.limit or 0)
+    top = _HEAD + 40
+    for number, stages in enumerate(groups):
+        _draw_stage(canvas, view, stages, top + number * _ROW, scale)
+    if view.limit is not None:
+        x, bottom = _BAR_LEFT + view.limit * scale, top + len(groups) * _ROW - 4
+        canvas.line(x, top - 4, x, bottom, INK, dashed=True)
+        text = f"{view.limit / view.unit:.1f} can be planned with"
+        align = "left" if x < (_BAR_LEFT + _BAR_RIGHT) / 2 else "right"
+        canvas.text(x, bottom + 9, text, NORMAL, align=align, color=FAINT)
     ranks.draw(canvas, _HEAD + stages_height + 12)
     canvas.save(path)
 
@@ -144,28 +160,6 @@ def _group_stages(view: LayoutView) -> list[range]:
     half = MOST_STAGES // 2
     between = range(groups[half].start, groups[-half].start)
     return [*groups[:half], between, *groups[-half:]]
-
-
-def _draw_stages(canvas: Canvas, view: LayoutView, groups: Sequence[range], top: float) -> None:
-    x = float(_BAR_LEFT)
-    names = {part.name: part for bar in view.bars for part in bar if part.size}
-    for part in names.values():
-        canvas.box(x, top, 20, 13, fill=part.fill, hatch=part.hatch)
-        x = canvas.text(x + 25, top + 7, part.name, NORMAL) + 10
-    largest = max(map(_size_of, view.bars))
-    scale = (_BAR_RIGHT - _BAR_LEFT) / max(largest, view.limit or 0)
-    canvas.text(MARGIN, top + 28, "stages", NORMAL, bold=True)
-    canvas.text(_BAR_LEFT, top + 28, view.about, NORMAL, bold=True)
-    top += 40
-    for number, stages in enumerate(groups):
-        _draw_stage(canvas, view, stages, top + number * _ROW, scale)
-    if view.limit is not None:
-        x = _BAR_LEFT + view.limit * scale
-        bottom = top + len(groups) * _ROW - 4
-        canvas.line(x, top - 4, x, bottom, INK, dashed=True)
-        text = f"{view.limit / view.unit:.1f} can be planned with"
-        left = x < (_BAR_LEFT + _BAR_RIGHT) / 2
-        canvas.text(x, bottom + 9, text, NORMAL, align="left" if left else "right", color=FAINT)
 
 
 def _draw_stage(canvas: Canvas, view: LayoutView, stages: range, y: float, scale: float) -> None:

@@ -142,9 +142,18 @@ class Batcher:
             if self.training.kind == "padded":
                 self.training.check_whole_groups(micro_batch_size, f"mbs={micro_batch_size}")
                 count_microbatches(global_batch_size, micro_batch_size, self.topology)
+            ranks, share = self.topology.dp, equal_share(global_batch_size, self.topology)
+            over = f"gbs={global_batch_size}" + (f" over {ranks} ranks" if ranks > 1 else "")
+            self.training.check_whole_groups(share, over, ranks)
+            if data.size % share or not data.size:
+                raise BatchError(
+                    f"{data.size} samples on a data-parallel rank are not a whole number of global "
+                    f"batches, of which each rank has {share} samples: pass a multiple of "
+                    f"{global_batch_size} samples"
+                )
             batches = [
-                self._cut_unplanned(share, micro_batch_size, start)
-                for start, share in self._shares(data, global_batch_size)
+                self._cut_unplanned(data.get_batch(i, share), micro_batch_size, i * share)
+                for i in range(data.size // share)
             ]
         return [_as_the_caller_counts(batch, data) for batch in batches]
 
@@ -230,22 +239,6 @@ class Batcher:
 
     def _dummy(self, data: BatchedDataDict) -> Microbatch:
         return empty_microbatch(data["input_ids"].size(1), self.multiples)
-
-    def _shares(
-        self, data: BatchedDataDict, global_batch_size: int
-    ) -> list[tuple[int, BatchedDataDict]]:
-        """This rank's share of each global batch, preceded by the number of its first row."""
-        share = equal_share(global_batch_size, self.topology)
-        ranks = self.topology.dp
-        over = f"gbs={global_batch_size}" + (f" over {ranks} ranks" if ranks > 1 else "")
-        self.training.check_whole_groups(share, over, ranks)
-        if data.size % share or not data.size:
-            raise BatchError(
-                f"{data.size} samples on a data-parallel rank are not a whole number of global "
-                f"batches, of which each rank has {share} samples: pass a multiple of "
-                f"{global_batch_size} samples"
-            )
-        return [(i * share, data.get_batch(i, share)) for i in range(data.size // share)]
 
     def _cut_unplanned(self, data: BatchedDataDict, rows: int, first: int = 0) -> GlobalBatch:
         """One global batch, whose row 0 is number `first`: `rows` rows in each microbatch, or by a

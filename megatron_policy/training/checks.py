@@ -236,8 +236,19 @@ def check_training_data(
             )
     _check_masks(checked)
     lengths = check_lengths(checked, batching)
-    if "token_mask" in checked:
-        _check_mask_within(checked, lengths)
+    if "token_mask" not in checked:
+        return checked
+    # No token beyond its row's length may count: it is not computed.
+    mask_BS = checked["token_mask"] != 0
+    ends_B = torch.tensor(lengths, device=mask_BS.device)
+    beyond = torch.arange(length, device=mask_BS.device) >= ends_B.unsqueeze(1)
+    counted = beyond & mask_BS & (checked["sample_mask"] != 0).to(mask_BS.device).unsqueeze(1)
+    if counted.any():
+        row, position = counted.nonzero()[0].tolist()
+        raise BatchError(
+            f"token_mask counts position {position} of row {row}, whose input_lengths is "
+            f"{lengths[row]}: make the mask 0 beyond it, or the length larger"
+        )
     return checked
 
 
@@ -246,20 +257,6 @@ def _check_masks(data: BatchedDataDict) -> None:
     for key, wanted in (("sample_mask", (rows,)), ("token_mask", (rows, length))):
         if key in data:
             check_mask(key, data[key], wanted)
-
-
-def _check_mask_within(data: BatchedDataDict, lengths: list[int]) -> None:
-    """BatchError if the mask counts a token beyond its row's length, which is not computed."""
-    mask_BS = data["token_mask"] != 0
-    ends_B = torch.tensor(lengths, device=mask_BS.device)
-    beyond = torch.arange(mask_BS.size(1), device=mask_BS.device) >= ends_B.unsqueeze(1)
-    counted = beyond & mask_BS & (data["sample_mask"] != 0).to(mask_BS.device).unsqueeze(1)
-    if counted.any():
-        row, position = counted.nonzero()[0].tolist()
-        raise BatchError(
-            f"token_mask counts position {position} of row {row}, whose input_lengths is "
-            f"{lengths[row]}: make the mask 0 beyond it, or the length larger"
-        )
 
 
 def check_head(architecture: Architecture, scalar: bool = False) -> None:

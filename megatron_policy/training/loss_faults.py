@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -134,8 +134,13 @@ def fault_of_exception(called: Callable[..., Any], error: Exception) -> LossFaul
     """What went wrong in a function of the caller's: its own frames, and the innermost line of them
     that is in no library.
     """
+    # A function, a method, a partial of one, or an object that can be called.
+    function: Any = called
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
     frames = list(traceback.walk_tb(error.__traceback__))
-    code = _code_of(called)
     below = list(dropwhile(lambda each: each[0].f_code is not code, frames))
     if not below:
         below = list(dropwhile(lambda each: _package_of(each[0]) == _OURS, frames))
@@ -151,16 +156,6 @@ def fault_of_exception(called: Callable[..., Any], error: Exception) -> LossFaul
     text = str(error).strip() or "without a message"
     what = f"{name} raised {type(error).__name__}: {text}{at}"
     return LossFault(what=what, trace="".join(parts).rstrip())
-
-
-def _code_of(called: Any) -> CodeType | None:
-    """The code of a function, a method, a partial of one, or an object that can be called."""
-    while isinstance(called, functools.partial):
-        called = called.func
-    called = getattr(called, "__func__", called)
-    if not hasattr(called, "__code__"):
-        called = type(called).__call__
-    return getattr(called, "__code__", None)
 
 
 def _package_of(frame: FrameType) -> str:

@@ -74,7 +74,7 @@ class Rollback:
     def here(cls, engine: TrainingEngine, *, draws: bool = True) -> Rollback:
         """Record the current state. Without `draws` random numbers go on where they are."""
         buffers = tuple((live, live.clone()) for live in engine.volatile_buffers())
-        return cls(keep_random_states(engine) if draws else _go_on, buffers)
+        return cls(keep_random_states(engine) if draws else lambda: None, buffers)
 
     def __call__(self) -> None:
         """Restore what was recorded."""
@@ -86,10 +86,6 @@ class Rollback:
         """Restore the volatile buffers only, not the random numbers."""
         for live, before in self.buffers:
             live.copy_(before)
-
-
-def _go_on() -> None:
-    """Restore no random numbers."""
 
 
 @dataclass(frozen=True)

@@ -95,27 +95,24 @@ def check_token_types(batch: BatchedDataDict, shell: Shell | None) -> None:
     count are not compared.
     """
     seeing = shell if shell is not None and shell.both_ways else None
+    tokens_BS = batch["input_ids"]
     for key, finds in (("mm_token_type_ids", shell), ("token_type_ids", seeing)):
-        if key in batch:
-            _check_types(batch, key, finds)
-
-
-def _check_types(batch: BatchedDataDict, key: str, shell: Shell | None) -> None:
-    types_BS, tokens_BS = _of_tokens(batch, key), batch["input_ids"]
-    compared_BS = inside(batch)
-    wanted_BS = shell.find_types(batch, compared_BS) if shell else torch.zeros_like(types_BS)
-    wrong_BS = types_BS != wanted_BS
-    for number, medium in enumerate(shell.media if shell else (), start=1):
-        as_if_BS = (tokens_BS == medium.placeholder) & (types_BS == number)
-        wrong_BS &= ~(as_if_BS & (wanted_BS == 0))
-    if "sample_mask" in batch:
-        compared_BS = compared_BS & (batch["sample_mask"] != 0).unsqueeze(-1)
-    if (found := _first(wrong_BS & compared_BS)) is not None:
-        raise BatchError(
-            f"{key} has {types_BS[found]} in row {found[0]} at position {found[1]}, where token "
-            f"{tokens_BS[found]} makes it {wanted_BS[found]}: pass the model's processor's, or "
-            "leave the key out"
-        )
+        if key not in batch:
+            continue
+        types_BS, compared_BS = _of_tokens(batch, key), inside(batch)
+        wanted_BS = finds.find_types(batch, compared_BS) if finds else torch.zeros_like(types_BS)
+        wrong_BS = types_BS != wanted_BS
+        for number, medium in enumerate(finds.media if finds else (), start=1):
+            as_if_BS = (tokens_BS == medium.placeholder) & (types_BS == number)
+            wrong_BS &= ~(as_if_BS & (wanted_BS == 0))
+        if "sample_mask" in batch:
+            compared_BS = compared_BS & (batch["sample_mask"] != 0).unsqueeze(-1)
+        if (found := _first(wrong_BS & compared_BS)) is not None:
+            raise BatchError(
+                f"{key} has {types_BS[found]} in row {found[0]} at position {found[1]}, where "
+                f"token {tokens_BS[found]} makes it {wanted_BS[found]}: pass the model's "
+                "processor's, or leave the key out"
+            )
 
 
 def check_labels(batch: BatchedDataDict, reads_logprobs: bool) -> None:

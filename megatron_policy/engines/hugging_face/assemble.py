@@ -51,7 +51,7 @@ from megatron_policy.interfaces.embedder import Embedder, TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.topology import Coords, Placement, Topology
-from megatron_policy.weights.load import DTYPES, Held, load_parameters
+from megatron_policy.weights.load import DTYPES, load_parameters
 
 _log = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 16
@@ -78,7 +78,10 @@ def build(
     module = build_module(config, table.architecture.shell is not None)
     _refuse_mixing(config, module)
     _refuse_masks(config, table, module)
-    names = tuple(table.hf_shapes()) or _names(config, source_dtypes)
+    names = tuple(table.hf_shapes() or source_dtypes or ())
+    if not names:  # of a model without a family: those of its checkpoint
+        with HfReader(config.model_name) as reader:
+            names = tuple(reader.shapes)
     sources = sources_of(module, names, turned=_can_be_turned(table))
     refuse_unmatched(module, sources, names)
     groups = make_groups(topology, copies, timeout_s)
@@ -141,16 +144,6 @@ class _Ranks:
         return self.ranks
 
 
-def _names(
-    config: PolicyConfig, source_dtypes: Mapping[str, torch.dtype] | None
-) -> tuple[str, ...]:
-    """The HF tensors of a model without a family: those of its checkpoint."""
-    if source_dtypes is not None:
-        return tuple(source_dtypes)
-    with HfReader(config.model_name) as reader:
-        return tuple(reader.shapes)
-
-
 def _build(
     config: PolicyConfig,
     table: Table,
@@ -173,7 +166,13 @@ def _build(
     weights = Topology(tp=ranks, dp=groups.copies.size())
     coords = Coords(pp=0, dp=groups.copies.rank(), cp=0, tp=groups.shards.rank())
     place = Placement(weights, coords, layer_split(config, table.architecture, topology))
-    dtypes = _fill(config, own.held, own.table, place, source_dtypes)
+    if source_dtypes is None:
+        with HfReader(config.model_name) as reader:
+            load_parameters(own.held, reader, own.table, place, config.seed)
+            dtypes: Mapping[str, torch.dtype] = dict(reader.dtypes)
+    else:
+        leave_unfilled(own.held, config, own.table, source_dtypes)
+        dtypes = source_dtypes
     trainable = None
     if init_optimizer:
         trainable = FsdpTrainable(config, group_of, own.holdings, own.held, groups, sharding)
@@ -295,24 +294,6 @@ def _shared_out(
         return Fsdp1.of(decoder, group, compute, fsdp1.sharding_strategy)
     stacked = [name for name, source in sources.items() if source.stacked]
     return Fsdp2.of(decoder, groups.mesh, compute, offload, stacked)
-
-
-def _fill(
-    config: PolicyConfig,
-    held: Held,
-    table: Table,
-    place: Placement,
-    source_dtypes: Mapping[str, torch.dtype] | None,
-) -> Mapping[str, torch.dtype]:
-    """Read the held parameters from the model's own files, or mark them unfilled if dtypes are
-    given. Returns the dtypes in which they are exported.
-    """
-    if source_dtypes is None:
-        with HfReader(config.model_name) as reader:
-            load_parameters(held, reader, table, place, config.seed)
-            return dict(reader.dtypes)
-    leave_unfilled(held, config, table, source_dtypes)
-    return source_dtypes
 
 
 def _head(

@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -80,18 +82,13 @@ def sources_of(
             stacked.add(target)
         found.setdefault(target, {})[index or 0, part] = name
     own = module.state_dict().keys()
-    return {
-        target: SourceTensors(_group_by_index(places), target in stacked)
-        for target, places in found.items()
-        if target in own
-    }
-
-
-def _group_by_index(places: dict[tuple[int, int], str]) -> tuple[tuple[str, ...], ...]:
-    numbers = sorted({index for index, _ in places})
-    return tuple(
-        tuple(name for (at, _), name in sorted(places.items()) if at == index) for index in numbers
-    )
+    sources = {}
+    for target, places in found.items():
+        if target in own:
+            by_index = groupby(sorted(places), key=itemgetter(0))
+            names = tuple(tuple(places[at] for at in alike) for _, alike in by_index)
+            sources[target] = SourceTensors(names, target in stacked)
+    return sources
 
 
 def _make_renaming(module: Any, turned: bool) -> Any:
@@ -115,11 +112,17 @@ def _make_renaming(module: Any, turned: bool) -> Any:
         # That of a decoder can be listed for the whole model too.
         converter = next(each for each in converters if pattern in each.source_patterns)
         part = converter.source_patterns.index(pattern)
-        if _operations_of(converter) == [("Concatenate", 0)]:
+        kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+        if kinds == [("Concatenate", 0)]:
             return target, None, part
         if not turned and all(getattr(each, "check_dims", False) for each in converter.operations):
             return target, None, 0
-        _refuse_other_operations(converter, name)
+        if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+            raise ConversionError(
+                f"transformers changes {name} by {', '.join(kind for kind, _ in kinds)} when it "
+                "loads this model, which is not supported under FSDP: use megatron_cfg if its "
+                "family has a table"
+            )
         # A pattern's only number is the index: those of layers are outside it.
         literal = pattern.replace(r"\.", ".").replace(".", r"\.")
         number = re.search(literal.replace("*", r"(\d+)"), name)
@@ -129,21 +132,6 @@ def _make_renaming(module: Any, turned: bool) -> Any:
         return target, int(number.group(1)), part
 
     return rename
-
-
-def _operations_of(converter: Any) -> list[tuple[str, int | None]]:
-    """The kinds of its operations with their dimensions, in order."""
-    return [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
-
-
-def _refuse_other_operations(converter: Any, name: str) -> None:
-    kinds = _operations_of(converter)
-    if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
-        shown = ", ".join(kind for kind, _ in kinds)
-        raise ConversionError(
-            f"transformers changes {name} by {shown} when it loads this model, which is not "
-            "supported under FSDP: use megatron_cfg if its family has a table"
-        )
 
 
 def refuse_unmatched(module: Any, sources: dict[str, SourceTensors], names: Iterable[str]) -> None:

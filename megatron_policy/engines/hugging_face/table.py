@@ -331,17 +331,13 @@ def _make_entries(
             parts=parts, dim=dim, of=of, cut=cut,
         )  # fmt: skip
         if ranges is not None:
-            row = RangeRow(**vars(row), flat=_clip_ranges(ranges, index, math.prod(shape)))
+            # What they are of element number `index` of a stack, or of its only one.
+            start, end = index * math.prod(shape), (index + 1) * math.prod(shape)
+            clipped = ((min(max(a, start), end), min(max(b, start), end)) for a, b in ranges)
+            row = RangeRow(**vars(row), flat=tuple((a - start, b - start) for a, b in clipped))
         expert = index if source.stacked else None
         own = f"{name}.{index}" if source.stacked else name
         yield Entry(own, names, row, layer, where, expert, within=within)
-
-
-def _clip_ranges(ranges: Ranges, index: int, elements: int) -> Ranges:
-    """What these ranges are of element number `index` of a stack, or of its only one."""
-    start, end = index * elements, (index + 1) * elements
-    clipped = ((min(max(a, start), end), min(max(b, start), end)) for a, b in ranges)
-    return tuple((a - start, b - start) for a, b in clipped)
 
 
 def _find_saved_entries(family: Table) -> dict[str, tuple[Entry, int]]:
@@ -360,11 +356,8 @@ def _find_within(
     names: tuple[str, ...], saved: Mapping[str, tuple[Entry, int]]
 ) -> tuple[Entry | None, Within | None]:
     """The parameter of checkpoints that has all of these HF tensors; None if there is no such."""
-    found = [saved.get(name) for name in names]
-    if None in found:
+    found = [saved[name] for name in names if name in saved]
+    if len(found) < len(names) or len({id(entry) for entry, _ in found}) > 1:
         return None, None
-    entries = {id(each[0]): each[0] for each in found if each is not None}
-    if len(entries) > 1:
-        return None, None
-    (entry,) = entries.values()
-    return entry, Within(entry.row, tuple(each[1] for each in found if each is not None))
+    entry = found[0][0]
+    return entry, Within(entry.row, tuple(part for _, part in found))

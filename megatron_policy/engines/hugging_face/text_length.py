@@ -36,9 +36,17 @@ class TextLength:
         own = cls(choice == "maximum")
         for module in model.modules():
             kinds = _find_kinds(module)
-            if kinds:
-                of_module = _find_longest(kinds, longest) if own.fixed else None
-                _Told(own, of_module).watch(module)
+            if not kinds:
+                continue
+            of_module = None
+            if own.fixed:  # as `Rope.longest`
+                of_module = max(
+                    int(kind["factor"] * kind["max_position"])
+                    if _name_type(kind) == "dynamic"
+                    else longest
+                    for kind in kinds
+                )
+            _Told(own, of_module).watch(module)
         return own
 
     @contextmanager
@@ -81,15 +89,6 @@ def _find_by_length(config: Any) -> list[Mapping[str, Any]]:
         for each in (found, *of_layers)
         if _name_type(each) in _BY_LENGTH and not each.get("alpha")
     ]
-
-
-def _find_longest(kinds: list[Mapping[str, Any]], configured: int) -> int:
-    """As `Rope.longest`."""
-    lengths = [
-        int(kind["factor"] * kind["max_position"]) if _name_type(kind) == "dynamic" else configured
-        for kind in kinds
-    ]
-    return max(lengths)
 
 
 @dataclass

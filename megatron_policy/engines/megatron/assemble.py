@@ -18,7 +18,7 @@ from megatron_policy.adapters.base import base_digest
 from megatron_policy.adapters.loading import fill_adapters
 from megatron_policy.adapters.table import join_adapters
 from megatron_policy.adapters.targets import choose_adapters, make_spec
-from megatron_policy.config import MegatronConfig, PolicyConfig
+from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.architecture import Architecture, vocab_shard
@@ -141,6 +141,10 @@ def _build(
     last = place.topology.vpp - 1
     head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
     embedder = _embedder(built, arch, groups, composite)
+    channel = None
+    if (moe := arch.moe) is not None:
+        split = settings.sequence_parallel
+        channel = RouterChannel(groups, arch.expert_layers, moe.chosen, split)
     pipeline = Pipeline(
         tuple(chunks),
         tuple(place.layers(chunk) for chunk in range(topology.vpp)),
@@ -149,7 +153,7 @@ def _build(
         arch.vocab_size,
         embedder,
         head,
-        _channel(arch, settings, groups),
+        channel,
         MegatronMtp.of(built[last], head, embedder, settings, groups.cp),
         Recorder() if trainable is None else trainable.stopwatch.recorder,
     )
@@ -172,17 +176,15 @@ def _chunks(
     built = build_chunks(architecture, model_config, place, implementation, config.seed)
     choose_kernels(built, config.megatron_cfg.recurrence_impl)
     choose_text_length(built, config.rope_length, config.max_total_sequence_length)
-    return built, None if architecture.shell is None else _surround(built, config)
-
-
-def _surround(built: list[Any], config: PolicyConfig) -> torch.nn.Module:
-    """The model's shell, which has parameters on the stage with the embedding and belongs to it."""
+    if architecture.shell is None:
+        return built, None
     composite = build_composite(config)
     for chunk in built:
         if chunk.pre_process:
+            # It has parameters on the stage with the embedding, and belongs to it.
             fill_composite(composite, partial(make_replica, chunk.config))
             chunk.embedding.shell = composite
-    return composite
+    return built, composite
 
 
 def _embedder(
@@ -198,17 +200,6 @@ def _embedder(
         return own_TR.chunk(groups.tp.size())[groups.tp.rank()] if split else own_TR
 
     return PictureEmbedder(text, architecture.shell, composite, place, has_trained(composite))
-
-
-def _channel(
-    architecture: Architecture, settings: MegatronConfig, groups: Groups
-) -> RouterChannel | None:
-    """Between the caller's rows and the routers of a model with experts."""
-    moe = architecture.moe
-    if moe is None:
-        return None
-    split = settings.sequence_parallel
-    return RouterChannel(groups, architecture.expert_layers, moe.chosen, split)
 
 
 def _fill(

@@ -133,9 +133,9 @@ class _Stream:
     def record_event(self, event: Any = None) -> _Stream:
         return self
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, *args: Any, **kwargs: Any) -> None: ...
 
-    record = synchronize = wait = wait_event = wait_stream = _nothing
+    synchronize = wait = wait_event = wait_stream = record
 
 
 def streams() -> None:

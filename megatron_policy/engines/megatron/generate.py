@@ -69,7 +69,11 @@ class CachedPipeline:
                 )
                 dist.recv(hidden_SBD, group=pp, group_src=(pp.rank() - 1) % pp.size())
                 chunk.set_input_tensor(hidden_SBD)
-            entering = self._enter(tokens_BS) if chunk.pre_process else None
+            entering = None
+            if chunk.pre_process:
+                # What further layers add is left in the cache.
+                first = self._cache.sequence_len_offset
+                entering, self._cache.deep = self._prompts.enter(tokens_BS, first)
             with hidden_states_of(chunk):
                 output = chunk(
                     tokens_BS,
@@ -97,12 +101,6 @@ class CachedPipeline:
         positions_BT = self._prompts.positions
         first_BS = None if positions_BT is None else positions_BT[:, :width]
         return sequence_params(layout, self._pipeline.groups.cp, first_BS, (), blocks_B)
-
-    def _enter(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """What enters the first layer next; what further layers add is left in the cache."""
-        hidden_SBD, deep = self._prompts.enter(tokens_BS, self._cache.sequence_len_offset)
-        self._cache.deep = deep
-        return hidden_SBD
 
 
 @contextmanager

@@ -94,7 +94,8 @@ class Head(MatrixHead):
         backward pass sums the tensor-parallel ranks' gradients.
         """
         if self.overlapped:
-            self._finish_gather(hidden_SRD)
+            with torch.no_grad():  # a hook of the module that holds the weight finishes the gather
+                self.logits(hidden_SRD[:0])
         if self.model.output_layer.sequence_parallel:
             whole: torch.Tensor = gather_from_sequence_parallel_region(hidden_SRD)
             return whole
@@ -109,9 +110,3 @@ class Head(MatrixHead):
         logits_SRV: torch.Tensor
         logits_SRV, _ = self.model.output_layer(hidden_SRD, weight=weight)
         return finish_whole_logits(logits_SRV.float(), self.shape)
-
-    @torch.no_grad()
-    def _finish_gather(self, hidden_SRD: torch.Tensor) -> None:
-        """Call the module that holds the weight on empty input: its hook finishes the gather."""
-        weight = self.weight if self.model.share_embeddings_and_output_weights else None
-        self.model.output_layer(hidden_SRD[:0], weight=weight)

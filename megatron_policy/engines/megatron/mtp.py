@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -31,26 +30,13 @@ from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.layer_spec import final_norm, layer_spec
-from megatron_policy.engines.megatron.layers.norm import replicated
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequence_params
+from megatron_policy.engines.megatron.layers.whole_linear import WholeLinear
 from megatron_policy.engines.megatron.process_groups import embedding_group
 from megatron_policy.interfaces.embedder import Embedder
 from megatron_policy.lm_head.output import shifted
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.topology import Placement
-
-
-class Projection(torch.nn.Module):
-    """The linear layer before an MTP layer; every tensor-parallel rank holds the whole weight and
-    applies it to its own positions.
-    """
-
-    def __init__(self, config: TransformerConfig, inputs: int) -> None:
-        super().__init__()
-        self.weight = replicated(config, config.hidden_size, inputs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
 
 
 class MtpLayer(torch.nn.Module):
@@ -80,7 +66,8 @@ class MtpLayer(torch.nn.Module):
 
         self.config = config
         self.enorm, self.hnorm = norm(), norm()
-        self.eh_proj = Projection(config, architecture.mtp_projection_size)
+        width = config.hidden_size
+        self.eh_proj = WholeLinear(config, architecture.mtp_projection_size, width)
         self.transformer_layer = build_module(
             layer_spec(implementation, architecture, config, layer),
             config=config,
@@ -103,7 +90,7 @@ class MtpLayer(torch.nn.Module):
             both = torch.cat((self.enorm(embedded_SRD), self.hnorm(hidden_SRD)), dim=-1)
             result: torch.Tensor
             result, _ = self.transformer_layer(
-                hidden_states=self.eh_proj(both),
+                hidden_states=self.eh_proj(both)[0],
                 attention_mask=None,
                 rotary_pos_emb=angles,
                 packed_seq_params=params,

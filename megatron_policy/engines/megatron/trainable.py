@@ -128,7 +128,9 @@ class MegatronTrainable:
         with ExitStack() as stack:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())
-            config.no_sync_func, config.finalize_model_grads_func = nullcontext, _reduce_nothing
+            # With no function in place of the second, a schedule would omit more than reductions.
+            config.no_sync_func = nullcontext
+            config.finalize_model_grads_func = lambda *_, **__: None
             try:
                 yield
             finally:
@@ -289,7 +291,3 @@ def make_trainable(
 
 def _in_mtp_layer(entry: Entry) -> bool:
     return entry.megatron.startswith("mtp.layers.")
-
-
-def _reduce_nothing(*args: Any, **kwargs: Any) -> None:
-    """With no function at all, a schedule would omit more than the reduction."""

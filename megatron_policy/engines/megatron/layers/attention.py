@@ -84,16 +84,17 @@ class TorchAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query_SBNH, key_KBGH = self.q_layernorm(query_SBNH), self.k_layernorm(key_KBGH)
-        if self.query_growth is not None:
-            query_SBNH = _grow_queries(
-                query_SBNH, self.query_growth, key_KBGH.size(0), packed_seq_params
-            )
-        return attend(query_SBNH, key_KBGH, value_KBGH, self._scores, packed_seq_params)
-
-    @property
-    def _scores(self) -> Scores:
+        if (growth := self.query_growth) is not None:
+            if packed_seq_params is None:
+                keys = key_KBGH.size(0)
+                places_S = torch.arange(keys - query_SBNH.size(0), keys, device=query_SBNH.device)
+                positions_SB = places_S.unsqueeze(1)
+            else:
+                positions_SB = packed_seq_params.positions_TR
+            factor_SB = 1 + growth.rate * torch.log(1 + torch.floor(positions_SB / growth.length))
+            query_SBNH = query_SBNH * factor_SB[:, :, None, None].to(query_SBNH.dtype)
         dropout = self.dropout if self.training else 0.0
-        return Scores(
+        scores = Scores(
             self.softmax_scale,
             self.reach,
             self.softcap,
@@ -101,6 +102,7 @@ class TorchAttention(MegatronModule):
             dropout,
             self._dropout_state if dropout else contextlib.nullcontext,
         )
+        return attend(query_SBNH, key_KBGH, value_KBGH, scores, packed_seq_params)
 
     def _dropout_state(self) -> contextlib.AbstractContextManager[Any]:
         # Heads differ between tensor-parallel ranks, so their dropout must too. Under sequence
@@ -110,16 +112,3 @@ class TorchAttention(MegatronModule):
         forked: contextlib.AbstractContextManager[Any]
         forked = tensor_parallel.get_cuda_rng_tracker().fork()
         return forked
-
-
-def _grow_queries(
-    query_SBNH: torch.Tensor, growth: QueryGrowth, keys: int, params: SequenceParams | None
-) -> torch.Tensor:
-    """Queries multiplied as their positions require: those of `params`, or the last of `keys`."""
-    if params is None:
-        first = keys - query_SBNH.size(0)
-        positions_SB = torch.arange(first, keys, device=query_SBNH.device).unsqueeze(1)
-    else:
-        positions_SB = params.positions_TR
-    factor_SB = 1 + growth.rate * torch.log(1 + torch.floor(positions_SB / growth.length))
-    return query_SBNH * factor_SB[:, :, None, None].to(query_SBNH.dtype)

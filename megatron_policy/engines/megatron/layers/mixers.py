@@ -219,7 +219,10 @@ class Mamba2Mixer(RecurrentMixer):
     def mix(
         self, projected_NF: torch.Tensor, share: HeadShare, span: TokenSpan
     ) -> tuple[torch.Tensor, State]:
-        projected_NF = self._scale(projected_NF, share)
+        if self.part.factors:
+            columns = zip(share.sizes, self.part.factors, strict=True)
+            made = [projected_NF.new_full((heads * width,), f) for (heads, width), f in columns]
+            projected_NF = projected_NF * torch.cat(made)
         gate_NHV, convolved_ND, dt_NH1 = share.split(projected_NF, self.convolved)
         (x_NHV, *shared), recent_QWD = self.convolve(convolved_ND, share, span)
         b_NGK, c_NGK = self._complete(*shared)
@@ -234,13 +237,6 @@ class Mamba2Mixer(RecurrentMixer):
             y_NHV, memory_QHKV = state_space(*inputs, span.chunks, span.memory)
         return self._gate(y_NHV, gate_NHV, share).flatten(1), (recent_QWD, memory_QHKV)
 
-    def _scale(self, projected_NF: torch.Tensor, share: HeadShare) -> torch.Tensor:
-        if not self.part.factors:
-            return projected_NF
-        columns = zip(share.sizes, self.part.factors, strict=True)
-        made = [projected_NF.new_full((heads * width,), f) for (heads, width), f in columns]
-        return projected_NF * torch.cat(made)
-
     def finish(self, mixed_TRV: torch.Tensor, share: HeadShare) -> torch.Tensor:
         if self.norm is None or self._has_groups(share):
             return mixed_TRV
@@ -248,8 +244,11 @@ class Mamba2Mixer(RecurrentMixer):
         by_group = mixed_TRV.unflatten(-1, (weight_GV.size(0), -1))
         mean_square = None
         if self.tp.size() > self.part.groups:
-            mean_square = self._sum_over_group(sum_squares(by_group)) * self.part.groups
-            mean_square = mean_square / self.part.inner_size
+            # Over the ranks that share a group.
+            others = self._group, self.part.groups - 1 - self._group
+            sums_TR1G = sum_over_ranks(F.pad(sum_squares(by_group), others), self.tp)
+            sum_TR11 = sums_TR1G[..., self._group, None]
+            mean_square = sum_TR11 * self.part.groups / self.part.inner_size
         epsilon = self.config.layernorm_epsilon
         return normalise(by_group, weight_GV, epsilon, mean_square).flatten(-2)
 
@@ -279,12 +278,6 @@ class Mamba2Mixer(RecurrentMixer):
         both_N2K = all_N2F.unflatten(-1, (self.part.groups, -1))[:, :, self._group]
         into_N1K, out_N1K = both_N2K.split(1, 1)
         return into_N1K, out_N1K
-
-    def _sum_over_group(self, x_TR11: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that share a group."""
-        others = self._group, self.part.groups - 1 - self._group
-        sums_TR1G = sum_over_ranks(F.pad(x_TR11, others), self.tp)
-        return sums_TR1G[..., self._group, None]
 
     @property
     def _group(self) -> int:

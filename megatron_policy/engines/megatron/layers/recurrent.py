@@ -243,7 +243,9 @@ class RecurrentMixer(MegatronModule, ABC):
             projected_TRF, share = exchange.to_heads(projected_TRF, self.columns_CF), self.own
         positions, rows, _columns = projected_TRF.shape
         lengths = (positions,) if packed_seq_params is None else packed_seq_params.lengths
-        past = self._read_past(inference_context)
+        past: State | None = None
+        if inference_context is not None and inference_context.sequence_len_offset:
+            past = inference_context.key_value_memory_dict[self.layer_number]
         span = TokenSpan(lengths, rows, past, self.by_kernels, self.together)
         mixed_NV, state = self.mix(projected_TRF.flatten(0, 1), share, span)
         if inference_context is not None:
@@ -295,11 +297,6 @@ class RecurrentMixer(MegatronModule, ABC):
         parts = mixed_ND.split([heads * width for heads, width in sizes], -1)
         by_heads = tuple(part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True))
         return by_heads, recent_QWD
-
-    def _read_past(self, inference_context: Any) -> State | None:
-        if inference_context is None or inference_context.sequence_len_offset == 0:
-            return None
-        return cast(State, inference_context.key_value_memory_dict[self.layer_number])
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

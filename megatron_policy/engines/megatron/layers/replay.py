@@ -96,21 +96,17 @@ class RouterChannel:
         own = [index for index, layer in enumerate(self.layers) if layer in recorded]
         if own:
             mine_NLK = torch.stack([recorded[self.layers[index]] for index in own], dim=1)
-            own_L = to_device(torch.tensor(own))
-            whole_BSLK.index_copy_(2, own_L, self._put_in_rows(microbatch, mine_NLK))
+            if self.splits_sequences:
+                mine_NLK = _gathered(mine_NLK, self.groups.tp).flatten(0, 1)
+            layout = microbatch.layout
+            all_CNLK = _gathered(mine_NLK, self.groups.cp)
+            all_CTRLK = all_CNLK.view(*layout.sources_CTR.shape, *mine_NLK.shape[1:])
+            # `put` leaves 0 where there is none, which is an expert, too.
+            placed_BSLK = layout.put(all_CTRLK + 1) - 1
+            whole_BSLK.index_copy_(2, to_device(torch.tensor(own)), placed_BSLK)
         if self.groups.pp.size() > 1:
             dist.all_reduce(whole_BSLK, op=dist.ReduceOp.MAX, group=self.groups.pp)
         return whole_BSLK.masked_fill(~inside(microbatch.data)[:, :, None, None], -1)
-
-    def _put_in_rows(self, microbatch: Microbatch, mine_NLK: torch.Tensor) -> torch.Tensor:
-        """The values of all ranks of this stage at the caller's places, -1 where there is none."""
-        layout = microbatch.layout
-        if self.splits_sequences:
-            mine_NLK = _gathered(mine_NLK, self.groups.tp).flatten(0, 1)
-        all_CNLK = _gathered(mine_NLK, self.groups.cp)
-        shape_CTR = layout.sources_CTR.shape
-        # `put` leaves 0 where there is none, which is an expert, too.
-        return layout.put(all_CNLK.view(*shape_CTR, *mine_NLK.shape[1:]) + 1) - 1
 
 
 def _gathered(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -107,17 +107,6 @@ def attention_factor(rope: Rope) -> float:
     return scaling.attention_factor if isinstance(scaling, YarnScaling | LongScaling) else 1.0
 
 
-def _of_pairs(positions_TR: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """The position that turns each pair, `[T, R, P]`, of three of each token, `[T, R, 3]`; or of
-    one, `[T, R]`, as `[T, R, 1]`.
-    """
-    if positions_TR.ndim == 2:
-        return positions_TR.unsqueeze(-1)
-    assert rope.axes, "a token has one position"
-    axes_P = to_device(torch.tensor(rope.axes))
-    return positions_TR.index_select(-1, axes_P)
-
-
 class Rotary(torch.nn.Module):
     """Angles of every kind of layer, concatenated: `[T, 1, 1, 2 P of each]`, in fp32.
 
@@ -198,7 +187,11 @@ class Rotary(torch.nn.Module):
             return positions_TR.new_empty((len(positions_TR), 1, 1, 0), dtype=torch.float32)
         angles = []
         for rope, of_rope in zip(self.ropes, frequencies, strict=True):
-            once = _of_pairs(positions_TR, rope).float() * of_rope
+            turning_TRP = positions_TR.unsqueeze(-1)
+            if positions_TR.ndim == 3:  # each pair is turned by one of three positions
+                assert rope.axes, "a token has one position"
+                turning_TRP = positions_TR.index_select(-1, to_device(torch.tensor(rope.axes)))
+            once = turning_TRP.float() * of_rope
             angles.append(
                 once.repeat_interleave(2, -1) if rope.interleaved else once.repeat(1, 1, 2)
             )

@@ -49,11 +49,7 @@ class Router(TopKRouter):
             replayed = partial(params.chosen, self.layer)
         logits_TE = logits.flatten(0, -2)
         weights_TE, taken_TE = route(logits_TE, self.moe, self.expert_bias, replayed)
-        return self._drop_beyond_capacity(self.balancing(logits_TE, weights_TE, taken_TE), taken_TE)
-
-    def _drop_beyond_capacity(
-        self, weights_TE: torch.Tensor, taken_TE: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights_TE = self.balancing(logits_TE, weights_TE, taken_TE)
         config: Any = self.config
         if config.moe_expert_capacity_factor is None:
             return weights_TE, taken_TE

@@ -27,7 +27,20 @@ class LayerAttention(SelfAttention):
         ropes: Sequence[Rope],
         **kwargs: Any,
     ) -> None:
-        super().__init__(config=_adjust_config(config, part), layer_number=layer_number, **kwargs)
+        own = copy.copy(config)
+        assert part.qkv_bias or not part.proj_bias
+        own.add_bias_linear = part.proj_bias
+        own.qk_layernorm = bool(part.qk_norm)
+        own.attention_output_gate = part.attention_output_gate
+        # A window of W tokens reaches W - 1 positions back.
+        own.window_size = None if part.window is None else (part.window - 1, 0)
+        factor = 1.0 if part.rope is None else attention_factor(part.rope)
+        if factor != 1.0:
+            # Megatron-Core derives the factor from YaRN constants:
+            # (0.1 * mscale * log(e^10) + 1) / (0.1 * mscale_all_dim * log(e^10) + 1).
+            own.yarn_rotary_scaling_factor = _E10
+            own.yarn_mscale, own.yarn_mscale_all_dim = factor - 1.0, 0.0
+        super().__init__(config=own, layer_number=layer_number, **kwargs)
         self.angles = columns(part, ropes)
 
     def forward(
@@ -54,23 +67,3 @@ class LayerAttention(SelfAttention):
             first = self.pg_collection.tp.rank() * heads % found[3].size(2)
             found = (*found[:3], found[3][:, :, first : first + heads])
         return found
-
-
-def _adjust_config(config: TransformerConfig, part: Attention) -> TransformerConfig:
-    """The model's config as this layer's attention needs it: its biases, norms and window, and the
-    factor on its rotary embedding.
-    """
-    own = copy.copy(config)
-    assert part.qkv_bias or not part.proj_bias
-    own.add_bias_linear = part.proj_bias
-    own.qk_layernorm = bool(part.qk_norm)
-    own.attention_output_gate = part.attention_output_gate
-    # A window of W tokens reaches W - 1 positions back.
-    own.window_size = None if part.window is None else (part.window - 1, 0)
-    factor = 1.0 if part.rope is None else attention_factor(part.rope)
-    if factor != 1.0:
-        # Megatron-Core derives the factor from YaRN constants:
-        # (0.1 * mscale * log(e^10) + 1) / (0.1 * mscale_all_dim * log(e^10) + 1).
-        own.yarn_rotary_scaling_factor = _E10
-        own.yarn_mscale, own.yarn_mscale_all_dim = factor - 1.0, 0.0
-    return own
