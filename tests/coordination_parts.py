@@ -47,7 +47,7 @@ class Place:
 
     def coordinator(self, kind: OperationKind) -> Coordinator:
         """A new coordinator."""
-        self.coordinators.append(Coordinator(kind, self.store, self.rank, 2, LONG_S))
+        self.coordinators.append(Coordinator.of_all_ranks(kind, LONG_S))
         return self.coordinators[-1]
 
     def group(self, name: str) -> BoundedProcessGroup:

@@ -22,6 +22,7 @@ import secrets
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
@@ -66,6 +67,7 @@ class AuthenticatedConnection:
         self._end, self._host = end, host
         # A descriptor of its own: `end` can be closed while a thread waits in the connection.
         self._connection = Connection(os.dup(end.fileno()))
+        close_in_children(end, self._connection)
         self._sent = self._received = 0
         self._most = (0, 0)
         with self.limit_time(timeout_s):
@@ -162,6 +164,23 @@ class AuthenticatedConnection:
         made = hmac.new(self._key, start + header, "sha256")
         made.update(body)
         return made.digest()
+
+
+def close_in_children(*ends: socket.socket | Connection) -> None:
+    """Let processes that this one forks have none of these: a connection breaks with the process
+    that made it, whatever its children do.
+    """
+    _ends.update(ends)
+
+
+def _close_all() -> None:
+    for end in list(_ends):
+        with contextlib.suppress(OSError):  # it is closed already
+            end.close()
+
+
+_ends: weakref.WeakSet[socket.socket | Connection] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_all)
 
 
 def hang_up(connection: socket.socket) -> None:

@@ -10,12 +10,16 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from megatron_policy.coordination.authenticated_connection import AuthenticatedConnection, hang_up
+from megatron_policy.coordination.authenticated_connection import (
+    AuthenticatedConnection,
+    close_in_children,
+    hang_up,
+)
 from megatron_policy.coordination.timeouts import start_thread
 from megatron_policy.errors import RefitError
 
 PUT, GET, ADD, DROP, LAST = "put", "get", "add", "drop", "last"
-_LONGEST_S = 1e6
+LONGEST_S = 1e6
 _HANDSHAKE_S = 10.0
 _AT_ONCE = 64  # connections that have not authenticated: beyond that the oldest is closed
 _SENDING_S = 120.0
@@ -58,7 +62,7 @@ class Request:
                 "keys": [str(), *_] as keys,
                 "timeout_s": int() | float() as timeout_s,
                 "unless": str() as unless,
-            } if all(isinstance(key, str) for key in keys) and 0 <= timeout_s <= _LONGEST_S:
+            } if all(isinstance(key, str) for key in keys) and 0 <= timeout_s <= LONGEST_S:
                 return cls(do, tuple(keys), body, float(timeout_s), unless)
         raise RefitError(f"the refit group received an unrecognised request: {header[:80]!a}")
 
@@ -146,10 +150,13 @@ class ControlServer:
     """Serves values until `close`, each connection in a thread."""
 
     def __init__(self, ip: str, port: int, secret: bytes, values: KeyValueStore) -> None:
-        """Listen at (ip, port) and nowhere else. OSError where that is impossible."""
+        """Listen at (ip, port) and nowhere else; at a free port for 0. OSError where that is
+        impossible.
+        """
         self._secret, self._values = secret, values
         family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
         self._listener = socket.create_server(address[:2], family=family)
+        close_in_children(self._listener)
         self._guests: dict[socket.socket, bool] = {}  # whether each has authenticated
         self._lock = threading.Lock()
         self._closed = False
@@ -157,6 +164,12 @@ class ControlServer:
         if not start_thread(accepting):
             self._listener.close()
             raise OSError(errno.EAGAIN, "no thread can be started")
+
+    @property
+    def port(self) -> int:
+        """The port at which it listens."""
+        port: int = self._listener.getsockname()[1]
+        return port
 
     def close(self) -> None:
         """Stop listening and close all connections."""

@@ -45,8 +45,8 @@ class ControlStore:
     def __init__(
         self, ip: str, port: int, timeout_s: float, secret: str, host: bool = False
     ) -> None:
-        """`timeout_s` bounds calls without a bound of their own. The host serves from here on,
-        RefitError if it cannot; the others connect at their first call.
+        """`timeout_s` bounds calls without a bound of their own. The host serves from here on, at a
+        free port for 0, RefitError if it cannot; the others connect at their first call.
         """
         self._at, self._timeout_s = (ip, port), timeout_s
         self._secret = checked_secret(secret)
@@ -61,6 +61,11 @@ class ControlStore:
                     f"the refit group cannot be hosted at {ip}:{port}: {error.strerror}. Choose an "
                     "address of this machine that engines can reach, and a free port"
                 ) from error
+
+    @property
+    def port(self) -> int:
+        """The port at which it is kept."""
+        return self._at[1] if self._server is None else self._server.port
 
     @property
     def connected(self) -> bool:

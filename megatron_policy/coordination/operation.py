@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from megatron_policy.coordination.lost_ranks import watch_ranks
 from megatron_policy.coordination.store import Heartbeat, OperationValues, StoreCalls
 from megatron_policy.errors import CheckpointError, ConfigError, RefitError
 
@@ -84,10 +85,22 @@ class Coordinator:
     order.
     """
 
+    @classmethod
+    def of_all_ranks(cls, kind: OperationKind, timeout_s: float) -> Coordinator:
+        """That of the default process group, whose ranks hear at once of one that has died."""
+        group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
+        assert group is not None, "a policy's ranks have a process group"
+        own = cls(kind, store, group.rank(), group.size(), timeout_s)
+        if own.size > 1:
+            own.find_lost = StoreCalls(timeout_s, kind.error)(lambda: watch_ranks(group, store))
+        return own
+
     def __init__(
         self, kind: OperationKind, store: dist.Store, rank: int, size: int, timeout_s: float
     ) -> None:
         """No wait is longer than `timeout_s` seconds without a heartbeat."""
+        self.find_lost: Callable[[], str] = lambda: ""
+        """Which rank was lost, in words; empty if none is known to be."""
         self.kind, self.store = kind, store if size > 1 else dist.HashStore()
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.lost_a_rank = False
@@ -97,6 +110,17 @@ class Coordinator:
         own, bound_s = f"{kind.name}/of rank {rank}", timeout_s if size > 1 else None
         policies = StoreCalls(bound_s, kind.error)(lambda: self.store.add(own, 1))
         self.root = f"{kind.name}/{policies}"
+
+    def check_lost(self) -> None:
+        """This kind's error if a rank was lost."""
+        if words := self.find_lost():
+            raise self.kind.error(words)
+
+    def copy_store(self) -> dist.Store:
+        """The store, over another connection: what waits in it delays none of an operation's calls.
+        Older releases of torch have one connection.
+        """
+        return self.store.clone() if hasattr(self.store, "clone") else self.store
 
     def begin(self, purpose: str = "") -> Operation:
         """The next operation of all ranks; an error on all if their purposes differ."""
@@ -140,7 +164,9 @@ class Operation:
             coordinator.store, f"{coordinator.root}/{number}/", self.call
         )
         pause_s = self._kind.longest_pause_s
-        heartbeat = Heartbeat(lambda by: self._values.add("beats", by), timeout_s, pause_s)
+        heartbeat = Heartbeat(
+            lambda by: self._values.add("beats", by), timeout_s, pause_s, coordinator.find_lost
+        )
         self.beat = heartbeat.beat
         self.beating: Callable[[], AbstractContextManager[None]] = heartbeat.beating
         if alone:
@@ -275,7 +301,8 @@ class Operation:
             if self._coordinator.rank != 0 or not (silent or why):
                 silent = not self.go_last() or silent
             if silent:
-                why = f"a rank gave no sign of life for {self._timeout_s:g} s"
+                silence = f"a rank gave no sign of life for {self._timeout_s:g} s"
+                why = self._coordinator.find_lost() or silence
         except self._kind.error as error:
             why = str(error)
         if why:
@@ -338,7 +365,8 @@ class Operation:
         if words := self.first_failure():
             self._leave()
             raise self._kind.error(words)
-        words = self._kind.describe_silence(self._timeout_s, name)
+        silence = self._kind.describe_silence(self._timeout_s, name)
+        words = self._coordinator.find_lost() or silence
         self._lose_a_rank()
         first = self._fail(words)
         self._leave(with_all=False)

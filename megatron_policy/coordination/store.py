@@ -4,6 +4,7 @@ an operation, and heartbeats for those that wait.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ T = TypeVar("T")
 
 _BEATS = 8  # within the silence after which others give up
 _SHORTEST_S = 0.0005  # between two looks at the number
+_MOMENT_S = 1.0  # for what a rank has said before it was lost
 _PIECE = 2**20  # characters; torch's TCPStore drops the connection at a value of more than 8 MiB
 
 
@@ -38,9 +40,9 @@ class StoreCalls:
         self.failure = ""
         """Why the store did not answer; empty if it always has."""
 
-    def __call__(self, step: Callable[[], T]) -> T:
+    def __call__(self, step: Callable[[], T], watch: Callable[[], object] | None = None) -> T:
         """The result of `step`, which calls the store. Rank 0 hosts the store and can be stopped or
-        gone: that is the `error` of the constructor.
+        gone: that is the `error` of the constructor. See `run_with_timeout` for `watch`.
         """
         if self.failure:
             raise self._error(self.failure)
@@ -48,7 +50,7 @@ class StoreCalls:
             return step()
         try:
             # A process group's own timeout comes first: its message says more.
-            return run_with_timeout(1.25 * self._timeout_s + 0.5, step)
+            return run_with_timeout(1.25 * self._timeout_s + 0.5, step, watch)
         except (TimeoutError, dist.DistError) as error:
             what = (
                 "does not answer" if isinstance(error, TimeoutError) else "has left, or was ended"
@@ -138,10 +140,18 @@ class Heartbeat:
     to the number and returns it.
     """
 
-    def __init__(self, add: Callable[[int], int], silence_s: float, longest_pause_s: float) -> None:
+    def __init__(
+        self,
+        add: Callable[[int], int],
+        silence_s: float,
+        longest_pause_s: float,
+        find_lost: Callable[[], str] = lambda: "",
+    ) -> None:
         """A rank gives up after `silence_s` seconds without a beat: beat eight times as often. The
-        pauses between two looks at the number grow to `longest_pause_s` seconds.
+        pauses between two looks at the number grow to `longest_pause_s` seconds. `find_lost` says
+        which rank was lost.
         """
+        self._find_lost = find_lost
         self._add, self._silence_s, self._longest_pause_s = add, silence_s, longest_pause_s
         self._interval_s = silence_s / _BEATS
         self._last = 0.0
@@ -154,12 +164,14 @@ class Heartbeat:
             self._add(1)
 
     def wait_while_alive(self, condition: Callable[[], bool]) -> bool:
-        """Wait for the condition; return False if no rank beats for too long."""
+        """Wait for the condition; return False if no rank beats for too long, or one was lost."""
         pause, seen, quiet_since = _SHORTEST_S, -1, time.monotonic()
+        lost_since = math.inf
         while not condition():
             count, now = self._add(0), time.monotonic()
             seen, quiet_since = count, quiet_since if count == seen else now
-            if now - quiet_since > self._silence_s:
+            lost_since = min(lost_since, now) if self._find_lost() else math.inf
+            if now - quiet_since > self._silence_s or now - lost_since > _MOMENT_S:
                 return False
             time.sleep(pause)
             pause = min(2 * pause, self._longest_pause_s)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_policy.adapters.peft_files import peft_contents
 from megatron_policy.checkpoint import common_state, tracker
@@ -57,11 +56,7 @@ class Checkpoints:
         self._session, self._config, self._tokenizer = session, config, tokenizer
         self._engine = session.engine
         self._contents = Contents(session.engine, session.topology, generators)
-        store = dist.distributed_c10d._get_default_store()
-        size = session.topology.world_size
-        self._coordinator = Coordinator(
-            SAVES, store, session.rank, size, config.checkpoint_timeout_s
-        )
+        self._coordinator = Coordinator.of_all_ranks(SAVES, config.checkpoint_timeout_s)
         side_paths(locate(config.model_name))  # raises on every rank or on none
         self._kept = KeptFiles(self._side_files(), tokenizer) if session.rank == 0 else None
         self._saved = saved_by(session.engine)

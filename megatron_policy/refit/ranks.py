@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from megatron_policy.coordination.operation import REFITS, Coordinator
 from megatron_policy.coordination.process_group import ProcessGroups
 from megatron_policy.errors import RefitError
@@ -29,9 +27,7 @@ class RefitRanks:
         """`on_host` is for weights in host memory."""
         self.topology, self.coords, self.timeout_s = topology, coords, timeout_s
         self.rank = topology.rank(coords)
-        store = dist.distributed_c10d._get_default_store()
-        size = topology.world_size
-        self._coordinator = Coordinator(REFITS, store, self.rank, size, timeout_s)
+        self._coordinator = Coordinator.of_all_ranks(REFITS, timeout_s)
         self._operation = self._coordinator.begin()
         self._groups: ProcessGroups | None = None
         self._calls, self._on_host = 0, on_host
@@ -90,15 +86,13 @@ class RefitRanks:
             raise RefitError(f"the other ranks have already aborted: {reason}")
         if self._groups is None:
             name = f"{coordinator.root}/{operation.number}"
+            # A connection of its own: a rank that is lost can leave others waiting in it.
+            store = coordinator.copy_store()
             self._groups = operation.call(
                 lambda: ProcessGroups.join(
-                    name,
-                    coordinator.store,
-                    self.topology,
-                    self.coords,
-                    self.timeout_s,
-                    on_host=self._on_host,
-                )
+                    name, store, self.topology, self.coords, self.timeout_s, on_host=self._on_host
+                ),
+                coordinator.check_lost,
             )
         return self._groups
 

@@ -174,6 +174,8 @@ class Ranks:
             self.trainers[rank].result()
         for each in BOTH:
             self.check(each, new)
+        said = self.trainers[1 - rank].result()
+        assert LOST in said or "cannot be reached" in said or "rendezvous on rank 0" in said, said
         self.trainers[1 - rank].kill()  # as whoever has started it does
         self.trainers = self.start_trainers()
 

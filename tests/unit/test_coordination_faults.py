@@ -64,8 +64,8 @@ class Stage:
             self._processes.append(OtherProcess())
         processes = self._processes
         faulty, other = processes[culprit], processes[1 - culprit]
-        at_once = fault in (RAISES, COMES_LATE) or (fault, culprit) == (IS_KILLED, 0)
-        timeout_s = LONG_S if at_once else SHORT_S
+        at_once = fault in (RAISES, COMES_LATE, IS_KILLED)
+        timeout_s = (HANG_S if fault == IS_KILLED else LONG_S) if at_once else SHORT_S
         with reserved_port() as port:
             for rank, process in enumerate(processes):
                 process.begin(coordination_ranks.take_place, rank, port, culprit, timeout_s)
@@ -108,6 +108,7 @@ def reasons(fault: str, culprit: int, silence: str) -> tuple[str, ...]:
         return (f"rank {culprit}: ",)
     return {
         (IS_KILLED, 0): ("the rendezvous on rank 0 has left, or was ended",),
+        (IS_KILLED, 1): ("rank 1 has left, or was ended: look into its log",),
         # It can have been silent already for a while.
         (IS_STOPPED, 0): ("the rendezvous on rank 0 does not answer", silence),
     }.get((fault, culprit), (silence,))
