@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.inference.contexts import StaticInferenceContext
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split
@@ -23,7 +22,7 @@ from megatron_policy.converters.table import bind
 from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.build import build_chunks, make_embedding
 from megatron_policy.engines.megatron.layers.rope import set_text_length
-from megatron_policy.engines.megatron.layers.sequences import sequence_params
+from megatron_policy.engines.megatron.layers.sequences import PromptCache, sequence_params
 from megatron_policy.engines.megatron.model_config import LOCAL, transformer_config
 from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.engines.megatron.process_groups import drop_groups, make_groups
@@ -194,7 +193,7 @@ def read_with_cache(config: dict[str, Any], prompt: int) -> torch.Tensor:
     try:
         tokens_BS, _ = batch()
         model.eval().post_process = False
-        cached = StaticInferenceContext(*tokens_BS.shape)
+        cached = PromptCache(*tokens_BS.shape)
         parts, start = [], 0
         for end in range(prompt, tokens_BS.size(1) + 1):
             part_BS = tokens_BS[:, start:end]
