@@ -45,6 +45,7 @@ def plan(
     beside_engine: options.Engine = None,
     seq_len: options.SeqLen = None,
     patches: options.Patches = None,
+    frames: options.Frames = None,
     rows: options.Rows = None,
     mb_tokens: options.MbTokens = None,
     tp: options.Tp = None,
@@ -69,8 +70,7 @@ def plan(
     """Show what a training step needs on each rank, and the least time it can take.
 
     Give a CONFIG, or a --model and --gpus; without a layout (--tp and so on) the legal ones are
-    searched, and the best that fit are listed. Reads configs and headers, no weights. Pictures are
-    of the layout that is given, or of the best.
+    searched, and the best that fit are listed. Pictures are of the first. Reads no weights.
     """
     given = options.given_options(locals())
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp}
@@ -84,7 +84,7 @@ def plan(
             return _show_refit(refit, layout, gpus, *said, picture)
         from megatron_policy.cli import plan_inputs as inputs
 
-        of_rows = (seq_len, patches or 0)
+        of_rows = (seq_len, inputs.RowMedia(patches or 0, frames or 0))
         device = inputs.device_of(gpu or "H100", gpu_memory, beside_engine)
         if config is not None:
             base, found = inputs.plan_file(config, overrides, gpus, device, of_rows, as_json)

@@ -41,12 +41,12 @@ def advise(
         yield "use another --gpus, such as a multiple of 8"
         return
     first, gpus = plans[0], plans[0].topology.world_size
-    patches = first.batch_shape.tower.patches
+    media = first.batch_shape.tower.media
     if first.fits:
         return
     if isinstance(found, SearchResult):
         yield _explain_causes(first)
-    elif others := search(base, first.rows, gpus, device, length, patches).fitting:
+    elif others := search(base, first.rows, gpus, device, length, media).fitting:
         yield _describe_layout(others[0], first, base.get("megatron_cfg") or {}, of_config)
     else:
         yield f"no layout that is searched fits on {show_gpus(gpus)}"
@@ -101,16 +101,16 @@ def _count_gpus(
     length: int | None,
 ) -> Iterator[str]:
     """On how many GPUs something fits: more replicas of a CONFIG's layout, or what is searched."""
-    patches = plan.batch_shape.tower.patches
+    media = plan.batch_shape.tower.media
 
     def holds_replicas(gpus: int) -> bool:
         try:
-            return plan_of(plan.config, plan.rows, gpus, device, length, patches).fits
+            return plan_of(plan.config, plan.rows, gpus, device, length, media).fits
         except ConfigError:
             return False
 
     def has_plan(gpus: int) -> bool:
-        return bool(search(base, plan.rows, gpus, device, length, patches).fitting)
+        return bool(search(base, plan.rows, gpus, device, length, media).fitting)
 
     ways: list[tuple[str, Callable[[int], bool]]] = [("a plan", has_plan)]
     if of_config:

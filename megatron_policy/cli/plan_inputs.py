@@ -24,6 +24,7 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.devices import SHORT, DeviceFigures
 from megatron_policy.estimate.plan import SearchResult, StepPlan, plan_of, search
 from megatron_policy.estimate.states import ModelRows
+from megatron_policy.estimate.tower import RowMedia as RowMedia
 
 
 def device_of(name: str, memory: int | None, engine_gib: float | None) -> DeviceFigures:
@@ -70,10 +71,10 @@ def plan_file(
     overrides: list[str] | None,
     gpus: int | None,
     device: DeviceFigures,
-    of_rows: tuple[int | None, int],
+    of_rows: tuple[int | None, RowMedia],
     as_json: bool,
 ) -> tuple[Mapping[str, Any], StepPlan | SearchResult]:
-    """The section `policy` of the file, and its plan; `of_rows`: tokens and patches of each."""
+    """The section `policy` of the file, and its plan; `of_rows`: tokens and media of each."""
     section = compose(path, overrides or ()).policy
     config = PolicyConfig.parse(section)
     rows = ModelRows.of(bind_tables(config)[1])
@@ -124,7 +125,7 @@ def plan_model(
     layout: dict[str, int | None],
     gpus: int | None,
     device: DeviceFigures,
-    of_rows: tuple[int | None, int],
+    of_rows: tuple[int | None, RowMedia],
     recompute: str | None,
 ) -> StepPlan | SearchResult:
     """The plan of a layout of the model of `base`, or without one a search."""

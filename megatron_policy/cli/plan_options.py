@@ -28,10 +28,15 @@ Patches = Annotated[
     _Size,
     typer.Option(min=1, help="Patches of each row's picture, of a model that sees pictures."),
 ]
+Frames = Annotated[
+    _Size, typer.Option(min=1, help="Frames of each row's sound, of a model that hears.")
+]
 Rows = Annotated[
     _Size, typer.Option(min=1, help="Rows of a global batch, with --model; 512 by default.")
 ]
-Gpu = Annotated[str | None, typer.Option(help="A100, H100, H200 or B200; H100 by default.")]
+Gpu = Annotated[
+    str | None, typer.Option(help="A100, H100, H200 or B200. By default H100, with --refit none.")
+]
 MbTokens = Annotated[
     _Size, typer.Option(min=1, help="Tokens of a packed microbatch, with --model.")
 ]
@@ -112,7 +117,7 @@ _OF_REFIT = (
 )
 _OF_CONFIG = (
     *("config", "overrides", "gpus", "gpu", "gpu-memory", "beside-engine", "seq-len"),
-    *("patches", "json", "picture", "timeline"),
+    *("patches", "frames", "json", "picture", "timeline"),
 )
 _OF_REFIT_ALONE = ("bucket-size", "dtype", "tensors", "engine-layout")
 _KEYS = {

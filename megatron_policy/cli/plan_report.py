@@ -111,7 +111,9 @@ def lines(plan: StepPlan, device: str) -> Iterator[str]:
 
 def _batch_line(plan: StepPlan) -> str:
     shape = plan.batch_shape
-    seen = f" with pictures of {shape.tower.patches} patches" if shape.tower.patches else ""
+    media = shape.tower.media
+    seen = f" with pictures of {media.patches} patches" if media.patches else ""
+    seen += f" with {media.frames} frames of sound" if media.frames else ""
     return (
         f"a step: {shape.rows} rows of {shape.length} tokens{seen}, "
         f"{plan.schedule.microbatches} microbatches of {shape.tokens} on each replica"

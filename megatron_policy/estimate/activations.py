@@ -54,7 +54,7 @@ class MicrobatchShape:
     packed: bool = False
     """Sequences follow one another in one row."""
     pictures: int = 0
-    """Bytes that towers keep of its rows' pictures."""
+    """Bytes that towers keep of its rows' pictures and sound."""
 
 
 @lru_cache(maxsize=4096)

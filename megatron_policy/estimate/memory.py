@@ -22,7 +22,7 @@ from megatron_policy.estimate.states import (
     States,
     stage_states,
 )
-from megatron_policy.estimate.tower import NO_PICTURES, TowerCost
+from megatron_policy.estimate.tower import NO_TOWERS, TowerCost
 from megatron_policy.lm_head.filters import Filters
 from megatron_policy.lm_head.fused_tiles import SEARCHED_GPU
 from megatron_policy.parallel.topology import Topology
@@ -47,11 +47,11 @@ class BatchShape:
     length: int
     tokens: int
     packed: bool
-    tower: TowerCost = NO_PICTURES
-    """Of each row's pictures."""
+    tower: TowerCost = NO_TOWERS
+    """Of each row's pictures and sound."""
 
     @classmethod
-    def of(cls, config: PolicyConfig, length: int, tower: TowerCost = NO_PICTURES) -> BatchShape:
+    def of(cls, config: PolicyConfig, length: int, tower: TowerCost = NO_TOWERS) -> BatchShape:
         """Of a global batch whose rows all have `length` tokens."""
         batching = batching_of(config, training=True)
         if batching.kind == "padded":

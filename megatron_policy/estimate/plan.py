@@ -33,7 +33,7 @@ from megatron_policy.estimate.memory import (
 from megatron_policy.estimate.schedule import Schedule
 from megatron_policy.estimate.states import WIDTHS, ModelRows, Precisions, written_bytes
 from megatron_policy.estimate.step_time import StepTime, step_time
-from megatron_policy.estimate.tower import check_patches, count_tower
+from megatron_policy.estimate.tower import NO_MEDIA, RowMedia, check_media, count_tower
 from megatron_policy.parallel.topology import LayerSplit, Topology
 
 RESERVED = 0.1
@@ -160,10 +160,10 @@ def plan_of(
     world_size: int,
     device: DeviceFigures,
     length: int | None = None,
-    patches: int = 0,
+    media: RowMedia = NO_MEDIA,
 ) -> StepPlan:
-    """The plan of one configuration, each of whose rows has a picture of so many patches, if any;
-    ConfigError if it fits neither the model nor the ranks.
+    """The plan of one configuration, each of whose rows has these media beside text; ConfigError
+    if it fits neither the model nor the ranks.
     """
     if engine_of(config) is not Engine.MEGATRON_CORE:
         raise ConfigError(
@@ -175,8 +175,8 @@ def plan_of(
     if length is None:
         length = longest_row(config, arch)
     _check_positions(arch, length)
-    check_patches(arch, patches, length)
-    shape = BatchShape.of(config, length, count_tower(config, rows, patches))
+    check_media(arch, media, length)
+    shape = BatchShape.of(config, length, count_tower(config, rows, media))
     return StepPlan(config, rows, topology, shape, device)
 
 
@@ -219,7 +219,7 @@ def search(
     world_size: int,
     device: DeviceFigures,
     length: int | None = None,
-    patches: int = 0,
+    media: RowMedia = NO_MEDIA,
 ) -> SearchResult:
     """Try every legal layout and recomputation with the keys of `base`, a `policy` section, which
     take the place of its own. Rows as `plan_of` has them.
@@ -230,7 +230,7 @@ def search(
     longest = length or int(base.get("max_total_sequence_length", LEAST_TOKENS))
     if length is not None:
         _check_positions(rows.architecture, length)
-    check_patches(rows.architecture, patches, longest)
+    check_media(rows.architecture, media, longest)
     plans = []
     written = base.get("megatron_cfg") or {}
     kept = {key: value for key, value in written.items() if key not in SEARCHED}
@@ -238,7 +238,7 @@ def search(
         megatron = {**kept, **keys}
         try:
             config = PolicyConfig.parse({**base, "megatron_cfg": megatron})
-            plan = plan_of(config, rows, world_size, device, length, patches)
+            plan = plan_of(config, rows, world_size, device, length, media)
         except ConfigError:
             continue
         plans.append(plan)

@@ -86,7 +86,7 @@ def step_time(
         "dp": topology.world_size // topology.pp,
     }
     lengths, tower = [batch_shape.length] * batch_shape.rows, batch_shape.tower
-    pictures = batch_shape.rows * tower.flops * (1 + BACKWARD * tower.trained)
+    pictures = batch_shape.rows * (tower.flops + BACKWARD * tower.trained_flops)
     touched = 2 * (states.main_parameters + states.moments) + states.gradients
     touched += states.parameters - states.frozen
     return StepTime(
@@ -145,9 +145,10 @@ def pass_seconds(
     backward += HEAD_AGAIN * flops.head + flops.head_backward + (BACKWARD + HEAD_AGAIN) * flops.mtp
     passes[-1][-1] = forward, backward
     # Every rank of the first stage computes all features.
-    whole = tower.flops * sequences * topology.tp * topology.cp
+    whole = sequences * topology.tp * topology.cp
     forward, backward = passes[0][0]
-    passes[0][0] = forward + whole, backward + BACKWARD * whole * tower.trained
+    ahead, back = whole * tower.flops, BACKWARD * whole * tower.trained_flops
+    passes[0][0] = forward + ahead, backward + back
     return [[(ahead / rate, back / rate) for ahead, back in stage] for stage in passes]
 
 

@@ -1,4 +1,4 @@
-"""What towers that read pictures cost: transformers' own code runs on the meta device, where
+"""What towers that see or hear cost: transformers' own code runs on the meta device, where
 tensors have shapes alone, and what it computes and keeps is counted.
 """
 
@@ -33,66 +33,116 @@ _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
-class TowerCost:
-    """Of the pictures of one row: operations of a forward pass, and bytes that it keeps for the
-    backward pass; `trained` says whether there is one.
-    """
+class RowMedia:
+    """What each row has beside text."""
 
     patches: int = 0
-    flops: int = 0
-    kept: int = 0
-    trained: bool = True
+    """Of one picture that is about as high as it is wide."""
+    frames: int = 0
+    """Of one clip of sound."""
 
 
-NO_PICTURES = TowerCost()
+NO_MEDIA = RowMedia()
 
 
-def check_patches(architecture: Architecture, patches: int, length: int) -> None:
-    """ConfigError for patches of a row of `length` tokens that the model sees none of, that do not
-    make tokens, or that make more than the row has.
+@dataclass(frozen=True)
+class TowerCost:
+    """Of the `media` of one row: operations of a forward pass, those of towers that have a backward
+    pass too, and bytes that are kept for it. `patches` are what they count as in a microbatch.
     """
-    shell = architecture.shell
+
+    media: RowMedia = NO_MEDIA
+    patches: int = 0
+    flops: int = 0
+    trained_flops: int = 0
+    kept: int = 0
+
+
+NO_TOWERS = TowerCost()
+
+
+def check_media(architecture: Architecture, media: RowMedia, length: int) -> None:
+    """ConfigError for media of a row of `length` tokens that the model has no tower for, that do
+    not make tokens, or that make more than the row has.
+    """
+    shell, patches, frames = architecture.shell, media.patches, media.frames
     if patches and shell is None:
         raise ConfigError(f"{patches} patches: this model sees no pictures, so leave them out")
-    if shell is not None and patches % (whole := shell.pictures.indivisible):
+    if frames and (shell is None or not shell.sounds):
+        raise ConfigError(f"{frames} frames: this model hears no sound, so leave them out")
+    if shell is None:
+        return
+    if patches % (whole := shell.pictures.indivisible):
         raise ConfigError(
             f"{patches} patches: the model sees {whole} together, so give a multiple of {whole}"
         )
-    if shell is not None and (tokens := patches // shell.pictures.merged) > length:
-        most = length * shell.pictures.merged // whole * whole
+    heard = 0
+    if frames:
+        heard = shell.sounds[0].count_tokens(_make_clip(shell, frames, torch.float32))
+        if not heard:
+            raise ConfigError(f"{frames} frames are too few for a token: give more")
+        if heard > length:
+            raise ConfigError(
+                f"{frames} frames make {heard} tokens of a row, which has {length}: give fewer, or "
+                "longer rows"
+            )
+    if (tokens := patches // shell.pictures.merged) > length - heard:
+        most = (length - heard) * shell.pictures.merged // whole * whole
+        left = f"has {length - heard} beside sound" if heard else f"has {length}"
         raise ConfigError(
-            f"{patches} patches make {tokens} tokens of a row, which has {length}: give {most} "
+            f"{patches} patches make {tokens} tokens of a row, which {left}: give {most} "
             "patches or fewer, or longer rows"
         )
 
 
-def count_tower(config: PolicyConfig, rows: ModelRows, patches: int) -> TowerCost:
-    """What `patches` of a row, which pass `check_patches`, cost the model of the configuration, as
-    one picture that is about as high as it is wide.
-    """
+def count_tower(config: PolicyConfig, rows: ModelRows, media: RowMedia) -> TowerCost:
+    """What the media of a row, which pass `check_media`, cost the model of the configuration."""
     shell = rows.architecture.shell
-    if not patches or shell is None:
-        return NO_PICTURES
-    overrides = json.dumps(config.hf_config_overrides, sort_keys=True)
-    flops, kept = _run(config.model_name, overrides, config.precision, shell, patches)
+    if shell is None:
+        return NO_TOWERS
     groups, adapted = ParamGroups.of(config.megatron_cfg), config.megatron_cfg.peft.enabled
     own = [entry for entry in rows.embedding if entry.megatron.startswith(PARAMETERS)]
-    trained = not adapted and not all(map(groups.frozen, own))
-    return TowerCost(patches, flops, kept * trained, trained)
+    frozen = frozenset(
+        each.megatron.removeprefix(PARAMETERS) for each in own if adapted or groups.frozen(each)
+    )
+    overrides = json.dumps(config.hf_config_overrides, sort_keys=True)
+    runs = [
+        _run(config.model_name, overrides, config.precision, shell, frozen, each)
+        for each in (RowMedia(patches=media.patches), RowMedia(frames=media.frames))
+        if each != NO_MEDIA
+    ]
+    return TowerCost(media, *map(sum, zip(*runs, strict=True)))
 
 
-@lru_cache
-def _run(model: str, overrides: str, precision: str, shell: Shell, patches: int) -> tuple[int, int]:
-    """Operations of a forward pass, and bytes that it keeps."""
-    settings, dtype = transformers_config(model, json.loads(overrides)), dtype_named(precision)
-    composite = build_without_values(settings, dtype=dtype, attn_implementation="sdpa")
+def _make_clip(shell: Shell, frames: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    make = partial(torch.empty, dtype=dtype, device="meta")
+    return shell.sounds[0].make_clip(frames, make)
+
+
+def _make_pictures(shell: Shell, patches: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     medium = shell.pictures
     squares, side = patches // medium.merged, medium.side
     height = max(n for n in range(1, math.isqrt(squares) + 1) if squares % n == 0)
     size = side * height, side * squares // height
     picture = shell.make_picture(size, partial(torch.empty, dtype=dtype, device="meta"))
     count = patches // medium.count_patches(picture)  # all are as large
-    pictures = shell.join({key: [value] * count for key, value in picture.items()})
+    return shell.join({key: [value] * count for key, value in picture.items()})
+
+
+@lru_cache
+def _run(
+    model: str,
+    overrides: str,
+    precision: str,
+    shell: Shell,
+    frozen: frozenset[str],
+    media: RowMedia,
+) -> tuple[int, int, int, int]:
+    """The numbers of `TowerCost` of a picture or a clip, beside these `frozen` parameters."""
+    settings, dtype = transformers_config(model, json.loads(overrides)), dtype_named(precision)
+    composite = build_without_values(settings, dtype=dtype, attn_implementation="sdpa")
+    for name, parameter in composite.named_parameters():
+        parameter.requires_grad_(name not in frozen)
     known = {parameter.untyped_storage()._cdata for parameter in composite.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -104,9 +154,17 @@ def _run(model: str, overrides: str, precision: str, shell: Shell, patches: int)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     alone: Any = _ShapesAlone()  # type: ignore[no-untyped-call]
     with torch.enable_grad(), _OneKernel(), alone, counter, hooks:
-        composite.get_image_features(**pictures)
+        if media.patches:
+            patches, read = media.patches, composite.get_image_features
+            given = _make_pictures(shell, patches, dtype)
+        else:
+            given, read = _make_clip(shell, media.frames, dtype), composite.get_audio_features
+            patches = shell.sounds[0].count_patches(given)
+        found = read(**given)
     bytes_kept = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in known)
-    return int(counter.get_total_flops()), bytes_kept
+    flops = int(counter.get_total_flops())
+    trained = any(isinstance(e, torch.Tensor) and e.requires_grad for e in tree_iter(dict(found)))
+    return patches, flops, flops * trained, bytes_kept
 
 
 def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

@@ -20,7 +20,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.contents import Contents
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import layer_split, topology_of
-from megatron_policy.converters.architecture import DeltaNet, Mamba2, Shell
+from megatron_policy.converters.architecture import DeltaNet, Mamba2, Medium, Shell
 from megatron_policy.converters.architecture.part import Kernels
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
@@ -35,7 +35,7 @@ from megatron_policy.estimate.states import (
     stage_states,
     written_bytes,
 )
-from megatron_policy.estimate.tower import count_tower
+from megatron_policy.estimate.tower import NO_MEDIA, RowMedia, count_tower
 from megatron_policy.parallel.topology import Coords
 from megatron_policy.recurrence.chunks import Chunks, sequences_of
 from megatron_policy.recurrence.delta_rule import delta_rule
@@ -103,10 +103,8 @@ def live_saved(known: set[int]) -> Iterator[list[int]]:
         yield most
 
 
-def measure(config: dict[str, Any], rows: int, length: int, patches: int = 0) -> Measured:
-    """A step on a rank over `rows` rows of `length` tokens, with a picture in each of so many
-    patches.
-    """
+def measure(config: dict[str, Any], rows: int, length: int, media: RowMedia = NO_MEDIA) -> Measured:
+    """A step on a rank over `rows` rows of `length` tokens, with these media in each."""
     with open_policy(config) as policy:
         trainable = policy._engine.trainable
         chunks = trainable.chunks
@@ -117,8 +115,8 @@ def measure(config: dict[str, Any], rows: int, length: int, patches: int = 0) ->
         } | indices(policy._engine.adapters)
         data = full_rows(rows, length)
         arch = policy._engine.table.architecture
-        if patches:
-            data = show_pictures(data, arch.shell, patches)
+        if media != NO_MEDIA:
+            data = add_media(data, arch.shell, media)
         if arch.moe is not None:
             data["routed_experts"] = evenly_routed(rows, length, arch)
         with live_saved(known) as most:
@@ -162,14 +160,25 @@ def indices(adapters: Any) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in places if tensor is not None}
 
 
-def show_pictures(data: BatchedDataDict, shell: Shell, patches: int) -> BatchedDataDict:
-    """The rows with a picture of so many patches in each, as high as it is wide."""
-    side = math.isqrt(patches)
-    pictures = [shell.make_picture((side, side), torch.randn) for _ in range(data.size)]
-    tokens = shell.media[0].count_tokens(pictures[0])
-    data["input_ids"][:, 1 : 1 + tokens] = shell.media[0].placeholder
-    data["token_mask"][:, 1 : 1 + tokens] = 0
-    return BatchedDataDict({**data, **{key: [p[key] for p in pictures] for key in pictures[0]}})
+def add_media(data: BatchedDataDict, shell: Shell, media: RowMedia) -> BatchedDataDict:
+    """The rows with a picture in each, as high as it is wide, and a clip of sound."""
+    side, at = math.isqrt(media.patches), 1
+    makers: list[tuple[Medium, Any]] = []
+    if media.patches:
+        makers.append((shell.pictures, lambda: shell.make_picture((side, side), torch.randn)))
+    if media.frames:
+        clips = shell.sounds[0]
+        makers.append((clips, lambda: clips.make_clip(media.frames, torch.randn)))
+    for medium, make in makers:
+        found = [make() for _ in range(data.size)]
+        tokens = medium.count_tokens(found[0])
+        if medium.start is not None:
+            data["input_ids"][:, at - 1] = medium.start
+        data["input_ids"][:, at : at + tokens] = medium.placeholder
+        data["token_mask"][:, at : at + tokens] = 0
+        at += tokens + 2
+        data = BatchedDataDict({**data, **{key: [each[key] for each in found] for key in found[0]}})
+    return data
 
 
 def _written(engine: Any) -> int:
@@ -215,8 +224,8 @@ class Case:
     sizes: dict[str, Any] = field(default_factory=dict)
     further: int = 0
     """Tokens that are predicted besides the next one."""
-    patches: int = 0
-    """Of a picture in each row."""
+    media: RowMedia = NO_MEDIA
+    """Beside text in each row."""
 
     def config(self, path: Path) -> dict[str, Any]:
         """A configuration in bf16."""
@@ -226,6 +235,10 @@ class Case:
             "train_micro_batch_size": 1 if self.packed else self.together,
             "train_global_batch_size": self.rows,
         }
+        if self.media.frames:
+            sound = "audio_token_id" if self.family.startswith("qwen3") else "audio_token_index"
+            tokens = {"vision_start_token_id": 250, "audio_start_token_id": 251, sound: 252}
+            top["hf_config_overrides"] = tokens
         if self.packed:
             tokens = self.together * self.length
             top["sequence_packing"] = {"enabled": True, "train_mb_tokens": tokens}
@@ -346,9 +359,15 @@ OF_RECURRENCES = {
     ),
 }
 """What a scan computes again in its backward pass is held beside what is kept."""
-OF_PICTURES = {
-    f"{family}, pictures, {name}": Case(family, of, 96, 4, together, packed, patches=256)
-    for family in ("qwen3_vl", "qwen2_5_vl")
+OF_MEDIA = {
+    f"{family}, {what}, {name}": Case(family, of, 96, 4, together, packed, media=media)
+    for family, what, media in (
+        ("qwen3_vl", "pictures", RowMedia(256)),
+        ("qwen2_5_vl", "pictures", RowMedia(256)),
+        ("qwen2_5_omni_thinker", "sound", RowMedia(frames=300)),
+        ("qwen3_omni_moe_thinker", "sound", RowMedia(frames=400)),
+        ("qwen2_5_omni_thinker", "both", RowMedia(64, 200)),
+    )
     for name, (of, together, packed) in {
         "one process": (layout(1), 2, False),
         "packed": (layout(1), 2, True),
@@ -358,7 +377,7 @@ OF_PICTURES = {
     }.items()
 }
 """What towers keep is counted by a run of transformers' own code."""
-CASES = OF_STATES | OF_RECOMPUTATION | OF_LENGTHS | OF_RECURRENCES | OF_PICTURES
+CASES = OF_STATES | OF_RECOMPUTATION | OF_LENGTHS | OF_RECURRENCES | OF_MEDIA
 DAILY = ("one process", "qwen3_next, packed", "qwen3_vl, pictures, packed")
 
 
@@ -372,7 +391,7 @@ def test_plan_says_what_ranks_hold(ranks, checkpoint, tmp_path, case: str) -> No
     else:
         path = checkpoint(of.family, **of.sizes)
     raw = of.config(path)
-    found = ranks.run(of.layout.world, measure, raw, of.rows, of.length, of.patches)
+    found = ranks.run(of.layout.world, measure, raw, of.rows, of.length, of.media)
     assert_plan(PolicyConfig.parse(raw), of, found)
 
 
@@ -410,7 +429,7 @@ def assert_plan(config: PolicyConfig, of: Case, found: list[Measured]) -> None:
     """What ranks hold is what a plan of the configuration says."""
     assert_states(config, of, found)
     model, topology = ModelRows.of(bind_tables(config)[1]), topology_of(config, of.layout.world)
-    workload = BatchShape.of(config, of.length, count_tower(config, model, of.patches))
+    workload = BatchShape.of(config, of.length, count_tower(config, model, of.media))
     for each in found:
         kernels, at = Kernels(transformer_engine=False, fused_activation=False), each.coords
         kept = activation_bytes(config, model, topology, workload, at.pp, kernels, at.cp)

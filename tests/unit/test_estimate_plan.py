@@ -480,6 +480,10 @@ def test_printed_parts_add_up_to_the_peak(tmp_path) -> None:
             "--model {} --gpus 8 --patches 64",
             "64 patches: this model sees no pictures, so leave them out",
         ),
+        (
+            "--model {} --gpus 8 --frames 64",
+            "64 frames: this model hears no sound, so leave them out",
+        ),
         ("--model {} --tp 2 --recompute most", "give none, full, or modules of core_attn"),
         ("--model {} --gpus 8 --gpu-memory 80", "write 80GiB"),
     ],
@@ -505,7 +509,7 @@ def test_pictures_cost_the_first_stage_memory_and_time(tmp_path) -> None:
     section = BASE | {"model_name": "m", "max_patches_per_microbatch": 9000}
     section |= {"sequence_packing": {"enabled": True, "train_mb_tokens": 16384}}
     config = PolicyConfig.parse(section)
-    assert BatchShape.of(config, 4096, TowerCost(4096)).rows_together == 2
+    assert BatchShape.of(config, 4096, TowerCost(patches=4096)).rows_together == 2
     assert BatchShape.of(config, 4096).rows_together == 4
     code, _, errors = run(*options, "--patches", 6)
     assert code == 2 and "6 patches: the model sees 4 together, so give a multiple of 4" in errors
@@ -513,6 +517,31 @@ def test_pictures_cost_the_first_stage_memory_and_time(tmp_path) -> None:
         few = options if more else options[:4]
         code, _, errors = run(*few, *more, "--patches", 16388)
         assert code == 2 and "16388 patches make 4097 tokens of a row, which has 4096" in errors
+
+
+def test_sound_costs_the_first_stage_memory_and_time_too(tmp_path) -> None:
+    path = model(tmp_path, PUBLISHED["Qwen2.5-Omni-7B"][1])
+    options = ("--model", path, "--gpus", 8, "--tp", 2, "--pp", 2, "--recompute", "full")
+    (text,), (heard,) = plans(*options), plans(*options, "--frames", 3000)
+    assert "with 3000 frames of sound" in run(*options, "--frames", 3000)[1]
+    kept = [[stage["activation_bytes"] for stage in found["stages"]] for found in (text, heard)]
+    assert kept[1][0] > kept[0][0] + 2**30 and kept[1][1] == kept[0][1]
+    # 1500 frames pass 32 layers of 4 x 1280^2 + 2 x 1280 x 5120 weights and meet each 100.
+    each = 32 * (2 * (4 * 1280**2 + 2 * 1280 * 5120) + 4 * 100 * 1280)
+    assert heard["model_flops"] - text["model_flops"] == pytest.approx(
+        3 * 512 * 1500 * each, rel=0.1
+    )
+    assert heard["seconds"]["compute"] > text["seconds"]["compute"]
+    for media, message in (
+        (("--frames", 1), "1 frames are too few for a token"),
+        (("--frames", 20000), "20000 frames make 5000 tokens of a row, which has 4096"),
+        (
+            ("--frames", 16000, "--patches", 4096),
+            "4096 patches make 1024 tokens of a row, which has 96 beside sound: give 384 patches",
+        ),
+    ):
+        code, _, errors = run(*options, *media)
+        assert code == 2 and message in " ".join(errors.replace("│", " ").split())
 
 
 def test_a_refit_is_of_all_gpus_also_as_json(tmp_path) -> None:

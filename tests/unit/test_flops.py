@@ -22,7 +22,7 @@ from megatron_policy.converters.table import bind
 from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.flops import forward_flops, layer_flops, model_flops
 from megatron_policy.estimate.states import ModelRows
-from megatron_policy.estimate.tower import count_tower
+from megatron_policy.estimate.tower import RowMedia, count_tower
 from tests.checkpoints import class_of_model, hf_config
 from tests.dist.cases import policy_config
 from tests.families import SAMPLES
@@ -36,8 +36,9 @@ def reference(path: Path) -> Any:
     config = hf_config(path)
     kernels = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = class_of_model(config).from_config(config, **kernels)
-    for mixer in model.modules():
-        if any(isinstance(child, torch.nn.Conv1d) for child in mixer.children()):
+    for name, mixer in model.named_modules():
+        convolves = any(isinstance(child, torch.nn.Conv1d) for child in mixer.children())
+        if convolves and not name.endswith("audio_tower"):
             mixer.forward = partial(pass_linears, mixer)
     return model.float().train()
 
@@ -150,12 +151,40 @@ def test_towers_cost_what_torch_counts_on_the_reference(checkpoint, family: str)
     with FlopCounterMode(display=False) as counter:
         given = shell.join({key: [value] for key, value in picture.items()})
         reference(path).model.get_image_features(**given)
-    found = count_tower(config, rows, patches)
-    assert found.flops == counter.get_total_flops() and found.kept > 0 and found.trained
+    found = count_tower(config, rows, RowMedia(patches))
+    assert found.flops == counter.get_total_flops() and found.kept > 0
+    assert found.trained_flops == found.flops and found.patches == patches
     groups = [{"roles": ["vision"], "freeze": True}]
     frozen = policy_config(path, {"optimizer": {"param_groups": groups}})
-    found = count_tower(PolicyConfig.parse(frozen), rows, patches)
-    assert found.flops == counter.get_total_flops() and found.kept == 0 and not found.trained
+    found = count_tower(PolicyConfig.parse(frozen), rows, RowMedia(patches))
+    assert found.flops == counter.get_total_flops() and found.kept == found.trained_flops == 0
+
+
+@pytest.mark.parametrize("frames", [8, 100, 263])
+@pytest.mark.parametrize("family", CLIPS)
+def test_towers_that_hear_cost_what_torch_counts_on_the_reference(
+    checkpoint, family: str, frames: int
+) -> None:
+    path = checkpoint(family)
+    groups = [{"names": ["audio_tower.*"], "freeze": True}]
+    frozen, trained = (
+        PolicyConfig.parse(policy_config(path, {"optimizer": {"param_groups": each}}))
+        for each in (groups, [])
+    )
+    rows = ModelRows.of(bind_model(trained))
+    (medium,) = rows.architecture.shell.sounds
+    clip = medium.make_clip(frames, torch.randn)
+    with FlopCounterMode(display=False) as counter:
+        reference(path).model.get_audio_features(**clip)
+    found = count_tower(trained, rows, RowMedia(frames=frames))
+    assert found.flops == found.trained_flops == counter.get_total_flops() and found.kept > 0
+    assert found.patches == medium.count_tokens(clip)
+    seen = count_tower(trained, rows, RowMedia(patches=64))
+    both = count_tower(trained, rows, RowMedia(64, frames))
+    assert both.flops == seen.flops + found.flops and both.kept == seen.kept + found.kept
+    assert both.patches == seen.patches + found.patches
+    other = count_tower(frozen, rows, RowMedia(64, frames))
+    assert (other.flops, other.trained_flops, other.kept) == (both.flops, seen.flops, seen.kept)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", *WINDOWED])
