@@ -373,18 +373,16 @@ def added_family(model_type: str) -> Family | None:
             f"{_described(found[0])} has the same name as one in {_package(found[1])}: "
             "uninstall one of the two"
         )
-    return _loaded(found[0])
-
-
-def _loaded(entry: EntryPoint) -> Family:
     try:
-        value = entry.load()
+        value = found[0].load()
     except Exception as error:  # importing a third-party package can raise anything
         raise ConversionError(
-            f"{_described(entry)} cannot be imported: {type(error).__name__}: {error}"
+            f"{_described(found[0])} cannot be imported: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(value, Family):
-        raise ConversionError(f"{_described(entry)} is not a Family but a {type(value).__name__}")
+        raise ConversionError(
+            f"{_described(found[0])} is not a Family but a {type(value).__name__}"
+        )
     return value
 
 

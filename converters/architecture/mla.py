@@ -137,7 +137,15 @@ class Mla(LayerPart):
     def count_kept(self, share: RankShare, needed: bool) -> PartBytes:
         training = share.training
         projected = training.keep(PROJ)
-        inner = self._compressed(share, needed)
+        # Compressed vectors go through a norm, whose output the expanding projection keeps.
+        inner = 0
+        for down, up, size in (
+            (KV_DOWN, KV_UP, self.kv_lora_rank),
+            (Q_DOWN, Q_UP, self.q_lora_rank or 0),
+        ):
+            if size:
+                inner += share.stream * share.norm(size) * (needed or training.adapted(down))
+                inner += share.stream * share.width * size * training.keep(up)
         if needed or training.adapted(Q_PROJ, Q_DOWN, Q_UP, KV_DOWN, KV_UP):
             if self.rope is not None:
                 inner += count_angle_bytes(self.rope, self.qk_rope_head_dim, share)
@@ -145,18 +153,6 @@ class Mla(LayerPart):
         heads = self.num_attention_heads // share.tp
         context = heads * self.v_head_dim * share.whole * share.width * projected
         return PartBytes(inner, CoreBytes(context, context, 0))
-
-    def _compressed(self, share: RankShare, needed: bool) -> int:
-        """Compressed vectors go through a norm, whose output the expanding projection keeps."""
-        kept = 0
-        for down, up, size in (
-            (KV_DOWN, KV_UP, self.kv_lora_rank),
-            (Q_DOWN, Q_UP, self.q_lora_rank or 0),
-        ):
-            if size:
-                kept += share.norm(size) * (needed or share.training.adapted(down))
-                kept += share.width * size * share.training.keep(up)
-        return share.stream * kept
 
     def _core(self, share: RankShare, projected: bool) -> CoreBytes:
         """Keys and values have as many heads as queries."""

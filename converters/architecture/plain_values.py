@@ -11,7 +11,7 @@ from .architecture import Architecture
 from .attention import Attention
 from .channel_delta_net import ChannelDeltaNet
 from .delta_net import DeltaNet
-from .layer import Layer, Norms
+from .layer import Norms
 from .mamba2 import Mamba2
 from .mla import Mla
 from .mlp import Mlp
@@ -27,10 +27,14 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
     """
     layers, mixer, feed = architecture.layers, architecture.mixer, architecture.feed
     latent = mixer if isinstance(mixer, Mla) else None
-    pairs = [_see(layer) for layer in layers]
+    pairs: list[tuple[int | None, Rope | None]] = [
+        (None, None) if layer.mixer is None else (layer.mixer.window, layer.mixer.rope)
+        for layer in layers
+    ]
     whole = [rope for window, rope in pairs if rope is not None and window is None]
     windowed = [rope for window, rope in pairs if rope is not None and window is not None]
     rope = next(iter(whole + windowed), None)
+    kinds = ["" if layer.mixer is None else type(layer.mixer).__name__ for layer in layers]
     attend = [isinstance(layer.mixer, Attention | Mla) for layer in layers]
     without = [has and rope is None for has, (_, rope) in zip(attend, pairs, strict=True)]
     values = {
@@ -61,23 +65,13 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
         "moe": architecture.moe,
         "moe_layers": _of_some([isinstance(layer.feed, Moe) for layer in layers]),
         "mla": latent,
-        "mixers": () if all(attend) else tuple(_name(layer.mixer) for layer in layers),
+        "mixers": () if all(attend) else tuple(kinds),
         "without_feed": _of_some([layer.feed is None for layer in layers]),
         "delta_net": architecture.find_part(DeltaNet),
         "channel_delta_net": architecture.find_part(ChannelDeltaNet),
         "mamba2": architecture.find_part(Mamba2),
         "short_convolution": architecture.find_part(ShortConvolution),
     }
-
-
-def _see(layer: Layer) -> tuple[int | None, Rope | None]:
-    """Window and rotary embedding of a layer."""
-    mixer = layer.mixer
-    return (None, None) if mixer is None else (mixer.window, mixer.rope)
-
-
-def _name(part: object) -> str:
-    return "" if part is None else type(part).__name__
 
 
 _FLAT = [each for each in dataclasses.fields(Attention) if each.name not in ("rope", "window")]

@@ -164,7 +164,8 @@ class Fields:
             section = self._sections.get(name)
             outcome, why = self._use(name, ended, ignored)
             if section is not None and outcome != REFUSED:
-                yield from section.uses(ended or section._refused(), section._of_any(ignored))
+                refused = "its section is refused" if section._problems else ""
+                yield from section.uses(ended or refused, section._of_any(ignored))
             elif name in self._raw or outcome == REFUSED:
                 yield FieldUse(f"{self._prefix}{name}", self._raw.get(name), outcome, why)
 
@@ -177,9 +178,6 @@ class Fields:
         if self._raw[name] is None:
             return IGNORED_FIELD, "null"
         return (UNREAD, ended) if ended else (REFUSED, self._hint(name))
-
-    def _refused(self) -> str:
-        return "its section is refused" if self._problems else ""
 
     def _note(self, name: str, outcome: str, why: str) -> None:
         """Record what became of a field; once refused it stays refused, with all reasons."""

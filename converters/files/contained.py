@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_policy.errors import ConfigError, ConversionError
@@ -36,30 +35,21 @@ def inside(root: Path, name: str) -> Path:
         raise ConversionError(f"{root} names {name!r:.200}, which is not in its directory")
     path, base = root / name, Path(os.path.realpath(root))
     real = Path(os.path.realpath(path))
-    places = [base, *_blobs(base), *_allowed()]
+    # Where the hub's cache keeps the files of a snapshot of the same repository.
+    blobs = [
+        each.parent / "blobs"
+        for each in (base, *base.parents)
+        if each.name == "snapshots" and each.parent.name.startswith("models--")
+    ]
+    listed = map(expanded, os.environ.get(LINKS, "").split(os.pathsep))
+    allowed = [Path(os.path.realpath(each)) for each in listed if each.is_absolute()]
+    places = [base, *blobs, *allowed]
     if not any(real.is_relative_to(place) for place in places):
         raise ConversionError(
             f"{path} is a link to {real}, outside the checkpoint: put the file itself there, or "
             f"list the directory in the environment variable {LINKS} if the link is yours"
         )
     return path
-
-
-def _blobs(base: Path) -> Iterator[Path]:
-    """Where the hub's cache keeps the files of a snapshot of the same repository."""
-    for snapshots in (base, *base.parents):
-        repository = snapshots.parent
-        if snapshots.name == "snapshots" and repository.name.startswith("models--"):
-            yield repository / "blobs"
-
-
-def _allowed() -> list[Path]:
-    listed = os.environ.get(LINKS, "").split(os.pathsep)
-    return [_real(expanded(each)) for each in listed if expanded(each).is_absolute()]
-
-
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
 
 
 def read(path: Path, most: int) -> bytes:

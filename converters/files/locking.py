@@ -43,8 +43,23 @@ def locked(directory: Path, wait: bool = True) -> Iterator[bool]:
     BlockingIOError, naming the directory, if another process holds the lock and `wait` is false or
     the wait was too long.
     """
+    end = time.monotonic() + (LOCK_TIMEOUT_S if wait else 0)
+    held = True
     with opened(directory) as handle:
-        yield _lock(handle, directory, wait)
+        try:
+            while not _took(handle):
+                if time.monotonic() > end:
+                    raise BlockingIOError(
+                        errno.EWOULDBLOCK,
+                        "another process, which also saves there, keeps it locked",
+                        str(directory),
+                    )
+                time.sleep(_LOOK_S)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            held = False
+        yield held
 
 
 def new_name(final: Path) -> Path:
@@ -78,7 +93,9 @@ def _is_left(partial: Path, held: bool) -> bool:
     made_on = _MADE_ON.search(partial.name)
     if held and (made_on is None or made_on[1] == _machine()):
         return True
-    if time.time() - _last_change(partial) > LEFT_AFTER_S:
+    paths = (Path(folder, name) for folder, _, names in os.walk(partial) for name in names)
+    changed = max(path.lstat().st_mtime for path in (partial, *paths))
+    if time.time() - changed > LEFT_AFTER_S:
         return True
     _log.warning(
         "%s was not removed: its writer may still be running, which cannot be checked from here. "
@@ -89,11 +106,6 @@ def _is_left(partial: Path, held: bool) -> bool:
     return False
 
 
-def _last_change(directory: Path) -> float:
-    paths = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
-    return max(path.lstat().st_mtime for path in (directory, *paths))
-
-
 @cache
 def _machine() -> str:
     """Eight hex digits for this boot of the machine: containers on it share its locks."""
@@ -102,24 +114,6 @@ def _machine() -> str:
     except OSError:
         name = os.uname().nodename.encode()
     return hashlib.blake2b(name, digest_size=4).hexdigest()
-
-
-def _lock(handle: int, directory: Path, wait: bool) -> bool:
-    end = time.monotonic() + (LOCK_TIMEOUT_S if wait else 0)
-    try:
-        while not _took(handle):
-            if time.monotonic() > end:
-                raise BlockingIOError(
-                    errno.EWOULDBLOCK,
-                    "another process, which also saves there, keeps it locked",
-                    str(directory),
-                )
-            time.sleep(_LOOK_S)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
 
 
 def _took(handle: int) -> bool:

@@ -46,13 +46,21 @@ class Staged:
         self._locks = contextlib.ExitStack()
         self.partials = tuple(new_name(final) for final in self._finals)
         """Where to write, in the order of the destinations."""
-        self._made_parents = _make_parents(self._finals)
+        parents = {parent for final in self._finals for parent in final.parents}
+        missing = sorted((p for p in parents if not p.exists()), key=lambda p: -len(p.parts))
+        for parent in reversed(missing):
+            parent.mkdir(exist_ok=True)
+        self._made_parents = missing  # innermost first
         try:
             for parent in self._made_parents:
                 flush_directory(parent.parent)
             for partial, final in zip(self.partials, self._finals, strict=True):
                 with locked(final.parent):
-                    _clean_up(final)
+                    # What killed processes left behind: a directory being replaced gets its name
+                    # back.
+                    _bring_back(_replaced(final))
+                    for left in final.parent.glob(f".{glob.escape(final.name)}.partial-*"):
+                        remove_left(left)
                     check_replaceable(final, overwrite)
                     partial.mkdir()
                     self._locks.enter_context(locked(partial))  # or until this process ends
@@ -217,11 +225,6 @@ def flush_directory(directory: Path) -> None:
         os.fsync(handle)
 
 
-def _flush_directories(root: Path) -> None:
-    for directory, _, _ in os.walk(root):
-        flush_directory(Path(directory))
-
-
 def _absolute(destination: str | os.PathLike[str]) -> Path:
     """The absolute path with links resolved, so that the target is replaced and not the link."""
     final = Path(os.path.realpath(expanded(destination)))
@@ -234,15 +237,6 @@ def _replaced(final: Path) -> Path:
     return final.with_name(f".{final.name}.replaced")
 
 
-def _make_parents(finals: Iterable[Path]) -> list[Path]:
-    """Make the missing parents of `finals` and return them, innermost first."""
-    parents = {parent for final in finals for parent in final.parents}
-    missing = sorted((p for p in parents if not p.exists()), key=lambda p: len(p.parts))
-    for parent in missing:
-        parent.mkdir(exist_ok=True)
-    return missing[::-1]
-
-
 def _publish_all(partials: Iterable[Path], finals: Iterable[Path], overwrite: bool) -> None:
     """Give all directories their names; if one fails, undo the others."""
     done: list[tuple[Path, Path, Path | None]] = []
@@ -250,7 +244,8 @@ def _publish_all(partials: Iterable[Path], finals: Iterable[Path], overwrite: bo
         for partial, final in zip(partials, finals, strict=True):
             with locked(final.parent):
                 check_replaceable(final, overwrite)
-                _flush_directories(partial)
+                for folder, _, _ in os.walk(partial):
+                    flush_directory(Path(folder))
                 done.append((partial, final, put(partial, final, _replaced(final))))
                 flush_directory(final.parent)
     except BaseException:
@@ -275,13 +270,6 @@ def _remove_replaced(old: Path, partial: Path, final: Path) -> None:
 def _remove(*directories: Path) -> None:
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _clean_up(final: Path) -> None:
-    """Remove what killed processes left behind; a directory being replaced gets its name back."""
-    _bring_back(_replaced(final))
-    for partial in final.parent.glob(f".{glob.escape(final.name)}.partial-*"):
-        remove_left(partial)
 
 
 def _bring_back(replaced: Path) -> None:

@@ -25,8 +25,18 @@ def parse(text: bytes, finite: bool = True) -> Any:
         )
     except RecursionError as error:
         raise ValueError(_too_deep()) from error
-    _check_depth(value)
-    return value
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            each
+            for held in level
+            if isinstance(held, (dict, list))
+            for each in (held.values() if isinstance(held, dict) else held)
+            if isinstance(each, (dict, list))
+        ]
+        if not level:
+            return value
+    raise ValueError(_too_deep())
 
 
 def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -63,21 +73,6 @@ def _finite(text: str) -> float:
 
 def _refuse(text: str) -> NoReturn:
     raise ValueError(f"it has {text}, which is not a number in JSON")
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            each
-            for held in level
-            if isinstance(held, (dict, list))
-            for each in (held.values() if isinstance(held, dict) else held)
-            if isinstance(each, (dict, list))
-        ]
-        if not level:
-            return
-    raise ValueError(_too_deep())
 
 
 def _too_deep() -> str:

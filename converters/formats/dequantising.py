@@ -149,7 +149,8 @@ class QuantisedTensor:
             values = self._decode(part, span, fetch)
             _multiply(values, span, scales.index_select(0, blocks[at : at + step]), width)
             # Two steps where `out` is wider: a weight has the precision of bfloat16.
-            out[at : at + step].copy_(values[:, :: columns.step].to(_narrower(values, out)))
+            narrow = values.dtype if out.dtype == torch.bfloat16 else torch.bfloat16
+            out[at : at + step].copy_(values[:, :: columns.step].to(narrow))
 
     def _scales(self, rows: range, columns: range, fetch: Fetch) -> Tensor:
         """Factors `[rows, columns]` of blocks: float32 for fp8, bfloat16 for mxfp4."""
@@ -240,11 +241,6 @@ def _multiply(values: Tensor, span: range, scales: Tensor, width: int) -> None:
         blocks = scales[:, begin // width - first : -(-end // width) - first]
         part = values[:, begin - span.start : end - span.start]
         part.unflatten(1, (-1, each)).mul_(blocks.unsqueeze(-1))
-
-
-def _narrower(values: Tensor, out: Tensor) -> torch.dtype:
-    """The dtype of `values` on their way to `out`."""
-    return values.dtype if out.dtype == torch.bfloat16 else torch.bfloat16
 
 
 def _looked_up(table: Tensor, raw: Tensor) -> Tensor:

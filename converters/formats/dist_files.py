@@ -86,33 +86,9 @@ class DistReader:
         of an optimizer's state.
         """
         shape = unpadded_shape(entry.row, arch)
-        places = (replace(place, key=prefix + place.key) for place in readable(entry, arch))
-        return self._find(places, shape, padded=isinstance(entry.row, Vocab))
-
-    def object_bytes(self, name: str) -> bytes | None:
-        """The record of an object, as stored in its file; None if there is none."""
-        where = self.objects.get(name)
-        return None if where is None else self._files.read_bytes(*where)
-
-    def unused(self, entries: Iterable[Entry], arch: Architecture) -> list[str]:
-        """The keys of weights that belong to none of the entries."""
-        used = {
-            key
-            for entry in entries
-            for place in readable(entry, arch)
-            for key, *_ in place.divide(unpadded_shape(entry.row, arch))
-        }
-        used |= {key + half for key in used for half in _HALVES}
-        return [key for key in self.weights() if key not in used]
-
-    def weights(self) -> list[str]:
-        """All keys of weights, without those of an optimizer or of counters."""
-        return sorted(set(self.keys) - not_weights(self.keys))
-
-    def _find(
-        self, places: Iterable[KeyedSlice], shape: Shape, padded: bool
-    ) -> tuple[str, Stored] | None:
-        for place in places:
+        padded = isinstance(entry.row, Vocab)
+        for place in readable(entry, arch):
+            place = replace(place, key=prefix + place.key)
             whole = {key: part for key, _, part in place.divide(shape)}
             halves = dict.fromkeys(place.key + half for half in _HALVES)
             keys = next((list(e) for e in (whole, halves) if e.keys() <= self.keys.keys()), None)
@@ -138,6 +114,26 @@ class DistReader:
                     raise ConversionError(f"{self.root} has only a part of {keys[0]} {place.lead}")
             return keys[0], Stored(shape, self.keys[keys[0]].dtype, chunks)
         return None
+
+    def object_bytes(self, name: str) -> bytes | None:
+        """The record of an object, as stored in its file; None if there is none."""
+        where = self.objects.get(name)
+        return None if where is None else self._files.read_bytes(*where)
+
+    def unused(self, entries: Iterable[Entry], arch: Architecture) -> list[str]:
+        """The keys of weights that belong to none of the entries."""
+        used = {
+            key
+            for entry in entries
+            for place in readable(entry, arch)
+            for key, *_ in place.divide(unpadded_shape(entry.row, arch))
+        }
+        used |= {key + half for key in used for half in _HALVES}
+        return [key for key in self.weights() if key not in used]
+
+    def weights(self) -> list[str]:
+        """All keys of weights, without those of an optimizer or of counters."""
+        return sorted(set(self.keys) - not_weights(self.keys))
 
     def _misshapen(self, key: str, found: Shape, shape: Shape) -> ConversionError:
         return ConversionError(

@@ -163,12 +163,9 @@ def _place(entry: Entry, name: str, arch: Architecture, stacked: bool) -> KeyedS
         name = _EXPERT.sub("experts.", name)
         lead, axes = (*lead, entry.expert), (*axes, arch.moe.experts)
     key = ("decoder.layers." if stacked else prefix) + name
-    return KeyedSlice(key, lead, axes, _find_sections(entry, arch))
-
-
-def _find_sections(entry: Entry, arch: Architecture) -> tuple[tuple[str, int], ...]:
-    """Those of a projection and of a convolution."""
-    return entry.row.name_rows(arch) if isinstance(entry.row, Sections) else ()
+    # Those of a projection and of a convolution.
+    sections = entry.row.name_rows(arch) if isinstance(entry.row, Sections) else ()
+    return KeyedSlice(key, lead, axes, sections)
 
 
 def _state(module: str, place: KeyedSlice) -> str:

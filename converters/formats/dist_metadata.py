@@ -102,7 +102,16 @@ def read_metadata(root: Path) -> tuple[dict[str, Key], dict[str, _Where]]:
         if sum(len(chunks) for chunks in _all_chunks(held)) > len(places):
             raise ValueError("it has more chunks than records")
         _check_files(root, places.values())
-        return _described(root, held, places)
+        keys: dict[str, Key] = {}
+        objects: dict[str, _Where] = {}
+        for name, described in held.items():
+            key = _text(name)
+            if _is(described, "metadata", "TensorStorageMetadata"):
+                keys[key] = _key(root, key, described.state, places)
+            elif (key, ()) in places:
+                place = places[key, ()]
+                objects[key] = (root / place.file, place.offset, place.length)
+        return keys, objects
     except ConversionError:
         raise
     except OSError as error:
@@ -157,21 +166,6 @@ def _all_chunks(held: dict[str, Made]) -> Iterator[list[Made]]:
             if type(chunks) is not list:
                 raise ValueError("the chunks of a tensor are not a list")
             yield chunks
-
-
-def _described(
-    root: Path, held: dict[str, Made], places: Mapping[tuple[str, Shape], RecordLocation]
-) -> tuple[dict[str, Key], dict[str, _Where]]:
-    keys: dict[str, Key] = {}
-    objects: dict[str, _Where] = {}
-    for name, described in held.items():
-        key = _text(name)
-        if _is(described, "metadata", "TensorStorageMetadata"):
-            keys[key] = _key(root, key, described.state, places)
-        elif (key, ()) in places:
-            place = places[key, ()]
-            objects[key] = (root / place.file, place.offset, place.length)
-    return keys, objects
 
 
 def _check_files(root: Path, places: Iterable[RecordLocation]) -> None:

@@ -123,7 +123,8 @@ def _in_words_of(written: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
         return {**rest, **beside, "rope_scaling": parts or None}
     if given and given <= older and _is_one_rope(own) and isinstance(scaling, Mapping | None):
         kept = own if "rope_scaling" not in given else {}
-        parts = {"rope_type": "default", **kept, **_with_new_kind(scaling or {})}
+        as_newer = {"rope_type" if n == "type" else n: v for n, v in (scaling or {}).items()}
+        parts = {"rope_type": "default", **kept, **as_newer}
         beside = {name: own[name] for name in _BESIDE_SCALING if name in own}
         beside |= {name: overrides[name] for name in given - {"rope_scaling"}}
         return {**rest, _NEW: parts | beside}
@@ -133,11 +134,6 @@ def _in_words_of(written: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
 def _is_one_rope(section: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether these are rope_parameters for all layers."""
     return bool(section) and isinstance(section, Mapping) and "rope_type" in section
-
-
-def _with_new_kind(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """A rope_scaling whose kind is named as in rope_parameters."""
-    return {"rope_type" if name == "type" else name: value for name, value in scaling.items()}
 
 
 def _check_overrides(
@@ -169,7 +165,9 @@ def written_config(model: str | Path) -> dict[str, Any]:
 
 def _parse(model: str | Path) -> dict[str, Any]:
     """All that config.json says, see `written_config`."""
-    path = _file_of(model)
+    path = expanded(model)
+    if path.is_dir() or not path.exists():
+        path = inside(locate(model, [CONFIG]), CONFIG)
     if not path.exists():
         has = ", ".join(names_in(path.parent, directories=False)[:_SHOWN]) or "nothing"
         command = how_to_convert(path.parent)
@@ -183,7 +181,10 @@ def _parse(model: str | Path) -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
         _check_layers(config)
-        config |= _plain_dtypes(config)
+        for name in ("dtype", "torch_dtype"):
+            if isinstance(dtype := config.get(name), str):
+                # A tool wrote `torch.bfloat16`, which transformers does not read.
+                config[name] = dtype.removeprefix("torch.")
     except OSError as error:
         raise _unreadable(model, error.strerror) from error
     except ValueError as error:
@@ -278,7 +279,8 @@ def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -
             read = _read(config, folder)
             found = read.to_dict()
             if surrounded:
-                found[TENSORS] = _list_shell(read)
+                tensors = build_without_values(read).state_dict().items()
+                found[TENSORS] = {n: [*t.shape] for n, t in tensors if not n.startswith(DECODERS)}
         except MemoryError:
             raise
         except Exception as error:  # fields of unexpected types can raise anything in there
@@ -292,7 +294,16 @@ def _read(config: Mapping[str, Any], folder: Path) -> Any:
     """The config in `folder` as an object of its transformers class. Releases before 5 state in the
     decoder's section alone whether embeddings are tied, but for models that hear.
     """
-    _check_kinds(config)
+    section = config.get(SECTION)
+    # At these values transformers fails without naming the field.
+    if section is not None and not isinstance(section, Mapping):
+        raise ValueError(f"{SECTION} is {section!r:.40}, not a section of fields")
+    for name in ("dtype", "torch_dtype"):
+        if (value := config.get(name)) is not None:
+            try:
+                dtype_named(value)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
     found = _auto_config().from_pretrained(folder, trust_remote_code=False)
     stated = {"tie_word_embeddings", "audio_config"} & config.keys()
     if not stated and isinstance(config.get("text_config"), Mapping):
@@ -311,12 +322,6 @@ def build_without_values(config: Any, **more: Any) -> Any:
         return AutoModel.from_config(config, **more)
 
 
-def _list_shell(config: Any) -> dict[str, list[int]]:
-    """Name and shape of each tensor that transformers' composite model has beside its decoder."""
-    tensors = build_without_values(config).state_dict().items()
-    return {name: list(t.shape) for name, t in tensors if not name.startswith(DECODERS)}
-
-
 def _auto_config() -> Any:
     """transformers' AutoConfig, imported without its models.
 
@@ -330,7 +335,8 @@ def _auto_config() -> Any:
                 import_module(f"transformers.{imported}")  # before: they ask for torch as well
             from transformers.utils import import_utils
 
-            asked, import_utils.is_torch_available = import_utils.is_torch_available, _no
+            asked = import_utils.is_torch_available
+            import_utils.is_torch_available = lambda: False
             try:
                 import_module(validators)
             finally:
@@ -338,10 +344,6 @@ def _auto_config() -> Any:
     from transformers import AutoConfig
 
     return AutoConfig
-
-
-def _no() -> bool:
-    return False
 
 
 def _model_alone(value: Any) -> Any:
@@ -365,34 +367,6 @@ def _check_layers(config: Mapping[str, Any]) -> None:
             continue
         elif value > MOST_LAYERS:
             raise ValueError(f"{name} is {value!r:.40}, and no model has more than {MOST_LAYERS}")
-
-
-def _plain_dtypes(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bfloat16` where a tool wrote `torch.bfloat16`, which transformers does not read."""
-    named = {name: config.get(name) for name in ("dtype", "torch_dtype")}
-    return {n: v.removeprefix("torch.") for n, v in named.items() if isinstance(v, str)}
-
-
-def _check_kinds(config: Mapping[str, Any]) -> None:
-    """ValueError for values at which transformers fails without naming the field."""
-    section = config.get(SECTION)
-    if section is not None and not isinstance(section, Mapping):
-        raise ValueError(f"{SECTION} is {section!r:.40}, not a section of fields")
-    for name in ("dtype", "torch_dtype"):
-        value = config.get(name)
-        if value is None:
-            continue
-        try:
-            dtype_named(value)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-
-
-def _file_of(model: str | Path) -> Path:
-    path = expanded(model)
-    if path.is_dir() or not path.exists():
-        return inside(locate(model, [CONFIG]), CONFIG)
-    return path
 
 
 def _unreadable(model: str | Path, error: object) -> ConfigError:

@@ -189,8 +189,13 @@ def inventory(root: Path, single: str = SINGLE) -> dict[Path, dict[str, Extent]]
             "fetch it again"
         )
     for path, names in placed.items():
-        if names:
-            _check_index(path, names, set(files[path]))
+        own = files[path].keys() if names else names  # without an index none is placed
+        lies = [f"lacks {name}, which the index places there" for name in sorted(names - own)]
+        lies += [f"holds {name}, which the index does not" for name in sorted(own - names)]
+        if lies:
+            raise ConversionError(
+                f"{path} " + "; ".join(lies[:20]) + ". Fetch the checkpoint again."
+            )
     return files
 
 
@@ -257,14 +262,6 @@ def _files(root: Path, single: str) -> dict[Path, set[str]]:
     for path in files:
         inside(root, path.name)
     return files
-
-
-def _check_index(path: Path, placed: set[str], held: set[str]) -> None:
-    """Raise ConversionError unless the file holds just the tensors that the index places there."""
-    lies = [f"lacks {name}, which the index places there" for name in sorted(placed - held)]
-    lies += [f"holds {name}, which the index does not" for name in sorted(held - placed)]
-    if lies:
-        raise ConversionError(f"{path} " + "; ".join(lies[:20]) + ". Fetch the checkpoint again.")
 
 
 def _read_header(path: Path) -> dict[str, Extent]:

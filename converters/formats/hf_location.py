@@ -115,15 +115,11 @@ def _not_here(model: str | Path, path: Path, is_name: bool) -> str:
         said += f", nor the name of a hub repository (owner/name): there is no {parent}"
     else:
         where = "this directory" if parent == Path() else str(parent)
-        said += f": {where} has {_names(parent)}."
+        names = names_in(parent, directories=True) or names_in(parent, directories=False)
+        has = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN) or "nothing"
+        said += f": {where} has {has}."
     if is_name and path.parent != Path():
         said += f" If a hub repository is meant, fetch it first: hf download {model}"
     elif is_name:
         said += " A hub repository is named owner/name"
     return said
-
-
-def _names(directory: Path) -> str:
-    names = names_in(directory, directories=True) or names_in(directory, directories=False)
-    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    return shown or "nothing"

@@ -118,7 +118,12 @@ def _names(root: Path) -> Iterator[str]:
     waiting, seen = [("", frozenset([os.path.realpath(root)]))], 0
     while waiting:
         folder, above = waiting.pop()
-        for entry in _entries(root / folder):
+        try:
+            with os.scandir(root / folder) as found:
+                entries = list(found)
+        except OSError as error:
+            raise ConversionError(f"{root / folder} cannot be read: {error.strerror}") from error
+        for entry in entries:
             seen += 1
             if seen > MOST_FILES:
                 raise ConversionError(
@@ -132,14 +137,6 @@ def _names(root: Path) -> Iterator[str]:
                 waiting.append((f"{folder}{entry.name}/", above | {real}))
             elif entry.is_file():
                 yield folder + entry.name
-
-
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError as error:
-        raise ConversionError(f"{folder} cannot be read: {error.strerror}") from error
 
 
 def _warn_of_differences(tokenizer: Any, directory: Path) -> None:

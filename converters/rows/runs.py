@@ -123,26 +123,21 @@ class Correspondence:
                 yield self._piece(low, high, first)
 
     def _piece(self, low: Sequence[int], high: Sequence[int], first: int) -> Piece:
-        dims = [(high[i] - low[i], self.hf.stride[i], self.own.stride[i]) for i in self.order]
-        sizes, hf, own = _merged(dims)
+        # Dimensions that form one run on both sides are merged.
+        dims: list[tuple[int, int, int]] = []
+        for i in self.order:
+            size, hf, own = high[i] - low[i], self.hf.stride[i], self.own.stride[i]
+            if size == 1:
+                continue
+            if dims and dims[-1][1] == size * hf and dims[-1][2] == size * own:
+                dims[-1] = (dims[-1][0] * size, hf, own)
+            else:
+                dims.append((size, hf, own))
+        sizes, hf_strides, strides = zip(*(dims or [(1, 1, 1)]), strict=True)
         return Piece(
             sizes,
             self.hf.offset + dot(low, self.hf.stride) - first,
-            hf,
+            hf_strides,
             self.own.offset + dot(low, self.own.stride),
-            own,
+            strides,
         )
-
-
-def _merged(dims: Sequence[tuple[int, int, int]]) -> tuple[Shape, Shape, Shape]:
-    """(size, stride, stride) of each dimension, merging those that form one run on both sides."""
-    kept: list[tuple[int, int, int]] = []
-    for size, hf, own in dims:
-        if size == 1:
-            continue
-        if kept and kept[-1][1] == size * hf and kept[-1][2] == size * own:
-            kept[-1] = (kept[-1][0] * size, hf, own)
-        else:
-            kept.append((size, hf, own))
-    sizes, hf_strides, strides = zip(*(kept or [(1, 1, 1)]), strict=True)
-    return sizes, hf_strides, strides

@@ -110,18 +110,17 @@ class Sections(RowBase):
         return (sum(rows), *self.measure(arch, self.tail))
 
     def blocks(self, arch: Architecture, rank: int, size: int) -> tuple[Block, ...]:
-        return tuple(self._cut(arch, rank, size))
-
-    def _cut(self, arch: Architecture, rank: int, size: int) -> Iterator[Block]:
         local, shapes, own = self.local_shape(arch, size), self.hf_shapes(arch), 0
+        found = []
         for part, sections in enumerate(self.sections):
             before = 0
             for rows in self._rows(arch, sections):
                 for start, count in self._find(arch, before, rows, shapes[part][0], rank, size):
                     taken, place = slice(start, start + count), slice(own, own + count)
-                    yield Block(part, shapes[part], (taken,), local, (place,))
+                    found.append(Block(part, shapes[part], (taken,), local, (place,)))
                     own += count
                 before += rows
+        return tuple(found)
 
     def _find(
         self, arch: Architecture, before: int, rows: int, total: int, rank: int, size: int
@@ -140,9 +139,9 @@ class Sections(RowBase):
     def _rows(self, arch: Architecture, sections: tuple[HeadRows, ...], size: int = 1) -> list[int]:
         """Rows of each of these sections on one of `size` ranks."""
         sizes = (self.measure(arch, section[:2]) for section in sections)
-        return [self._share(heads, rows, size) for heads, rows in sizes]
-
-    def _share(self, heads: int, rows: int, size: int) -> int:
-        if self.by or size <= heads:
-            return even(heads, size, self) * rows
-        return even(heads * rows, size, self)
+        return [
+            even(heads, size, self) * each
+            if self.by or size <= heads
+            else even(heads * each, size, self)
+            for heads, each in sizes
+        ]

@@ -221,7 +221,14 @@ class Contents:
         restored = ["weights"]
         missing: dict[str, str] = {}
         if found.optimizer is not None:
-            missing |= self._restore_training(found, rest.ours)
+            assert self._training is not None and self._engine.trainable is not None
+            counted = rest.ours["optimizer_step"]
+            self._training.set_step(found.weights.step if counted is None else counted)
+            changed = self._engine.trainable.restore_schedule(rest.ours["schedule"])
+            for name, (old, new) in changed.items():
+                missing[f"schedule.{name}"] = (
+                    f"{old} in the checkpoint; the configuration's {new} is used"
+                )
             restored += ["optimizer", "schedule"]
         else:
             missing["optimizer"] = found.no_optimizer
@@ -240,13 +247,3 @@ class Contents:
             restored.append("random numbers")
         host_data = rest.ours["host_data"]
         return LoadReport(str(found.root), found.weights.step, tuple(restored), missing, host_data)
-
-    def _restore_training(self, found: FoundCheckpoint, ours: Mapping[str, Any]) -> dict[str, str]:
-        assert self._training is not None and self._engine.trainable is not None
-        counted = ours["optimizer_step"]
-        self._training.set_step(found.weights.step if counted is None else counted)
-        changed = self._engine.trainable.restore_schedule(ours["schedule"])
-        return {
-            f"schedule.{name}": f"{old} in the checkpoint; the configuration's {new} is used"
-            for name, (old, new) in changed.items()
-        }

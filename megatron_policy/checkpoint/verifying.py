@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import groupby, pairwise
@@ -146,21 +146,15 @@ def _unreadable(path: Path, error: OSError) -> str:
 
 
 def _wrong(root: Path, name: str, offset: int, length: int, ended: bool) -> str:
-    key = _keys(root).get((name, offset))
-    what = f"{length} bytes from {offset} on" + (f", which hold {key}," if key else "")
+    what = f"{length} bytes from {offset} on"
+    # The key of the tensor there, if the checkpoint is still readable.
+    with suppress(ConversionError, ConfigError), RawFiles() as files:
+        for key, held in DistReader(root, files).keys.items():
+            if any((path.name, first) == (name, offset) for path, first, _ in held.records):
+                what = f"{length} bytes from {offset} on, which hold {key},"
     if ended:
         return f"{root / name} is truncated: it ends within the {what.rstrip(',')}"
     return f"{root / name} is damaged: the {what} contradict their digest in {NAME}"
-
-
-def _keys(root: Path) -> Mapping[tuple[str, int], str]:
-    """The key of the tensor in each record, as far as the checkpoint is still readable."""
-    found = {}
-    with suppress(ConversionError, ConfigError), RawFiles() as files:
-        for key, held in DistReader(root, files).keys.items():
-            for path, offset, _ in held.records:
-                found[path.name, offset] = key
-    return found
 
 
 def _raise(problems: Sequence[str]) -> None:

@@ -41,7 +41,10 @@ def one_line_errors(as_json: bool = False) -> Iterator[None]:
         errors.RefitError,
         errors.WorkerError,
     )
-    _quiet_libraries()
+    # This package reports what a user has to know: libraries' advice would hide it.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # for when it is imported
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     try:
         yield
     except KeyboardInterrupt:
@@ -54,15 +57,6 @@ def one_line_errors(as_json: bool = False) -> Iterator[None]:
         fail(str(error), MISUNDERSTOOD, as_json)
     except (*found, OSError) as error:
         fail(str(error), FAILED, as_json)
-
-
-def _quiet_libraries() -> None:
-    """Silence libraries: this package reports what a user has to know, and their advice would hide
-    it.
-    """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # for when it is imported
-    warnings.simplefilter("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 def fail(message: str, code: int = FAILED, as_json: bool = False) -> NoReturn:

@@ -23,21 +23,17 @@ def say(line: str, err: bool = False) -> None:
     """
     text = printable(line)
     if (sys.stderr if err else sys.stdout).isatty():
-        text = _fold(text, shutil.get_terminal_size().columns)
+        width = shutil.get_terminal_size().columns
+        below = " " * (len(text) - len(text.lstrip()) + 4)
+        if 2 * len(below) < width < len(text):
+            text = textwrap.fill(
+                text,
+                width,
+                subsequent_indent=below,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
     typer.echo(text, err=err)
-
-
-def _fold(text: str, width: int) -> str:
-    below = " " * (len(text) - len(text.lstrip()) + 4)
-    if len(text) <= width or width <= 2 * len(below):
-        return text
-    return textwrap.fill(
-        text,
-        width,
-        subsequent_indent=below,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def printable(text: str) -> str:

@@ -120,7 +120,19 @@ def _be_quiet() -> None:
 
 def report_parity(result: Parity) -> CommandReport:
     """Report how far apart the models are, and as an error what is beyond its limit."""
-    error = None if result.holds else _complaint(result)
+    far = [
+        f"{name} differ by {difference.max:.1e}, limit {limit:.1e}"
+        for name, difference, limit in (
+            ("logits", result.logits, result.logits_limit),
+            ("logprobs", result.logprobs, result.logprobs_limit),
+        )
+        if not difference.max <= limit
+    ]
+    error = None
+    if far:
+        if result.first_layer_apart is not None:
+            far.append(f"layer {result.first_layer_apart} is the first whose output differs")
+        error = "the models do not agree: " + "; ".join(far)
     return CommandReport(lambda: _as_data(result, error), _lines(result), error)
 
 
@@ -170,20 +182,6 @@ def _row(name: str, difference: Deviation, limit: float | None = None) -> str:
     cells = [f"{number:10.1e}" for number in numbers]
     beyond = limit is not None and not difference.max <= limit
     return f"{name:<12}{''.join(cells)}" + ("  beyond" if beyond else "")
-
-
-def _complaint(result: Parity) -> str:
-    far = [
-        f"{name} differ by {difference.max:.1e}, limit {limit:.1e}"
-        for name, difference, limit in (
-            ("logits", result.logits, result.logits_limit),
-            ("logprobs", result.logprobs, result.logprobs_limit),
-        )
-        if not difference.max <= limit
-    ]
-    if result.first_layer_apart is not None:
-        far.append(f"layer {result.first_layer_apart} is the first whose output differs")
-    return "the models do not agree: " + "; ".join(far)
 
 
 def report_engine(result: EngineParity) -> CommandReport:

@@ -50,7 +50,18 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
     if POLICY not in document and "model_name" in document:
         document = {POLICY: document}
     if POLICY not in document:
-        raise ConfigError(_explain_absence(path, document))
+        if "model_type" in document or "architectures" in document:
+            raise ConfigError(
+                f"{path} is a model's config, not a configuration file: a configuration has the "
+                "model as `model_name`, and `megatron-policy plan` takes its directory after "
+                "--model"
+            )
+        names = [f"{name!s:.40}" for name in document]
+        has = ", ".join(names[:_SHOWN]) + " and others" * (len(names) > _SHOWN)
+        raise ConfigError(
+            f"{path} has no section `policy`, as files of NeMo RL have, nor a `model_name` at its "
+            f"top, as the section alone has: it has {has or 'nothing'}. See configs/ for examples"
+        )
     if not isinstance(document[POLICY], dict):
         given = type(document[POLICY]).__name__
         raise ConfigError(f"{path} has no section `policy`: its `policy` is a {given}, not keys")
@@ -60,20 +71,6 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
     if (found := next(_find_interpolations(policy, POLICY), None)) is not None:
         policy = _resolve(path, document, POLICY, found)
     return Composed(policy, tuple(name for name in document if name != POLICY))
-
-
-def _explain_absence(path: Path, document: Mapping[str, Any]) -> str:
-    if "model_type" in document or "architectures" in document:
-        return (
-            f"{path} is a model's config, not a configuration file: a configuration has the model "
-            "as `model_name`, and `megatron-policy plan` takes its directory after --model"
-        )
-    names = [f"{name!s:.40}" for name in document]
-    has = ", ".join(names[:_SHOWN]) + " and others" * (len(names) > _SHOWN) if names else "nothing"
-    return (
-        f"{path} has no section `policy`, as files of NeMo RL have, nor a `model_name` at its top, "
-        f"as the section alone has: it has {has}. See configs/ for examples"
-    )
 
 
 def _load_with_parents(path: Path) -> dict[str, Any]:

@@ -298,45 +298,40 @@ def _check_experts(
     """Report sizes that do not divide the experts, and what Megatron-Core splits over
     tensor-parallel ranks only conditionally, or not at all.
     """
-    moe = architecture.moe
+    moe, ep, etp = architecture.moe, topology.ep, topology.expert_tp
     if moe is None:
-        if topology.ep > 1:
+        if ep > 1:
             yield (
-                f"policy.megatron_cfg.expert_model_parallel_size={topology.ep} needs a model with "
-                "experts, and this one has none: use 1"
+                f"policy.megatron_cfg.expert_model_parallel_size={ep} needs a model with experts, "
+                "and this one has none: use 1"
             )
     else:
-        yield from _check_expert_shards(moe, topology)
+        if moe.experts % ep:
+            legal = [size for size in range(1, moe.experts + 1) if moe.experts % size == 0]
+            yield (
+                f"policy.megatron_cfg.expert_model_parallel_size={ep} does not divide the "
+                f"{moe.experts} experts of a layer: use one of {legal}"
+            )
+        key = "policy.megatron_cfg.expert_tensor_parallel_size"
+        default = "" if topology.etp else " (not set, so it is tensor_model_parallel_size)"
+        if etp > 1 and moe.mlp_bias:
+            yield (
+                f"{key}={etp}{default} does not fit experts with biases, which Megatron-Core "
+                "cannot split: set it to 1"
+            )
+        elif moe.ffn_hidden_size % etp:
+            width = moe.ffn_hidden_size
+            legal = [size for size in range(1, min(width, 128) + 1) if width % size == 0]
+            yield (
+                f"{key}={etp}{default} does not divide the {width} feed-forward channels of an "
+                f"expert: use one of {legal}"
+            )
     parts = reversed([*architecture.parts.values()])
     present = " and ".join(filter(None, (part.needs_sequence_parallel for part in parts)))
     if topology.tp > 1 and present and not config.megatron_cfg.sequence_parallel:
         yield (
             f"policy.megatron_cfg.tensor_model_parallel_size={topology.tp} with {present} needs "
             "policy.megatron_cfg.sequence_parallel=true: set it"
-        )
-
-
-def _check_expert_shards(moe: Moe, topology: Topology) -> Iterator[str]:
-    ep, etp = topology.ep, topology.expert_tp
-    if moe.experts % ep:
-        legal = [size for size in range(1, moe.experts + 1) if moe.experts % size == 0]
-        yield (
-            f"policy.megatron_cfg.expert_model_parallel_size={ep} does not divide the "
-            f"{moe.experts} experts of a layer: use one of {legal}"
-        )
-    key = "policy.megatron_cfg.expert_tensor_parallel_size"
-    default = "" if topology.etp else " (not set, so it is tensor_model_parallel_size)"
-    if etp > 1 and moe.mlp_bias:
-        yield (
-            f"{key}={etp}{default} does not fit experts with biases, which Megatron-Core cannot "
-            "split: set it to 1"
-        )
-    elif moe.ffn_hidden_size % etp:
-        width = moe.ffn_hidden_size
-        legal = [size for size in range(1, min(width, 128) + 1) if width % size == 0]
-        yield (
-            f"{key}={etp}{default} does not divide the {width} feed-forward channels of an "
-            f"expert: use one of {legal}"
         )
 
 

@@ -68,8 +68,12 @@ def bind_model(config: PolicyConfig) -> Table:
     left_out = [name for name, value in overrides.items() if value is None]
     opened = _open(config, config.model_name, {}, left_out)
     table = opened.table
-    if not config.reward_model_cfg.enabled:
-        _refuse_head(table)
+    if not config.reward_model_cfg.enabled and (head := table.architecture.head) is not None:
+        kind = "regression" if head.per_token else "bradley_terry"
+        raise ConfigError(
+            "policy.model_name is a checkpoint with a scalar head, which has no vocabulary: set "
+            f"policy.reward_model_cfg to enabled: true and reward_model_type: {kind}"
+        )
     if overrides.keys() == {_COEFFICIENT} and _COEFFICIENT not in opened.fields:
         return table  # only megatron_cfg.moe_aux_loss_coeff takes it
     if not overrides:
@@ -196,23 +200,18 @@ def bind_reference(config: PolicyConfig, table: Table) -> Table | None:
             f"{_REFERENCE} is a {found.family} model and policy.model_name a {table.family} model: "
             "the reference has to be of the same architecture"
         )
-    _refuse_other_architecture(table.architecture, found.architecture)
+    if different := _list_differences(table.architecture, found.architecture):
+        raise ConfigError(
+            f"{_REFERENCE} is of another architecture than policy.model_name: {different}. Give a "
+            "checkpoint of the same architecture; if only a setting differs, override it with "
+            "policy.hf_config_overrides, which both models get"
+        )
     if found.fresh:
         raise ConfigError(
             f"{_REFERENCE} has no {', '.join(found.fresh)}: give a checkpoint with the head that "
             "policy.reward_model_cfg asks for"
         )
     return found
-
-
-def _refuse_other_architecture(own: Architecture, other: Architecture) -> None:
-    """ConfigError, naming what differs, unless the model can compute with the other's weights."""
-    if different := _list_differences(own, other):
-        raise ConfigError(
-            f"{_REFERENCE} is of another architecture than policy.model_name: {different}. Give a "
-            "checkpoint of the same architecture; if only a setting differs, override it with "
-            "policy.hf_config_overrides, which both models get"
-        )
 
 
 def _list_differences(own: Architecture, other: Architecture) -> str:
@@ -246,15 +245,6 @@ def check_source(model: str, table: Table) -> None:
         different = f"it is a {found.family} model, not a {table.family} model"
     if different:
         raise ConfigError(f"source={model!r} is not the policy's model: {different}; {fix}")
-
-
-def _refuse_head(table: Table) -> None:
-    if (found := table.architecture.head) is not None:
-        kind = "regression" if found.per_token else "bradley_terry"
-        raise ConfigError(
-            "policy.model_name is a checkpoint with a scalar head, which has no vocabulary: set "
-            f"policy.reward_model_cfg to enabled: true and reward_model_type: {kind}"
-        )
 
 
 _COEFFICIENT = "router_aux_loss_coef"

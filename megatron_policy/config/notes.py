@@ -17,7 +17,21 @@ _OF_EXPERTS = ("moe_", "freeze_moe_router", "expert_tensor_parallel_size")
 
 def notes_of(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
     """Report, a sentence each, what the author of a configuration may not expect of it."""
-    yield from _note_lengths(config, architecture)
+    configured, positions = config.max_total_sequence_length, architecture.positions
+    if configured > positions:
+        yield (
+            f"rows of more than {positions} tokens are refused: the model has no more positions, "
+            f"although max_total_sequence_length is {configured}"
+        )
+    for training in (True, False):
+        batching = batching_of(config, training)
+        if batching.kind != "padded" and batching.capacity < min(configured, positions):
+            what = "training on" if training else "scoring"
+            yield (
+                f"{what} rows of more than {batching.capacity} tokens is refused: no microbatch of "
+                f"{batching.key}={batching.tokens} holds one, although rows can have "
+                f"{min(configured, positions)}"
+            )
     if engine_of(config) is not Engine.MEGATRON_CORE:
         return
     megatron = config.megatron_cfg
@@ -33,22 +47,3 @@ def notes_of(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
         names = sorted(name for name in changed if name.startswith(_OF_EXPERTS))
         if names:
             yield f"without effect, since the model has no experts: {', '.join(names)}"
-
-
-def _note_lengths(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
-    configured = config.max_total_sequence_length
-    positions = architecture.positions
-    if configured > positions:
-        yield (
-            f"rows of more than {positions} tokens are refused: the model has no more positions, "
-            f"although max_total_sequence_length is {configured}"
-        )
-    for training in (True, False):
-        batching = batching_of(config, training)
-        if batching.kind != "padded" and batching.capacity < min(configured, positions):
-            what = "training on" if training else "scoring"
-            yield (
-                f"{what} rows of more than {batching.capacity} tokens is refused: no microbatch of "
-                f"{batching.key}={batching.tokens} holds one, although rows can have "
-                f"{min(configured, positions)}"
-            )

@@ -49,12 +49,11 @@ def _zero_for_none(value: Any) -> Any:
     return 0.0 if value is None else value
 
 
-def _none_for_unlimited(value: Any) -> Any:
-    return None if value in (-1, 0) and not isinstance(value, bool) else value
-
-
-def _none_for_minus_one(value: Any) -> Any:
-    return None if value == -1 and not isinstance(value, bool) else value
+def _none_for(*numbers: int) -> BeforeValidator:
+    """None in place of these numbers."""
+    return BeforeValidator(
+        lambda value: None if value in numbers and not isinstance(value, bool) else value
+    )
 
 
 def _between(least: float, most: float, besides: str = "") -> AfterValidator:
@@ -73,14 +72,14 @@ _FINITE = Field(allow_inf_nan=False)
 
 Count = Annotated[int, Field(gt=0, le=MAX_COUNT), _NUMBER]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT), _NUMBER]
-Limit = Annotated[Count | None, BeforeValidator(_none_for_unlimited)]
+Limit = Annotated[Count | None, _none_for(-1, 0)]
 """A count; 0 and -1 mean no limit."""
 Bytes = Annotated[int, Field(gt=0, le=MAX_BYTES), _NUMBER]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED), _NUMBER]
 
 Rate = Annotated[float, _FINITE, _between(0.0, MAX_RATE), _NUMBER]
 """A learning rate or a weight decay."""
-RateOrNone = Annotated[Rate | None, BeforeValidator(_none_for_minus_one)]
+RateOrNone = Annotated[Rate | None, _none_for(-1)]
 """A factor; -1 stands for none."""
 Epsilon = Annotated[float, _FINITE, _between(LEAST_FP32, MAX_RATE), _NUMBER]
 """Added to a denominator; must not be 0 in float32."""

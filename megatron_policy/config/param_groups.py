@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase, translate
 from typing import Any, get_args
@@ -223,8 +223,7 @@ def _show(group: ParamGroupConfig) -> dict[str, Any]:
     return {name: list(values) for name, values in chosen.items()}
 
 
-def _refuse_unfitting(key: str, pattern: str, names: Iterable[str]) -> None:
-    known = list(names)
+def _refuse_unfitting(key: str, pattern: str, known: Sequence[str]) -> None:
     if not any(map(re.compile(translate(pattern)).fullmatch, known)):
         close = get_close_matches(pattern, known, _SHOWN, 0.0)
         raise ConfigError(

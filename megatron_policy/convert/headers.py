@@ -198,19 +198,15 @@ def _headers_of_config(root: Path) -> Headers:
         table = draft(Fields(fields))
     except ConversionError:  # whoever uses the config reports why
         return Headers(fields, written, {}, {}, config_only=True)
-    shapes, dtype = table.hf_shapes(), _named_dtype(written)
+    # bfloat16 if the config names none.
+    name = written.get("dtype") or written.get("torch_dtype") or "bfloat16"
+    known = {str(each).removeprefix("torch."): each for each in WEIGHT_DTYPES}
+    if name not in known:
+        raise ConversionError(f"config.json has {name!r:.80} for dtype; use one of {list(known)}")
+    shapes, dtype = table.hf_shapes(), known[name]
     kept = {name for entry in table.exported() if entry.row.keeps_dtype for name in entry.hf}
     dtypes = {name: torch.float32 if name in kept else dtype for name in shapes}
     return Headers(fields, written, shapes, dtypes, config_only=True)
-
-
-def _named_dtype(written: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of the weights that a config names; bfloat16 if it names none."""
-    name = written.get("dtype") or written.get("torch_dtype") or "bfloat16"
-    found = {str(each).removeprefix("torch."): each for each in WEIGHT_DTYPES}
-    if name not in found:
-        raise ConversionError(f"config.json has {name!r:.80} for dtype; use one of {list(found)}")
-    return found[name]
 
 
 def _dist_headers(root: Path, config: str | Path | None) -> Headers:

@@ -141,7 +141,14 @@ class _MergedTensors:
         if info.dtype != values.dtype:
             own = torch.empty(values.numel(), dtype=info.dtype)
         self._base.tensors.read(name, first, own, scratch)
-        self._compare(name, info, first, own)
+        if name in self._digests:
+            if first == 0:
+                self._seen = (name, Digest())
+            seen, digest = self._seen
+            assert seen == name, "ranges come in order"
+            digest.update(own)
+            if first + own.numel() == info.elements and digest.text() != self._digests[name]:
+                raise damaged_tensor(self._base.root, name)
         self._add(adapter, first, own, values)
 
     def write(self, name: str, first: int, values: Tensor, scratch: Tensor) -> None:
@@ -159,17 +166,6 @@ class _MergedTensors:
         rank, inputs = adapter.a.shape
         of_b = -(-rank * (4 + adapter.b.dtype.itemsize) // max(inputs, 1))
         return own + self._base.infos[name].dtype.itemsize + of_b
-
-    def _compare(self, name: str, info: Info, first: int, values: Tensor) -> None:
-        if name not in self._digests:
-            return
-        if first == 0:
-            self._seen = (name, Digest())
-        seen, digest = self._seen
-        assert seen == name, "ranges come in order"
-        digest.update(values)
-        if first + values.numel() == info.elements and digest.text() != self._digests[name]:
-            raise damaged_tensor(self._base.root, name)
 
     def _add(self, adapter: _Adapter, first: int, own: Tensor, values: Tensor) -> None:
         """Write the sum of the range `own` of a weight and of its adapter's product to `values`."""

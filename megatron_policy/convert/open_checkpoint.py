@@ -6,6 +6,7 @@ Reads headers and indices, but no tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,13 @@ def open_checkpoint(
         return _opened(found, files, lambda manifest: _open_mcore(found, files, manifest, given))
     if hf_files.is_peft(folder := expanded(path)):
         return _opened(folder, files, lambda manifest: _open_peft(folder, files, manifest))
-    _refuse_others(path)
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file; a checkpoint is a directory{instead_of(folder)}")
+    if folder.is_dir() and not any((folder / name).is_file() for name in _HF_MARKS):
+        raise ConfigError(
+            f"{folder} is not a checkpoint: it has neither {', '.join(_HF_MARKS)} (Hugging Face) "
+            f"nor {dist_files.FORMAT} (Megatron-Core)"
+        )
     root = hf_files.locate(path)
     return _opened(root, files, lambda manifest: _open_hf(root, files, manifest))
 
@@ -130,18 +137,6 @@ def _opened(
     )
 
 
-def _refuse_others(path: str | Path) -> None:
-    """Raise ConfigError for a directory that is not a checkpoint."""
-    root = expanded(path)
-    if root.is_file():
-        raise ConfigError(f"{root} is a file; a checkpoint is a directory{instead_of(root)}")
-    if root.is_dir() and not any((root / name).is_file() for name in _HF_MARKS):
-        raise ConfigError(
-            f"{root} is not a checkpoint: it has neither {', '.join(_HF_MARKS)} (Hugging Face) "
-            f"nor {dist_files.FORMAT} (Megatron-Core)"
-        )
-
-
 _READ = ("config.json", hf_names.INDEX, dist_metadata.METADATA, dist_files.FORMAT)
 """Files without which a checkpoint cannot be read: if damaged, they are not parsed."""
 _WITH_TENSORS = (".safetensors", ".distcp")
@@ -150,15 +145,18 @@ _HF_MARKS = ("config.json", hf_names.SINGLE, hf_names.INDEX)
 
 def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) -> OpenCheckpoint:
     inventory = hf_files.inventory(root)
+    table: Table | None = None
     quantised = hf_files.quantised_in(root, inventory)
     infos = {name: Info(*read) for name, read in as_read(inventory, quantised).items()}
     stored, extents = _placed(inventory)
+    with suppress(ConversionError, ConfigError):  # this family or config cannot be converted
+        table = open_model(root, tensors=infos).table
     return OpenCheckpoint(
         root,
         HF,
         infos,
         FileTensors(stored, files, quantised),
-        _table_if_known(root, infos),
+        table,
         side_paths(root),
         manifest,
         extents,
@@ -188,14 +186,6 @@ def _placed(inventory: Inventory) -> tuple[dict[str, Stored], dict[Path, list[tu
             stored[name] = Stored.in_one_piece(at.shape, at.dtype, file, at.start)
             extents.setdefault(file, []).append((at.start, at.end))
     return stored, extents
-
-
-def _table_if_known(root: Path, names: Collection[str]) -> Table | None:
-    """The table of an HF checkpoint; None if this family or config cannot be converted."""
-    try:
-        return open_model(root, tensors=names).table
-    except (ConversionError, ConfigError):
-        return None
 
 
 def _open_mcore(

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_policy.converters.architecture import Architecture, Layer
-from megatron_policy.converters.architecture.part import Linear, Linears
+from megatron_policy.converters.architecture.part import Linears
 from megatron_policy.estimate.adapters import LinearAdapters, ModelAdapters
 
 BACKWARD = 2
@@ -167,21 +167,17 @@ class _Adapted:
         for group in linears:
             trained = self.trained
             for linear in group:
-                self._add(linear, trained)
-
-    def _add(self, linear: Linear, trained: bool) -> None:
-        # Of inputs alone, if anything needs them.
-        self.backward += _product(self._tokens, 1, linear.elements) * trained
-        adapter = self._adapters.get(linear.name)
-        if adapter is None:
-            return
-        a, b = (
-            linear.chosen * _product(self._tokens, 1, size)
-            for size in adapter.elements(self._architecture)
-        )
-        self.forward += a + b
-        self.backward += (1 + trained) * a + BACKWARD * b
-        self.trained = True
+                # Of inputs alone, if anything needs them.
+                self.backward += _product(self._tokens, 1, linear.elements) * trained
+                adapter = self._adapters.get(linear.name)
+                if adapter is not None:
+                    a, b = (
+                        linear.chosen * _product(self._tokens, 1, size)
+                        for size in adapter.elements(self._architecture)
+                    )
+                    self.forward += a + b
+                    self.backward += (1 + trained) * a + BACKWARD * b
+                    self.trained = True
 
 
 def _product(rows: int, inner: int, columns: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_policy.config import MegatronConfig
-from megatron_policy.estimate.activations import LayerActivations, LayerBytes, MicrobatchShape
+from megatron_policy.estimate.activations import LayerActivations, MicrobatchShape
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,11 @@ def _units(
             yield hidden if at < number else each.total, again
     else:
         for start in range(0, len(saved), number):
-            yield hidden, hidden + _most_of_group(saved[start : start + number])
-
-
-def _most_of_group(layers: list[LayerBytes]) -> int:
-    """The most that layers hold which are computed again at once, from the last one on."""
-    before = list(accumulate((each.total for each in layers), initial=0))
-    return max(kept + each.again(()) for kept, each in zip(before, layers, strict=False))
+            # They are computed again at once, and left from the last one on.
+            group = saved[start : start + number]
+            before = accumulate((each.total for each in group), initial=0)
+            most = max(kept + each.again(()) for kept, each in zip(before, group, strict=False))
+            yield hidden, hidden + most
 
 
 def _further(

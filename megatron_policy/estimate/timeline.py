@@ -4,7 +4,7 @@ ranks have recorded them; and as events of a Chrome trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +146,12 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
         name = f"stage {track.stage}" if timeline.expected else f"rank {track.rank}"
         if not timeline.expected and len({each.stage for each in timeline.tracks}) > 1:
             name += f", stage {track.stage}"
-        events += _named(track.rank, name)
+        named = {"ph": "M", "pid": track.rank, "tid": 0}
+        events += (
+            named | {"name": "process_name", "args": {"name": name}},
+            named | {"name": "process_sort_index", "args": {"sort_index": track.rank}},
+            named | {"name": "thread_name", "args": {"name": "passes"}},
+        )
         events += (_event(track.rank, span, first, timeline.chunks) for span in track.spans)
     source = "expected" if timeline.expected else "recorded"
     other = {"source": source, "chunks": timeline.chunks}
@@ -156,13 +161,6 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": other | {"stages": stages},
     }
-
-
-def _named(rank: int, name: str) -> Iterator[dict[str, Any]]:
-    named = {"ph": "M", "pid": rank, "tid": 0}
-    yield named | {"name": "process_name", "args": {"name": name}}
-    yield named | {"name": "process_sort_index", "args": {"sort_index": rank}}
-    yield named | {"name": "thread_name", "args": {"name": "passes"}}
 
 
 def _event(rank: int, span: TimeSpan, first: float, chunks: int) -> dict[str, Any]:

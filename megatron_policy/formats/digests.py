@@ -7,7 +7,7 @@ elements in HF order and is the same in every format, all other bytes by the fil
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
@@ -57,7 +57,12 @@ def digest_file(
     files: RawFiles, path: Path, size: int, extents: Iterable[tuple[int, int]] = ()
 ) -> str:
     """The digest of a file's bytes outside the tensors' `extents`, (first, end) each."""
-    return digest_spans(files, path, _gaps(size, sorted(extents)))
+    gaps, at = [], 0
+    for begin, end in [*sorted(extents), (size, size)]:
+        if at < begin:
+            gaps.append((at, begin))
+        at = max(at, end)
+    return digest_spans(files, path, gaps)
 
 
 def digest_spans(files: RawFiles, path: Path, spans: Iterable[tuple[int, int]]) -> str:
@@ -75,13 +80,3 @@ def find_size(path: Path) -> int:
         return os.stat(path).st_size
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _gaps(size: int, extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    at = 0
-    for begin, end in extents:
-        if at < begin:
-            yield at, begin
-        at = max(at, end)
-    if at < size:
-        yield at, size

@@ -46,10 +46,15 @@ def find(program: Program) -> None:
     sys.argv[:] = [program.target, *program.arguments]
     if not sys.flags.safe_path:
         sys.path[0] = _path_entry(program)
-    if program.is_module and not _has_module(program.target):
-        raise ConfigError(
-            f"there is no module {program.target!r} on the import path of {sys.executable}"
-        )
+    if program.is_module:
+        try:
+            found = importlib.util.find_spec(program.target)
+        except ModuleNotFoundError:  # of a parent
+            found = None
+        if found is None:
+            raise ConfigError(
+                f"there is no module {program.target!r} on the import path of {sys.executable}"
+            )
 
 
 def run(program: Program) -> None:
@@ -63,7 +68,14 @@ def run(program: Program) -> None:
     elif os.path.isdir(program.target) or zipfile.is_zipfile(program.target):
         runpy.run_path(os.path.abspath(program.target), run_name="__main__")
     else:
-        _run_script(program.target)
+        # Unlike with `runpy`, `__main__` stays in place for exit handlers.
+        path = os.path.abspath(program.target)
+        loader = SourceFileLoader("__main__", path)
+        main = ModuleType("__main__")
+        vars(main).update(__file__=path, __loader__=loader, __builtins__=builtins, __cached__=None)
+        code = loader.source_to_code(loader.get_data(path), path)
+        sys.modules["__main__"] = main
+        exec(code, vars(main))
 
 
 def _path_entry(program: Program) -> str:
@@ -72,21 +84,3 @@ def _path_entry(program: Program) -> str:
         return os.getcwd()
     # runpy itself puts a folder or an archive first.
     return os.path.dirname(os.path.realpath(program.target))
-
-
-def _has_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a parent
-        return False
-
-
-def _run_script(target: str) -> None:
-    """Run a script. Unlike with `runpy`, `__main__` stays in place for exit handlers."""
-    path = os.path.abspath(target)
-    loader = SourceFileLoader("__main__", path)
-    main = ModuleType("__main__")
-    vars(main).update(__file__=path, __loader__=loader, __builtins__=builtins, __cached__=None)
-    code = loader.source_to_code(loader.get_data(path), path)
-    sys.modules["__main__"] = main
-    exec(code, vars(main))

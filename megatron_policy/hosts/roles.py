@@ -102,11 +102,15 @@ class SharedPolicy:
         reference's own. ConfigError if another engine trains here, or if the reference's
         configuration is another one; what was there then stays.
         """
-        if self._trained is not None and self._is_another(engine):
-            raise ConfigError(
-                f"{self._trained.model_name!r} is trained in this process already: one engine of a "
-                f"kind trains in each process, so give {config.model_name!r} processes of its own"
-            )
+        if self._trained is not None:
+            if self._trains() not in (None, engine):
+                gc.collect()  # it can be one that nobody uses, in a cycle
+            if self._trains() not in (None, engine):
+                raise ConfigError(
+                    f"{self._trained.model_name!r} is trained in this process already: one engine "
+                    f"of a kind trains in each process, so give {config.model_name!r} processes of "
+                    "its own"
+                )
         built = config
         if self._reference is not None:
             check_alike(config, self._reference)
@@ -163,12 +167,6 @@ class SharedPolicy:
         self._drop()
         self._reference = None
         self._keeps.clear()
-
-    def _is_another(self, engine: object) -> bool:
-        """Whether another engine still trains here."""
-        if self._trains() not in (None, engine):
-            gc.collect()  # it can be one that nobody uses, in a cycle
-        return self._trains() not in (None, engine)
 
     def _drop(self) -> None:
         policy, self._policy, self._trained = self._policy, None, None

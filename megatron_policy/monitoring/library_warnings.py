@@ -77,14 +77,12 @@ def collect_warnings() -> Iterator[None]:
 
 def summarize(found: Sequence[warnings.WarningMessage]) -> str:
     """How many warnings there were, and the first of each kind, the most frequent first."""
-    kinds = Counter(f"{each.category.__name__}: {_shorten(str(each.message))}" for each in found)
+    kinds: Counter[str] = Counter()
+    for each in found:
+        text = " ".join(str(each.message).split())
+        text = text if len(text) <= _LENGTH else f"{text[:_LENGTH]}..."
+        kinds[f"{each.category.__name__}: {text}"] += 1
     shown = [kind for kind, _ in kinds.most_common(_SHOWN)]
     more = f"; and others ({len(kinds) - _SHOWN})" if len(kinds) > _SHOWN else ""
     number = f"{len(found)} warning{'s' * (len(found) > 1)} of libraries"
     return f"{number} (set {VARIABLE}=all to see them): {'; '.join(shown)}{more}"
-
-
-def _shorten(text: str) -> str:
-    """The text on one line, of bounded length."""
-    text = re.sub(r"\s+", " ", text).strip()
-    return text if len(text) <= _LENGTH else f"{text[:_LENGTH]}..."

@@ -145,18 +145,25 @@ class PolicyReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [*self._memory_lines(), *self._speed_lines(), *self._mismatch_lines()]
-        return "\n".join(lines)
-
-    def _memory_lines(self) -> Iterator[str]:
         several = self.ranks > 1
         steps = f"{self.step} step{'s' * (self.step != 1)}"
-        yield f"after {steps}, on {self.ranks} rank{'s' * several}"
-        yield _row("memory", "most", "least") if several else "memory"
+        lines = [
+            f"after {steps}, on {self.ranks} rank{'s' * several}",
+            _row("memory", "most", "least") if several else "memory",
+        ]
         for name, label in _MEMORY.items():
             most, least = getattr(self.memory, name), getattr(self.memory_least, name)
             if most is not None:
-                yield _row(f"  {label}", show_size(most), show_size(least) if several else "")
+                size = show_size(least) if several else ""
+                lines.append(_row(f"  {label}", show_size(most), size))
+        lines += self._speed_lines()
+        if self.mismatch is not None:
+            lines.append("training against rollouts, last measured")
+            for name, number in self.mismatch.items():
+                label = name.removeprefix("train_rollout_").replace("_", " ")
+                shown = f"{number:.3g}" if number % 1 else f"{number:.0f}"
+                lines.append(_row(f"  {label}", shown))
+        return "\n".join(lines)
 
     def _speed_lines(self) -> Iterator[str]:
         speed, balance = self.speed, self.balance
@@ -181,14 +188,6 @@ class PolicyReport:
         yield _row("  packing efficiency", f"{balance.packing_efficiency:.1%}")
         yield _row("  data-parallel imbalance", f"{balance.data_parallel_imbalance:.3f}")
         yield _row("  pipeline bubble", f"{balance.pipeline_bubble:.1%}")
-
-    def _mismatch_lines(self) -> Iterator[str]:
-        if self.mismatch is None:
-            return
-        yield "training against rollouts, last measured"
-        for name, number in self.mismatch.items():
-            label = name.removeprefix("train_rollout_").replace("_", " ")
-            yield _row(f"  {label}", f"{number:.3g}" if number % 1 else f"{number:.0f}")
 
 
 _MEMORY = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -23,7 +23,7 @@ from megatron_policy.parity.engine_side import EngineJob, EngineReading, read_en
 from megatron_policy.parity.policy_side import make_policy_section, read_policy
 from megatron_policy.parity.ranks import read_on_ranks
 from megatron_policy.parity.result import Job
-from megatron_policy.refit.comparison import EngineComparison, Token, Tolerance, compare, draw_rows
+from megatron_policy.refit.comparison import EngineComparison, Tolerance, compare, draw_rows
 
 ROWS = 8
 ENGINE_S = 1800.0
@@ -102,11 +102,7 @@ def compare_with_engine(
     prompts = draw_rows(arch.vocab_size, tokens // 2, ROWS, seed)
     asked = EngineJob(str(Path(locate(path)).absolute()), prompts, tokens, dtype, seed, text)
     read = read_engine(asked, python, timeout_s)
-    return _judge(_with(job, read.rows), table.family, arch, read, limits, path)
-
-
-def _with(job: Job, rows: list[list[int]]) -> Job:
-    return Job(**{**job.__dict__, "sequences": rows})
+    return _judge(replace(job, sequences=read.rows), table.family, arch, read, limits, path)
 
 
 def _judge(
@@ -143,7 +139,7 @@ def _find_causes(
             f"the head's row of token {row}: its log-probabilities are far, and those of other "
             "tokens only as far as it takes probability from them"
         )
-    far = [token.position for token in prompts.all_tokens if not _is_near(token, prompts)]
+    far = [t.position for t in prompts.all_tokens if not t.distance <= prompts.tolerance.token]
     first = min(far, default=0)
     if first > 2 and len(far) > ROWS:
         yield f"no token before position {first} is beyond the limit: a window, or a length"
@@ -154,10 +150,6 @@ def _find_causes(
         )
     if job.dtype != "float32" and prompts.mean <= _LARGE_ROUNDING * prompts.tolerance.mean:
         yield f"rounding of {job.dtype}, if it is gone with --dtype float32"
-
-
-def _is_near(token: Token, found: EngineComparison) -> bool:
-    return token.distance <= found.tolerance.token
 
 
 def _find_head_row(found: EngineComparison) -> int | None:

@@ -48,6 +48,14 @@ def read_engine(job: EngineJob, python: str | None, timeout_s: float) -> EngineR
     rows, in a process of the interpreter `python`, by default that of this process. ConfigError,
     with vLLM's own words, if it does not take the model.
     """
+    if python is None and find_spec("vllm") is None:
+        raise ConfigError(
+            "vllm is not installed in this environment: name the interpreter of the one that has "
+            "it by --engine-python"
+        )
+    interpreter = sys.executable if python is None else python
+    if not os.access(interpreter, os.X_OK):
+        raise ConfigError(f"{interpreter} is no interpreter that this user can run")
     count = job.tokens - len(job.prompts[0])
     options = {
         "dtype": job.dtype,
@@ -61,7 +69,6 @@ def read_engine(job: EngineJob, python: str | None, timeout_s: float) -> EngineR
     }
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": job.seed}
     whole = {"max_tokens": count, "min_tokens": count, "ignore_eos": True}
-    interpreter = _find_interpreter(python)
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         log = Path(folder) / "engine.log"
         with EngineProcess(job.model, interpreter, log, timeout_s, **options) as engine:
@@ -70,16 +77,3 @@ def read_engine(job: EngineJob, python: str | None, timeout_s: float) -> EngineR
             sampled = [logprobs for _, logprobs in drawn]
             scored = engine.call("logprobs", rows=rows)
             return EngineReading(rows, sampled, scored, **engine.describe(job.text))
-
-
-def _find_interpreter(python: str | None) -> str:
-    if python is not None:
-        if not os.access(python, os.X_OK):
-            raise ConfigError(f"{python} is no interpreter that this user can run")
-        return python
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            "vllm is not installed in this environment: name the interpreter of the one that has "
-            "it by --engine-python"
-        )
-    return sys.executable

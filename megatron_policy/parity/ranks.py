@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -44,7 +45,12 @@ def read_on_ranks(job: Job) -> list[ModelOutputs]:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             processes += (_start(folder, rank, world, port) for rank in range(world))
-            _wait(processes)
+            # Until all have ended, or shortly after the first failure.
+            deadline = math.inf
+            while any(each.poll() is None for each in processes) and time.monotonic() < deadline:
+                if deadline == math.inf and any(each.returncode for each in processes):
+                    deadline = time.monotonic() + GRACE_S
+                time.sleep(POLL_S)
         finally:
             for process in processes:
                 process.kill()
@@ -93,15 +99,6 @@ def _start(folder: Path, rank: int, world: int, port: int) -> subprocess.Popen[b
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all have ended, or shortly after the first failure."""
-    deadline = float("inf")
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if deadline == float("inf") and any(process.returncode for process in processes):
-            deadline = time.monotonic() + GRACE_S
-        time.sleep(POLL_S)
 
 
 def _check(folder: Path, codes: Sequence[int]) -> None:

@@ -24,7 +24,6 @@ from megatron_policy.converters.files.publishing import check_replaceable, is_ch
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.hf_location import locate
 from megatron_policy.converters.formats.side_files import (
-    SideFiles,
     save_tokenizer,
     side_files,
     side_paths,
@@ -58,7 +57,10 @@ class Checkpoints:
         self._contents = Contents(session.engine, session.topology, generators)
         self._coordinator = Coordinator.of_all_ranks(SAVES, config.checkpoint_timeout_s)
         side_paths(locate(config.model_name))  # raises on every rank or on none
-        self._kept = KeptFiles(self._side_files(), tokenizer) if session.rank == 0 else None
+        self._kept: KeptFiles | None = None
+        if session.rank == 0:
+            files = side_files(config.model_name, session.engine.table.overrides)
+            self._kept = KeptFiles(files, tokenizer)
         self._saved = saved_by(session.engine)
         adapters = session.engine.adapters
         described = {} if adapters is None else peft_contents(adapters.spec, adapters.table)
@@ -67,9 +69,6 @@ class Checkpoints:
         session.engine.pending_reads.add(self._saver.copied)
         if config.megatron_cfg.checkpoint.async_save:
             self._saver.reserve(self._contents.nbytes)
-
-    def _side_files(self) -> SideFiles:
-        return side_files(self._config.model_name, self._engine.table.overrides)
 
     def save(
         self,

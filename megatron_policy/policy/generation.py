@@ -61,7 +61,20 @@ class TextGenerator:
         """Continue right-padded prompts; ConfigError if settings or tokenizer are missing.
         `generation_batch_size` rows at a time share a KV cache.
         """
-        sampling = _sampling_of(self._config, self._tokenizer, greedy)
+        settings = self._config.generation
+        if settings is None:
+            raise ConfigError(
+                "policy.generation is missing: generate needs at least generation.max_new_tokens"
+            )
+        eos = getattr(self._tokenizer, "eos_token_id", None)
+        sampling = Sampling(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            filters=Filters.of(settings),
+            filter_logprobs=settings.filter_logprobs,
+            greedy=greedy,
+            stop_ids=(*settings.stop_token_ids, *([] if eos is None else [int(eos)])),
+        )
         pad_id = getattr(self._tokenizer, "pad_token_id", None)
         if pad_id is None:
             raise ConfigError(
@@ -179,21 +192,4 @@ def _concatenate(parts: Sequence[Continuations], pad_id: int) -> Continuations:
         logprobs_BT=torch.cat(
             [pad(p.logprobs_BT, (0, width - p.logprobs_BT.size(1))) for p in parts]
         ),
-    )
-
-
-def _sampling_of(config: PolicyConfig, tokenizer: Any, greedy: bool) -> Sampling:
-    settings = config.generation
-    if settings is None:
-        raise ConfigError(
-            "policy.generation is missing: generate needs at least generation.max_new_tokens"
-        )
-    eos = getattr(tokenizer, "eos_token_id", None)
-    return Sampling(
-        max_new_tokens=settings.max_new_tokens,
-        temperature=settings.temperature,
-        filters=Filters.of(settings),
-        filter_logprobs=settings.filter_logprobs,
-        greedy=greedy,
-        stop_ids=(*settings.stop_token_ids, *([] if eos is None else [int(eos)])),
     )

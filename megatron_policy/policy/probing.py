@@ -95,7 +95,12 @@ class EngineProbing:
         ranks.begin()
         if ranks.rank == 0:
             with ranks.alive():
-                words = _encode_outcome(call)
+                try:
+                    words = json.dumps({"value": call()})
+                except Exception as error:
+                    failed = f"the engine could not be asked: {type(error).__name__}: {error}"
+                    failed = str(error) if isinstance(error, RefitError) else failed
+                    words = json.dumps({"failed": failed})
         said = json.loads(ranks.broadcast_text(words))
         ranks.leave_together()
         if "failed" in said:
@@ -117,14 +122,3 @@ class EngineProbing:
             # That of a refit is alike on all ranks already.
             raise failure if isinstance(failure, RefitError) else error from None
         return sent
-
-
-def _encode_outcome(call: Callable[[], object]) -> str:
-    """Its value, or its failure, for the other ranks."""
-    try:
-        return json.dumps({"value": call()})
-    except RefitError as error:
-        failed = str(error)
-    except Exception as error:
-        failed = f"the engine could not be asked: {type(error).__name__}: {error}"
-    return json.dumps({"failed": failed})

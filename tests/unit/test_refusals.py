@@ -159,7 +159,6 @@ OTHERWISE: dict[str, str] = {
     "what a family's code declares and no engine reads": "engines.shared:check_embedder",
     "a file of keys, which the check reads too": "config.composed:* config.yaml_file:*",
     "the model's files, which the check reads too": """
-        config.model_table:_refuse_other_architecture config.model_table:_refuse_head
         config.model_table:_make_unlisted_table converters.formats.*:*
         adapters.base:* adapters.opening:* adapters.peft_files:*
         engines.hugging_face.assemble:_refuse_mixing engines.hugging_face.assemble:_tensor_parallel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -119,29 +119,23 @@ class HostRefits(EngineRefits):
             return
         if not self._joined:
             raise RefitError("no engine has joined: call init_collective first")
-        sizes = {"buffer_size_bytes": buffer_size_bytes, "num_buffers": num_buffers}
-        _broadcast(self.policy.export(adapters=adapters), self._engines, sizes)
+        tensors, group = self.policy.export(adapters=adapters), self._engines
+        produce = find_part("nemo_rl.utils.packed_tensor", "packed_broadcast_producer")
+        if group is not None and produce is not None:
+            sizes = {"buffer_size_bytes": buffer_size_bytes, "num_buffers": num_buffers}
+            produce(
+                iterator=tensors,
+                group=group,
+                src=0,
+                post_iter_func=lambda named: named[1],
+                **select_accepted(produce, sizes),
+            )
+        else:
+            for _, tensor in tensors:  # gathered by all ranks, even those that send nothing
+                if group is not None:
+                    group.broadcast(tensor, src=0)
         # The weights may change only when all of them have been sent.
         device.synchronize()
-
-
-def _broadcast(
-    tensors: Iterator[tuple[str, torch.Tensor]], group: Any, sizes: Mapping[str, int | None]
-) -> None:
-    """Use the host's producer, if any; `group` is None on ranks that do not send."""
-    produce = find_part("nemo_rl.utils.packed_tensor", "packed_broadcast_producer")
-    if group is not None and produce is not None:
-        produce(
-            iterator=tensors,
-            group=group,
-            src=0,
-            post_iter_func=lambda named: named[1],
-            **select_accepted(produce, sizes),
-        )
-        return
-    for _, tensor in tensors:  # gathered by all ranks, even those that send nothing
-        if group is not None:
-            group.broadcast(tensor, src=0)
 
 
 def serves_host_engines() -> bool:

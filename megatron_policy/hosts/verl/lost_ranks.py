@@ -29,7 +29,9 @@ def lost_ranks_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _is_of_another_rank(error):
+        # Errors of NCCL itself share a type with those of this rank's own device.
+        in_store = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+        if not in_store and not any(each in str(error) for each in _MESSAGES):
             raise
         message = (
             f"rank {dist.get_rank()} waited for another rank, which was killed, failed or hung: "
@@ -38,9 +40,3 @@ def lost_ranks_named() -> Iterator[None]:
         )
         _log.error("%s", message)
         raise WorkerError(message, cause=str(error)) from error
-
-
-def _is_of_another_rank(error: RuntimeError) -> bool:
-    # Errors of NCCL itself share a type with those of this rank's own device.
-    in_store = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
-    return in_store or any(each in str(error) for each in _MESSAGES)

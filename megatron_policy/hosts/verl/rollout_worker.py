@@ -75,7 +75,11 @@ class RolloutWorker(vLLMColocateWorkerExtension):  # type: ignore[misc]
     def _receive_adapters(self, peft_config: dict[str, Any], use_shm: bool) -> None:
         tensors: Weights = []
         self._receive(lambda some: tensors.extend((n, each.clone()) for n, each in some), use_shm)
-        _give_old_name(self.model_runner.get_model())
+        # verl 0.9.1 asks a model's mapping of names for its renames by the name that the method
+        # had before vLLM 0.31.
+        mapper: Any = type(getattr(self.model_runner.get_model(), "hf_to_vllm_mapper", None))
+        if hasattr(mapper, "get_rename_mapper") and not hasattr(mapper, "get_unstacked_mapper"):
+            mapper.get_unstacked_mapper = mapper.get_rename_mapper
         self.remove_lora(VLLM_LORA_INT_ID)
         try:
             self._update_weights(tensors, peft_config, base_sync_done=True)
@@ -112,12 +116,3 @@ class RolloutWorker(vLLMColocateWorkerExtension):  # type: ignore[misc]
         receiver.receive_weights(on_bucket_received=take)
         if failures:
             raise RefitError(failures[0])
-
-
-def _give_old_name(model: Any) -> None:
-    """verl 0.9.1 asks a model's mapping of names for its renames by the name that the method had
-    before vLLM 0.31.
-    """
-    mapper = type(getattr(model, "hf_to_vllm_mapper", None))
-    if hasattr(mapper, "get_rename_mapper") and not hasattr(mapper, "get_unstacked_mapper"):
-        mapper.get_unstacked_mapper = mapper.get_rename_mapper  # type: ignore[attr-defined]

@@ -242,14 +242,19 @@ def _has_idle_coefficient(engine: Mapping[str, Any]) -> bool:
 def _optimizer(
     engine: Mapping[str, Any], optim: Mapping[str, Any], precision: str
 ) -> dict[str, Any]:
-    beta1, beta2 = _betas(optim.get("betas") or (0.9, 0.999))
+    betas = given = optim.get("betas") or (0.9, 0.999)
+    if isinstance(given, str):  # some of verl's scripts quote them twice
+        with suppress(ValueError, SyntaxError):
+            betas = ast.literal_eval(given)
+    if isinstance(betas, str) or not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ConfigError(f"optim.betas must be two numbers, as in [0.9, 0.95], not {given!r:.100}")
     found = {
         "optimizer": optim.get("optimizer") or "adam",
         "lr": optim.get("lr", 1e-3),
         "min_lr": optim.get("min_lr") or 0.0,
         "weight_decay": optim.get("weight_decay", 0.01),
-        "adam_beta1": beta1,
-        "adam_beta2": beta2,
+        "adam_beta1": betas[0],
+        "adam_beta2": betas[1],
         "clip_grad": optim.get("grad_clip") or optim.get("clip_grad", 1.0),
     }
     if found["optimizer"] == "adam":
@@ -277,17 +282,6 @@ def _scheduler(optim: Mapping[str, Any]) -> dict[str, Any]:
         "end_weight_decay": decays,
         "weight_decay_incr_style": "constant",
     }
-
-
-def _betas(given: Any) -> list[Any]:
-    """Adam's two coefficients, which some of verl's scripts quote twice, so that they are text."""
-    found = given
-    if isinstance(given, str):
-        with suppress(ValueError, SyntaxError):
-            found = ast.literal_eval(given)
-    if isinstance(found, str) or not isinstance(found, Sequence) or len(found) != 2:
-        raise ConfigError(f"optim.betas must be two numbers, as in [0.9, 0.95], not {given!r:.100}")
-    return list(found)
 
 
 def _layers(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -182,7 +182,11 @@ class _Served:
     def answer(self, method: str, arguments: dict[str, Any]) -> Any:
         """Call the method."""
         if method == "start":
-            return self._start(**arguments)
+            from vllm import LLM
+
+            model, options = arguments["model"], arguments["options"]
+            self._engine = VllmEngine(LLM(model, worker_extension_cls=EXTENSION, **options))
+            return None
         assert self._engine is not None, "the first call is start"
         if method == "prepare":
             tensors = arguments.pop("info")
@@ -192,11 +196,6 @@ class _Served:
         if method == "describe":
             return self._describe(**arguments)
         return getattr(self._engine, method)(**arguments)
-
-    def _start(self, model: str, options: dict[str, Any]) -> None:
-        from vllm import LLM
-
-        self._engine = VllmEngine(LLM(model, worker_extension_cls=EXTENSION, **options))
 
     def _sample(self, prompts: list[list[int]], sampling: dict[str, Any]) -> list[Completion]:
         assert self._engine is not None

@@ -40,8 +40,11 @@ class ModelReload:
     def begin(self) -> None:
         """Begin a set, and drop one that was not finished, also of another reload."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        self._under_way = self._under_way or _is_half_loaded(self._model)
+        layers = self._model.modules()
+        half_loaded = any(get_layerwise_info(layer).can_load() for layer in layers)
+        self._under_way = self._under_way or half_loaded
         self.close()
         self._under_way = True
         self._unread.clear()
@@ -61,7 +64,9 @@ class ModelReload:
 
         # A piece of a set need not have all of a layer for multi-token prediction.
         with self._configured(), disable_mtp_completeness_check():
-            known = self._load_new_kinds(weights if self._keeps_tensors else _copy_each(weights))
+            if not self._keeps_tensors:
+                weights = ((name, tensor.clone()) for name, tensor in weights)
+            known = self._load_new_kinds(weights)
             if known:
                 self._direct.record(self._model.load_weights(known))
 
@@ -94,8 +99,14 @@ class ModelReload:
         """
         if not self._under_way:
             return
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
         for layer in self._model.modules():
-            _forget_loaded(layer)
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                # vLLM would complete half of a layer with unwritten memory, and leaves one alone
+                # that nothing was loaded into.
+                info.loaded_weights, info.load_numel, info.load_numel_total = [], 0, 0
         self._finalize()
 
     def _finalize(self) -> None:
@@ -284,25 +295,3 @@ def _find_missing(model: nn.Module, *, in_parts: bool) -> Iterator[str]:
                 for name, parameter in layer.named_parameters(recurse=False)
                 if name not in SKIP_TENSORS | filled and parameter.numel()
             )
-
-
-def _is_half_loaded(model: nn.Module) -> bool:
-    """Whether a set was begun and not ended."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    return any(get_layerwise_info(layer).can_load() for layer in model.modules())
-
-
-def _forget_loaded(layer: nn.Module) -> None:
-    """Let vLLM take a layer that is not complete for one that nothing was loaded into: it would
-    complete half of a layer with unwritten memory.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    info = get_layerwise_info(layer)
-    if info.can_load():
-        info.loaded_weights, info.load_numel, info.load_numel_total = [], 0, 0
-
-
-def _copy_each(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor.clone()) for name, tensor in weights)

@@ -107,7 +107,14 @@ class _Session:
         self._owner, self._engine, self._exporter = owner, engine, exporter
         self._version, self._changes = version, version.since is not None
         self._streams: dict[str, Tensor] = {}
-        self._begin(engine.client)
+        begin = partial(self._call, "begin a weight update", engine.client.start_weight_update)
+        try:
+            begin()
+        except RefitError:
+            # It may be in the update of a trainer that is gone, which one without tensors ends.
+            with suppress(RefitError):
+                self._call("end an update", lambda: engine.client.update_weights({"names": []}))
+            begin()
 
     def place(self, tensor: RefitTensor) -> BufferSlice:
         device = torch.device("cpu") if self._changes else self._exporter.device
@@ -122,32 +129,20 @@ class _Session:
         self._send([Patch(tensor.name, every, value.flatten(), tensor.shape)])
 
     def finish(self, manifest: RefitManifest) -> None:
-        for patches in _group(self._make_patches(), self._exporter.bucket_bytes):
-            self._send(patches)
+        changed = [f for each in read_streams(self._streams) for f in decode_message(each)]
+        to = self._exporter.device
+        patches = (
+            patch._replace(indices=patch.indices.to(to), values=patch.values.to(to))
+            for patch in make_patches(changed)
+        )
+        for some in _group(patches, self._exporter.bucket_bytes):
+            self._send(some)
         finish = self._engine.client.finish_weight_update
         self._call("finish the weight update", lambda: finish(str(manifest.step)))
         self._owner.accept((self._version.chain, self._version.number))
 
     def close(self) -> None:
         self._streams.clear()
-
-    def _make_patches(self) -> Iterator[Patch]:
-        messages = read_streams(self._streams)
-        for patch in make_patches([f for each in messages for f in decode_message(each)]):
-            yield patch._replace(
-                indices=patch.indices.to(self._exporter.device),
-                values=patch.values.to(self._exporter.device),
-            )
-
-    def _begin(self, client: SyncClient) -> None:
-        begin = partial(self._call, "begin a weight update", client.start_weight_update)
-        try:
-            begin()
-        except RefitError:
-            # It may be in the update of a trainer that is gone, which one without tensors ends.
-            with suppress(RefitError):
-                self._call("end an update", lambda: client.update_weights({"names": []}))
-            begin()
 
     def _send(self, patches: Sequence[Patch]) -> None:
         if lost := [patch.name for patch in patches if patch.values.isnan().any()]:

@@ -154,7 +154,10 @@ class RefitExtension:
         Until `refit_finish_handles`, or `refit_drop_handles`, nothing may be generated.
         """
         received = decode_handles(handles)
-        chosen = _choose_handles(list(received), torch.distributed.get_rank())
+        devices, rank = list(received), torch.distributed.get_rank()
+        chosen = None  # those of its own device
+        if devices and not device.is_accelerated():
+            chosen = devices[rank] if rank < len(devices) else devices[0]
         try:
             self._refit_prepared().receive_ipc_handles(received, chosen)
         except BaseException:
@@ -297,10 +300,3 @@ def _choose_address(addresses: str | Sequence[str] | Mapping[str, str], rank: in
             f"vLLM's worker {rank} has no address: {len(addresses)} are given, and each needs one"
         )
     return addresses[rank]
-
-
-def _choose_handles(devices: Sequence[str], rank: int) -> str | None:
-    """Whose handles vLLM's worker `rank` takes; None: those of its own device."""
-    if device.is_accelerated() or not devices:
-        return None
-    return devices[rank] if rank < len(devices) else devices[0]

@@ -44,9 +44,9 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Parse what `ray.get` raised for this rank's call."""
-        if isinstance(error, RayTaskError):
-            return cls(rank, clean_report(str(error)), error.cause, died=False)
         text = clean_report(str(error))
+        if isinstance(error, RayTaskError):
+            return cls(rank, text, error.cause, died=False)
         if getattr(error, "actor_init_failed", False):
             # The process of a failed constructor is gone; its exception is left as text only.
             return cls(rank, text, find_own_error(text), died=False)

@@ -113,11 +113,34 @@ class RayVirtualCluster:
 
         ConfigError if Ray has too few resources, WorkerError if others hold them for `timeout_s`.
         """
-        if self._groups is None:
-            packed = self._strategy == "STRICT_PACK"
-            refuse_what_ray_lacks(self._counts, self.use_gpus, packed)
-            self._groups = self._reserve()
-        return self._groups
+        if self._groups is not None:
+            return self._groups
+        packed = self._strategy == "STRICT_PACK"
+        refuse_what_ray_lacks(self._counts, self.use_gpus, packed)
+        bundle = {"CPU": self.cpus_per_worker * self.max_colocated_worker_groups}
+        if self.use_gpus:
+            bundle["GPU"] = 1.0
+        groups = [
+            placement_group(
+                [dict(bundle)] * count,
+                strategy=self._strategy,
+                name=f"{self.name}-node{node}" if self.name else "",
+            )
+            for node, count in enumerate(self._counts)
+        ]
+        deadline = time.monotonic() + self._timeout_s
+        for group in groups:
+            if not group.wait(max(0.0, deadline - time.monotonic())):
+                for each in groups:
+                    remove_placement_group(each)
+                raise WorkerError(
+                    f"no room for the worker group after {self._timeout_s:g} s: it asks for "
+                    f"{describe_request(self._counts, self.use_gpus)}; free now: "
+                    f"{describe_amounts(ray.available_resources())}. Another cluster or task holds "
+                    "the rest: shut it down, or ask for less"
+                )
+        self._groups = groups
+        return groups
 
     def size_of(self, workers_per_node: int | Sequence[int] | None = None) -> int:
         """Number of workers of a group with that many workers per node (None: one per bundle)."""
@@ -192,28 +215,3 @@ class RayVirtualCluster:
                 f"{list(self._counts)}: give at least 1 and at most that many per node"
             )
         return wanted
-
-    def _reserve(self) -> list[PlacementGroup]:
-        bundle = {"CPU": self.cpus_per_worker * self.max_colocated_worker_groups}
-        if self.use_gpus:
-            bundle["GPU"] = 1.0
-        groups = [
-            placement_group(
-                [dict(bundle)] * count,
-                strategy=self._strategy,
-                name=f"{self.name}-node{node}" if self.name else "",
-            )
-            for node, count in enumerate(self._counts)
-        ]
-        deadline = time.monotonic() + self._timeout_s
-        for group in groups:
-            if not group.wait(max(0.0, deadline - time.monotonic())):
-                for each in groups:
-                    remove_placement_group(each)
-                raise WorkerError(
-                    f"no room for the worker group after {self._timeout_s:g} s: it asks for "
-                    f"{describe_request(self._counts, self.use_gpus)}; free now: "
-                    f"{describe_amounts(ray.available_resources())}. Another cluster or task holds "
-                    "the rest: shut it down, or ask for less"
-                )
-        return groups
