@@ -116,6 +116,7 @@ FRAGMENTS = {
     "hosts.verl.config": "loaded by the name that verl's users give",
     "hosts.verl.plugin": "loaded by its entry point",
     "lm_head.fused_topk": _LONG,
+    "parity.engine_side": _LONG,
 }
 
 
