@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 HERE = Path(__file__).resolve().parent
 
@@ -45,9 +44,9 @@ def main(
     console.print("[bold]GRPO quickstart[/bold]: loading libraries ...")
     make_importable()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from megatron_policy import ConfigError, ConversionError, RefitError, WorkerError
     from quickstart import demo, report, settings
     from quickstart.display import Display
+    from quickstart.errors import exit_on_errors
     from quickstart.journal import Journal
     from quickstart.task import Problems
 
@@ -66,14 +65,8 @@ def main(
         vllm=rollouts == "vllm",
     )
     display, problems = Display(console), Problems(seed)
-    try:
-        with Journal(output / "metrics.jsonl") as journal:
-            outcome = demo.run(options, problems, display, journal)
-    except (ConfigError, ConversionError, PermissionError, RefitError, WorkerError) as error:
-        if isinstance(error, WorkerError) and error.cause:
-            raise  # with the rank's own traceback
-        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from error
+    with exit_on_errors(console), Journal(output / "metrics.jsonl") as journal:
+        outcome = demo.run(options, problems, display, journal)
     report.conclude(options, problems, outcome, display, journal)
     if not outcome.check.passed:
         raise typer.Exit(1)

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 HERE = Path(__file__).resolve().parent
 
@@ -40,9 +39,9 @@ def main(
     from shapes.codec import PictureCodec
     from shapes.task import Problems
 
-    from megatron_policy import ConfigError, WorkerError
     from quickstart import demo, report, settings
     from quickstart.display import Display
+    from quickstart.errors import exit_on_errors
     from quickstart.journal import Journal
 
     options = demo.Options(
@@ -55,16 +54,10 @@ def main(
     )
     display, problems = Display(console), Problems(seed)
     start = output / "start"
-    try:
-        with Journal(output / "metrics.jsonl") as journal:
-            codec = PictureCodec(*make_checkpoint(start, seed))
-            display.say(f"made a Qwen3-VL with random weights in {start}")
-            outcome = demo.teach(options, str(start), problems, codec, display, journal)
-    except (ConfigError, WorkerError) as error:
-        if isinstance(error, WorkerError) and error.cause:
-            raise  # with the rank's own traceback
-        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from error
+    with exit_on_errors(console), Journal(output / "metrics.jsonl") as journal:
+        codec = PictureCodec(*make_checkpoint(start, seed))
+        display.say(f"made a Qwen3-VL with random weights in {start}")
+        outcome = demo.teach(options, str(start), problems, codec, display, journal)
     answers = {"after SFT": outcome.before.texts, "after GRPO": outcome.after.texts}
     draw_album(problems.held_out, answers, output / "answers.png")
     display.say(f"pictures with answers: {output / 'answers.png'}")
