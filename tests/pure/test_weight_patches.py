@@ -5,6 +5,8 @@ has failed.
 
 from __future__ import annotations
 
+import math
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +31,8 @@ class Engine:
 
     def __init__(self, held: dict[str, Tensor]) -> None:
         self.held, self.client, self.refused, self.calls = held, self, "", list[str]()
+        self.sent: list[list[int]] = []
+        self.over: threading.Event | None = None
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -47,6 +51,9 @@ class Engine:
 
     def send_weight_chunk(self, patches: Any) -> None:
         self._note("send")
+        self.sent.append([patch.nbytes for patch in patches])
+        if self.over is not None:
+            self.over.wait(60)
         for patch in patches:
             apply(self.held, patch)
 
@@ -86,12 +93,44 @@ def test_what_fails_is_said_and_leaves_no_version(refused: str) -> None:
     engine.refused = refused
     if refused == "start":  # an update of a trainer that is gone is ended first
         deliver(rank, to, 3)
-        assert engine.calls[-len(FORMS) - 4 : -len(FORMS)] == ["start", "update", "start", "send"]
+        second = engine.calls[engine.calls.index("finish 2") + 1 :]
+        assert second[:4] == ["start", "update", "start", "send"]
         assert to.ask(rank) == [("chain", 7)]
         return
     with pytest.raises(RefitError, match=r"vLLM could not .*: no"):
         deliver(rank, to, 3)
     assert to.ask(rank) == [None]
+
+
+def test_all_weights_are_sent_in_batches_of_a_bucket_or_of_one_tensor() -> None:
+    engine = Engine(weights(1))
+    deliver(OneRank(weights(2), model=FIRST), WeightPatches(engine), 1)
+    sizes = [math.prod(shape) * (4 + dtype.itemsize) for shape, dtype in FORMS.values()]
+    assert [size for batch in engine.sent for size in batch] == sizes
+    assert all(len(batch) == 1 or sum(batch) <= OneRank.bucket_bytes for batch in engine.sent)
+    assert len(engine.sent) < len(FORMS)
+    for batch, (first, *_) in pairwise(engine.sent):
+        assert sum(batch) + first > OneRank.bucket_bytes
+
+
+def test_a_vllm_that_is_still_at_a_call_that_was_given_up_gets_no_other() -> None:
+    engine, over = Engine(weights(1)), threading.Event()
+    engine.over, held = over, weights(2)
+    to, rank = WeightPatches(engine), OneRank(held, model=FIRST, timeout_s=0.2)
+    try:
+        with pytest.raises(RefitError, match=r"did not take the weights within 0\.2 s"):
+            deliver(rank, to, 2)
+        with pytest.raises(RefitError, match=r"an earlier call to take the weights, .* restart"):
+            deliver(rank, to, 3)
+        assert engine.calls == ["start", "send"]
+    finally:
+        over.set()
+    engine.over = None
+    for thread in threading.enumerate():
+        if thread.name == "vllm-call":
+            thread.join(60)
+    deliver(rank, to, 4)
+    assert bits(engine.held) == bits(held) and to.ask(rank) == [("chain", 7)]
 
 
 def test_nan_too_many_elements_and_refits_without_versions_are_refused() -> None:

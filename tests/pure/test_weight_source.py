@@ -225,8 +225,13 @@ def test_an_engine_that_does_not_return_is_waited_for_no_longer_than_the_timeout
 
     setattr(worker, call, wait)
     try:
+        to = WeightTransfer(worker, BUFFER)
         with pytest.raises(RefitError, match=words):
-            send(worker, 1, timeout_s=0.4)
+            deliver(OneRank(weights(1), timeout_s=0.4), to, 1)
+        worker.calls.clear()
+        with pytest.raises(RefitError, match=r"has still not returned .*: restart the engine"):
+            deliver(OneRank(weights(2), timeout_s=0.4), to, 2)
+        assert not worker.calls
     finally:
         over.set()
 

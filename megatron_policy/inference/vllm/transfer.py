@@ -10,14 +10,13 @@ stream over a socket. A trainer needs no vLLM for it.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from megatron_policy.coordination.timeouts import run_with_timeout, start_thread
 from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import RefitError
+from megatron_policy.inference.vllm.calls import EngineCalls, LateAnswer
 from megatron_policy.refit.transports.ipc.protocol import ACK
 from megatron_policy.refit.transports.ipc.shared_memory import DIRECTORY
 from megatron_policy.refit.transports.ipc.transport import IpcStream
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from megatron_policy.refit.plan import RefitPlan, RefitTensor
 
 _log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 BACKEND = "megatron_policy"
 """The backend of vLLM's `WeightTransferConfig` that receives these."""
@@ -52,6 +49,7 @@ class WeightTransfer:
         with these methods; only rank 0 needs it. The others are those of `IpcStream`.
         """
         self._client = client
+        self._engine = EngineCalls()
         self._calls: _Calls | None = None
         self._stream = IpcStream(
             {0: BACKEND}, buffer_bytes, directory=directory, connect=self._connect
@@ -87,7 +85,7 @@ class WeightTransfer:
     def _connect(self, address: str, timeout_s: float) -> _Calls:
         if self._client is None:
             raise RefitError("rank 0 has no client to call vLLM with: give WeightTransfer one")
-        self._calls = _Calls(self._client, timeout_s)
+        self._calls = _Calls(self._client, self._engine, timeout_s)
         self._calls.begin()
         return self._calls
 
@@ -113,49 +111,45 @@ class _Session:
         self._stream.close()
 
 
-class _NoAnswer(RefitError):
-    """vLLM has not answered in time."""
-
-
 class _Calls:
     """The line of one update: each request is a call of `update_weights`, and its return the
     reply. Calls run in a thread, while the trainer fills the next buffer.
     """
 
-    def __init__(self, client: SyncClient, timeout_s: float) -> None:
-        self._client, self._timeout_s = client, timeout_s
+    def __init__(self, client: SyncClient, engine: EngineCalls, timeout_s: float) -> None:
+        self._client, self._engine, self._timeout_s = client, engine, timeout_s
         self._reply: Future[None] | None = None
         self._open = False  # vLLM waits for more of the update
 
     def begin(self) -> None:
         """Begin the update."""
-        start = self._client.start_weight_update
+        start = "begin a weight update", self._client.start_weight_update, self._timeout_s
         try:
-            self._await(_start(start), "begin a weight update")
-        except _NoAnswer:
+            self._engine.run(*start)
+        except LateAnswer:
             raise
         except RefitError:
             self._give_up()  # it may be in the update of a trainer that is gone
-            self._await(_start(start), "begin a weight update")
+            self._engine.run(*start)
         self._open = True
 
     def send(self, question: Callable[[], bytes], /) -> None:
         request = {"request": question().decode()}
-        self._reply = _start(lambda: self._client.update_weights(request))
+        self._reply = self._engine.begin(lambda: self._client.update_weights(request))
 
     def receive(self) -> bytes:
         assert self._reply is not None
         reply, self._reply = self._reply, None
         self._open = False
-        self._await(reply, "take the weights")
+        self._engine.wait(reply, "take the weights", self._timeout_s)
         self._open = True
         return ACK
 
     def finish(self, version: str) -> None:
         """End the update, whose weights were accepted."""
         self._open = False
-        call = _start(lambda: self._client.finish_weight_update(version))
-        self._await(call, "finish the weight update")
+        finish = self._client.finish_weight_update
+        self._engine.run("finish the weight update", lambda: finish(version), self._timeout_s)
 
     def close(self) -> None:
         """Tell vLLM, if it waits for more, that none comes."""
@@ -170,34 +164,8 @@ class _Calls:
     def _give_up(self) -> None:
         """Have vLLM's workers end the update, as they do when a part of it fails."""
         part = {"gave_up": "its log says what failed"}
+        end = self._client.update_weights
         try:
-            run_with_timeout(self._timeout_s, lambda: self._client.update_weights(part))
-        except Exception as error:
+            self._engine.run("end the update", lambda: end(part), self._timeout_s)
+        except RefitError as error:
             _log.debug("vLLM has ended the update: %s", error)
-
-    def _await(self, call: Future[_T], what: str) -> _T:
-        try:
-            return call.result(self._timeout_s)
-        except TimeoutError as error:
-            if call.done():  # it is the client's own
-                raise RefitError(f"vLLM could not {what}: {error}") from error
-            raise _NoAnswer(
-                f"vLLM did not {what} within {self._timeout_s:g} s: is it running, and is it idle?"
-            ) from error
-        except Exception as error:
-            raise RefitError(f"vLLM could not {what}: {error}") from error
-
-
-def _start(step: Callable[[], _T]) -> Future[_T]:
-    """Run it in a thread that nothing waits for if it never returns."""
-    outcome: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(step())
-        except Exception as error:
-            outcome.set_exception(error)
-
-    if not start_thread(threading.Thread(target=run, daemon=True, name="weight-transfer")):
-        run()
-    return outcome

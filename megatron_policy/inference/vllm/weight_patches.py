@@ -10,7 +10,7 @@ with the fields of `Patch`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_policy.coordination.timeouts import run_with_timeout
 from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.inference.vllm.calls import EngineCalls, LateAnswer
 from megatron_policy.inference.vllm.weight_source import SyncClient
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.deltas.codec import Positions
@@ -65,7 +65,7 @@ class WeightPatches:
 
     def __init__(self, engine: PatchEngine) -> None:
         """`engine` is vLLM's, made by its `trainer_init` on every rank; that of rank 0 sends."""
-        self._engine = engine
+        self._engine, self._calls = engine, EngineCalls()
         self._has: StagedVersion = None
 
     def ask(self, exporter: Exporter) -> list[StagedVersion]:
@@ -90,7 +90,7 @@ class WeightPatches:
         if exporter.rank != 0:
             return None
         self._has = None
-        return _Session(self, self._engine, exporter)
+        return _Session(self, self._engine, self._calls, exporter)
 
     def accept(self, version: StagedVersion) -> None:
         """vLLM has the weights of that version."""
@@ -100,16 +100,21 @@ class WeightPatches:
 class _Session:
     """Rank 0's end of one update; see `TransportSession`."""
 
-    def __init__(self, owner: WeightPatches, engine: PatchEngine, exporter: Exporter) -> None:
+    def __init__(
+        self, owner: WeightPatches, engine: PatchEngine, calls: EngineCalls, exporter: Exporter
+    ) -> None:
         version = exporter.served_model.version
         if version is None:
             raise ConfigError("WeightPatches is a transport for DeltaStream: wrap it in one")
-        self._owner, self._engine, self._exporter = owner, engine, exporter
+        self._owner, self._engine, self._calls = owner, engine, calls
+        self._exporter, self._waiting, self._nbytes = exporter, list[Patch](), 0
         self._version, self._changes = version, version.since is not None
         self._streams: dict[str, Tensor] = {}
         begin = partial(self._call, "begin a weight update", engine.client.start_weight_update)
         try:
             begin()
+        except LateAnswer:
+            raise
         except RefitError:
             # It may be in the update of a trainer that is gone, which one without tensors ends.
             with suppress(RefitError):
@@ -126,38 +131,43 @@ class _Session:
             self._streams[tensor.name] = value
             return
         every = torch.arange(value.numel(), dtype=torch.int32, device=value.device)
-        self._send([Patch(tensor.name, every, value.flatten(), tensor.shape)])
+        self._add(Patch(tensor.name, every, value.flatten(), tensor.shape))
 
     def finish(self, manifest: RefitManifest) -> None:
         changed = [f for each in read_streams(self._streams) for f in decode_message(each)]
         to = self._exporter.device
-        patches = (
-            patch._replace(indices=patch.indices.to(to), values=patch.values.to(to))
-            for patch in make_patches(changed)
-        )
-        for some in _group(patches, self._exporter.bucket_bytes):
-            self._send(some)
+        for patch in make_patches(changed):
+            moved = patch._replace(indices=patch.indices.to(to), values=patch.values.to(to))
+            self._add(moved)
+        self._send()
         finish = self._engine.client.finish_weight_update
         self._call("finish the weight update", lambda: finish(str(manifest.step)))
         self._owner.accept((self._version.chain, self._version.number))
 
     def close(self) -> None:
         self._streams.clear()
+        self._waiting.clear()
 
-    def _send(self, patches: Sequence[Patch]) -> None:
-        if lost := [patch.name for patch in patches if patch.values.isnan().any()]:
+    def _add(self, patch: Patch) -> None:
+        """Send it with others, which together have at most the bytes of a bucket; or alone."""
+        if patch.values.isnan().any():
             raise RefitError(
-                f"weights of {', '.join(lost)} are NaN, by which vLLM marks "
+                f"weights of {patch.name} are NaN, by which vLLM marks "
                 "what has not changed: go back to a step before they were"
             )
-        self._call("take the weights", lambda: self._engine.send_weight_chunk(patches))
+        if self._nbytes + patch.nbytes > self._exporter.bucket_bytes:
+            self._send()
+        self._waiting.append(patch)
+        self._nbytes += patch.nbytes
+
+    def _send(self) -> None:
+        patches, self._waiting, self._nbytes = self._waiting, [], 0
+        if patches:
+            self._call("take the weights", lambda: self._engine.send_weight_chunk(patches))
 
     def _call(self, what: str, call: Callable[[], None]) -> None:
         with self._exporter.ranks.alive():
-            try:
-                run_with_timeout(self._exporter.timeout_s, call)
-            except Exception as error:
-                raise RefitError(f"vLLM could not {what}: {error}") from error
+            self._calls.run(what, call, self._exporter.timeout_s)
 
 
 def make_patches(fragments: Iterable[Fragment]) -> Iterator[Patch]:
@@ -179,15 +189,3 @@ def make_patches(fragments: Iterable[Fragment]) -> Iterator[Patch]:
         bits = np.concatenate(values)[::-1][last]
         kept = torch.from_numpy(bits.view(np.uint8)).view(own[0].dtype)
         yield Patch(name, torch.from_numpy(where.astype(np.int32)), kept, own[0].shape)
-
-
-def _group(patches: Iterable[Patch], most_bytes: int) -> Iterator[list[Patch]]:
-    """The patches in groups of so many bytes, or of one."""
-    group: list[Patch] = []
-    for patch in patches:
-        if group and sum(each.nbytes for each in group) + patch.nbytes > most_bytes:
-            yield group
-            group = []
-        group.append(patch)
-    if group:
-        yield group
