@@ -27,6 +27,11 @@ EXPERTS = assign_part(
     ),
 )
 TABLE: tuple[Row | Ignore, ...] = (*ATTENTION, *EXPERTS)
+PATHS = tuple(
+    (f".block_sparse_moe.{name}_linear", f".block_sparse_moe.experts.{path}_proj")
+    for name, path in (("input", "gate_up"), ("output", "down"))
+)
+"""Parts of names of tensors, and the paths of transformers' parameters in their place."""
 
 
 def architecture(fields: Fields) -> Architecture:

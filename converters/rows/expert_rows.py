@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from megatron_policy.converters.architecture import Architecture, LayerPart, Moe
 
 from .blocks import Block, Shape, even, nth
-from .kinds import ALL, RowBase
+from .kinds import ALL, Columns, GateUp, RowBase, Whole
 
 STACKED = "stacked"
 """The condition of rows of stacks where a family's checkpoints need not have them."""
@@ -186,8 +186,9 @@ class StackedAdapterB(RowBase):
     [outputs, rank x experts], a column of each expert after another.
     """
 
-    of: StackedGateUp | StackedRows
-    """The row of the weight that is adapted, whose outputs these are."""
+    of: StackedGateUp | StackedRows | StackedGateAboveUp | StackedInputs | GateUp | Columns | Whole
+    """The row of the weight that is adapted, or of its adapter's B alone, whose outputs these are.
+    """
     rank: int
     expert: int = 0
     part: type[LayerPart] | None = field(default=Moe, kw_only=True)
@@ -207,11 +208,14 @@ class StackedAdapterB(RowBase):
         def block(rows: slice, own: slice) -> Block:
             return Block(0, view, (rows, *ALL, nth(self.expert, 1)), local, (own,))
 
-        if isinstance(self.of, StackedRows):
-            return (block(slice(0, outputs), slice(0, outputs)),)
-        mine = local[0] // 2
-        ends = 2 * mine * rank, 2 * mine * (rank + 1)
-        return tuple(block(slice(ends[0] + n, ends[1], 2), nth(n, mine)) for n in range(2))
+        own, half = local[0], local[0] // 2
+        shards = outputs // own
+        if isinstance(self.of, StackedGateUp):
+            ends = own * rank, own * (rank + 1)
+            return tuple(block(slice(ends[0] + n, ends[1], 2), nth(n, half)) for n in range(2))
+        if isinstance(self.of, StackedGateAboveUp | GateUp):
+            return tuple(block(nth(n * shards + rank, half), nth(n, half)) for n in range(2))
+        return (block(nth(rank % shards, own), nth(0, own)),)
 
 
 _Untransposed = StackedGateAboveUp | StackedInputs

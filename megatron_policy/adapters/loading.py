@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron_policy.adapters.peft_files import ADAPTER_MODEL, PeftAdapters, read_peft
+from megatron_policy.adapters.stacks import stack_adapters
 from megatron_policy.adapters.table import (
     A,
     AdapterSpec,
@@ -73,12 +74,13 @@ def _draw(held: Held, table: Table, place: Placement, peft: PeftConfig, seed: in
     values do not depend on the layout.
     """
     arch = table.architecture
-    stack: tuple[tuple[str, ...], list[torch.Tensor]] = ((), [])
+    stacks: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for entry, parameter in held:
         if is_stacked(entry):
-            if stack[0] != entry.hf:  # once for all its experts
-                stack = entry.hf, [_draw_stack(entry, arch, peft, seed)]
-            parts = stack[1]
+            if entry.hf not in stacks:  # once for all its experts, which have four by turns
+                stacks = dict([*stacks.items()][-3:])
+                stacks[entry.hf] = [_draw_stack(entry, arch, peft, seed)]
+            parts = stacks[entry.hf]
         else:
             shapes = zip(entry.hf, entry.row.hf_shapes(arch), strict=True)
             parts = [_draw_tensor(name, shape, peft, seed) for name, shape in shapes]
@@ -122,6 +124,11 @@ def load_adapters(
     """
     root = expanded(directory)
     found, parameters = read_peft(root), list_target_parameters(table)
+    if found.settings.parameters and not parameters:  # PEFT stacked what has adapters apart here
+        table = stack_adapters(table)
+        entries = {entry.megatron: entry for entry in table.entries}
+        held = [(entries[entry.megatron], parameter) for entry, parameter in held]
+        parameters = list_target_parameters(table)
     _check_parts(found, table, parameters)
     if table.architecture.head is not None and not found.settings.has_head:
         table, held = drop_head(table), [pair for pair in held if pair[0].adapts]

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_policy.adapters.base import StatedBase, check_named
 from megatron_policy.adapters.peft_config import PeftSettings, read_settings
+from megatron_policy.adapters.stacks import name_modules
 from megatron_policy.adapters.table import (
     PREFIX,
     A,
@@ -22,11 +23,11 @@ from megatron_policy.adapters.table import (
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import inside, read
 from megatron_policy.converters.files.nearby import how_to_convert, nearest
+from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.hf_names import ADAPTER_CONFIG as ADAPTER_CONFIG
 from megatron_policy.converters.formats.hf_names import ADAPTER_MODEL as ADAPTER_MODEL
 from megatron_policy.converters.formats.safetensors_format import Shape
 from megatron_policy.converters.scalar_head import TENSORS
-from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 
 BASE = "megatron_policy_base.json"
@@ -118,7 +119,10 @@ class PeftAdapters:
         named = self.settings.parameters
         fitting = {name: self.settings.match_parameters(name, legal) for name in named}
         unknown = [name for name, found in fitting.items() if not found]
-        why = f"{model} has no such tensors with stacked experts: give the model that they are of"
+        why = (
+            f"{model} has no such tensors with stacked experts: give the model that they are of, "
+            "or start a policy from them, which also reads those that PEFT stacked"
+        )
         self._refuse("adapts target_parameters", unknown, why)
         return [each for each in legal if any(each in found for found in fitting.values())]
 
@@ -154,7 +158,14 @@ def read_peft(root: Path) -> PeftAdapters:
         command = how_to_convert(root)
         made = f"; {command} makes one of a training checkpoint" if command else ""
         raise ConfigError(f"{root} has no {' and no '.join(missing)}: {give}{made}")
-    return read_description(root)
+    found = read_description(root)
+    settings = found.settings
+    if not settings.parameters:
+        return found
+    with HfReader(root, ADAPTER_MODEL) as reader:
+        modules, stacked = name_modules(settings.parameters, reader.shapes)
+    targets = None if settings.targets is None else settings.targets | modules
+    return replace(found, settings=replace(settings, targets=targets, parameters=tuple(stacked)))
 
 
 def read_description(root: Path) -> PeftAdapters:
@@ -185,12 +196,12 @@ def read_object(root: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def peft_contents(spec: AdapterSpec, table: Table) -> dict[str, bytes]:
-    """The files that say what the adapters of `table` are."""
+def peft_contents(spec: AdapterSpec, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files that say what adapters are, of these fields of `adapter_config.json`."""
     base: dict[str, Any] = {"model": spec.model, "digest": spec.base}
     if spec.overrides:
         base["hf_config_overrides"] = dict(spec.overrides)
     return {
-        ADAPTER_CONFIG: strict_json.encoded(spec.peft_config(table), indent=2),
+        ADAPTER_CONFIG: strict_json.encoded(config, indent=2),
         BASE: strict_json.encoded(base, indent=2),
     }

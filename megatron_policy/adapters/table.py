@@ -18,13 +18,24 @@ import torch
 from torch import Tensor
 
 from megatron_policy.adapters.rows import Concatenated, GatedQkvParts, QkvParts
+from megatron_policy.adapters.stacks import (
+    INNER,
+    has_gates,
+    is_read_apart,
+    name_stack,
+    stack_adapters,
+)
+from megatron_policy.adapters.stacks import PREFIX as PREFIX
+from megatron_policy.adapters.stacks import WEIGHT as WEIGHT
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.blocks import Role, Row, fill_shard
 from megatron_policy.converters.rows.expert_rows import (
     Stacked,
     StackedAdapterA,
     StackedAdapterB,
+    StackedGateAboveUp,
     StackedGateUp,
+    StackedInputs,
     StackedRows,
 )
 from megatron_policy.converters.rows.kinds import (
@@ -41,12 +52,9 @@ from megatron_policy.converters.scalar_head import TENSORS
 from megatron_policy.converters.table import LAYER, Entry, Table
 from megatron_policy.errors import ConversionError
 
-WEIGHT = ".weight"
 _ROUTER = ".mlp.router."
-PREFIX = "base_model.model."
-"""What PEFT puts before the name of the module that it adapts."""
 A, B = ".lora_A.weight", ".lora_B.weight"
-_IN, _OUT, _INNER = ".adapter.a", ".adapter.b", ".base_layer"
+_IN, _OUT = ".adapter.a", ".adapter.b"
 _SHOWN = 5
 
 Parts = tuple[int, ...] | None
@@ -135,7 +143,7 @@ def build_adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) ->
     """
     entries: list[Entry] = []
     adapted = [entry for entry in table.entries if entry.megatron in chosen]
-    stacks = dict.fromkeys(name for entry in adapted if is_stacked(entry) for name in entry.hf)
+    stacks = dict.fromkeys(name_parameter(each, table) for each in adapted if is_stacked(each))
     for _, same in groupby(adapted, key=lambda entry: entry.hf):
         pairs = [_make_pair(table, each, chosen[each.megatron], rank, stacks) for each in same]
         entries += [entry for side in zip(*pairs, strict=True) for entry in side]
@@ -152,7 +160,8 @@ def build_adapter_table(table: Table, rank: int, chosen: Mapping[str, Parts]) ->
             assert isinstance(entry.row, Whole), "a scalar head is on every rank"
             hf = tuple(PREFIX + name for name in entry.hf)
             entries.append(replace(entry, hf=hf, row=replace(entry.row, hf=hf)))
-    return replace(table, entries=tuple(entries), ignored=ignored, fresh={})
+    found = replace(table, entries=tuple(entries), ignored=ignored, fresh={})
+    return found if is_read_apart(table) else stack_adapters(found)
 
 
 def drop_head(adapters: Table) -> Table:
@@ -176,8 +185,8 @@ def bind_adapters(
     chosen: dict[str, Parts] = {}
     left = dict.fromkeys(modules)
     for entry in filter(is_adaptable, table.entries):
-        if is_stacked(entry):
-            if entry.hf[0] in parameters:
+        if parameter := name_parameter(entry, table):
+            if parameter in parameters:
                 chosen[entry.megatron] = None
             continue
         names = [name_module(name, table) for name in entry.hf]
@@ -250,10 +259,20 @@ def is_stacked(entry: Entry) -> bool:
     return isinstance(entry.row, Stacked)
 
 
+def name_parameter(entry: Entry, table: Table) -> str:
+    """The parameter of transformers whose adapter is that of this weight, and of those of the other
+    experts in it; "" if the weight has one of its own.
+    """
+    module = name_module(entry.hf[0], table)
+    if is_stacked(entry):
+        return module
+    return "" if is_read_apart(table) else name_stack(module, gated=has_gates(table))
+
+
 def list_stacked_parameters(table: Table) -> list[str]:
-    """The HF tensors with stacked experts of a model that adapters can be on."""
-    stacked = (e for e in table.entries if is_stacked(e) and is_adaptable(e))
-    return list(dict.fromkeys(entry.hf[0] for entry in stacked))
+    """The parameters with stacked experts of a model that adapters can be on."""
+    names = (name_parameter(entry, table) for entry in table.entries if is_adaptable(entry))
+    return [name for name in dict.fromkeys(names) if name]
 
 
 def strip_leaf(tensor: str) -> str:
@@ -265,14 +284,16 @@ def unwrap(module: str) -> str:
     """The module itself, of the path of its adapter: PEFT calls it its `base_layer` within the
     adapter of the second of its tensors.
     """
-    return module.partition(_INNER)[0]
+    return module.partition(INNER)[0]
 
 
 def list_target_parameters(adapters: Table) -> list[str]:
-    """The HF tensors with stacked experts that these adapters adapt."""
-    rows = ((entry.row, entry.layer) for entry in adapters.entries)
-    stacked = ((row.of.hf[0], layer) for row, layer in rows if isinstance(row, StackedAdapterB))
-    return sorted({name.replace("{layer}", str(layer)) for name, layer in stacked})
+    """The parameters with stacked experts that these adapters adapt."""
+    into = "gate_up_proj" if has_gates(adapters) else "up_proj"
+    leaves = {"linear_fc1": into, "linear_fc2": "down_proj"}
+    stacked = (entry for entry in adapters.entries if isinstance(entry.row, StackedAdapterA))
+    named = ((find_module(e.hf[0]), strip_weight(e.adapts).rpartition(".")[2]) for e in stacked)
+    return sorted({f"{unwrap(module)}.{leaves[layer]}" for module, layer in named})
 
 
 def _make_pair(
@@ -284,9 +305,10 @@ def _make_pair(
     numbers = range(len(entry.hf)) if parts is None else parts
     modules = [PREFIX + name_module(entry.hf[number], table) for number in numbers]
     if is_stacked(entry):
-        path = strip_leaf(entry.hf[0])
+        parameter = name_parameter(entry, table)
+        path = strip_leaf(parameter)
         siblings = [name for name in stacks if strip_leaf(name) == path]
-        modules = [PREFIX + path + (len(siblings) - 1 - siblings.index(entry.hf[0])) * _INNER]
+        modules = [PREFIX + path + (len(siblings) - 1 - siblings.index(parameter)) * INNER]
         rows = _make_stacked_rows(entry.row, modules[0], rank)
     else:
         rows = _make_rows(table, entry.row, parts, rank)
@@ -305,8 +327,9 @@ def _make_pair(
 
 def _make_stacked_rows(row: Row, module: str, rank: int) -> tuple[Row, Row]:
     """The rows of A and B of an expert's part of a tensor that HF has for all experts."""
-    assert isinstance(row, StackedGateUp | StackedRows), f"{row.megatron} is not adaptable"
-    inputs, split = (row.dims[1], True) if isinstance(row, StackedRows) else (row.tail[0], False)
+    assert isinstance(row, _Stacks), f"{row.megatron} is not adaptable"
+    split = isinstance(row, StackedRows | StackedInputs)
+    inputs = row.dims[1] if isinstance(row, StackedRows | StackedInputs) else row.tail[0]
     into, out = (strip_weight(row.megatron) + side for side in (_IN, _OUT))
     return (
         StackedAdapterA(into, (module + A,), rank, inputs, split, row.expert),
@@ -317,7 +340,8 @@ def _make_stacked_rows(row: Row, module: str, rank: int) -> tuple[Row, Row]:
 _Tailed = Qkv | QkvParts | GatedQkv | GatedQkvParts | Sections
 _Numbered = _Tailed | GateUp | Columns
 _Plain = Qkv | GatedQkv | Sections | GateUp | Columns | Rows | Whole
-_Adaptable = _Plain | StackedGateUp | StackedRows
+_Stacks = StackedGateUp | StackedRows | StackedGateAboveUp | StackedInputs
+_Adaptable = _Plain | _Stacks
 
 
 def _unjoin(row: Row) -> _Adaptable | None:

@@ -19,6 +19,7 @@ from megatron_policy.adapters.table import (
     name_a,
     name_b,
     name_module,
+    name_parameter,
     strip_weight,
 )
 from megatron_policy.config.model_table import bind_model, check_implementation, check_reference
@@ -55,10 +56,10 @@ def choose_adapters(config: PolicyConfig, table: Table) -> Table | None:
     ):
         _refuse_unknown(f"{_KEY}.{key}", names, entries, table)
     chosen = _choose(table, entries, peft.target_modules, peft.exclude_modules)
-    for hf, experts in groupby(filter(is_stacked, entries), key=lambda entry: entry.hf):
-        if len({entry.megatron in chosen for entry in experts}) > 1:
+    for parameter, experts in groupby(entries, key=lambda entry: name_parameter(entry, table)):
+        if parameter and len({entry.megatron in chosen for entry in experts}) > 1:
             raise ConfigError(
-                f"{_KEY}: the experts of {hf[0]} are in one tensor, whose adapter has all of "
+                f"{_KEY}: the experts of {parameter} are in one tensor, whose adapter has all of "
                 "them: put * where the expert's number is, or name that tensor"
             )
     if not chosen:
@@ -115,9 +116,9 @@ def name_targets(adapters: Table, table: Table) -> tuple[str, ...]:
     chosen: dict[str, Parts] = {}
     bases = {entry.megatron: entry for entry in table.entries}
     for weight in dict.fromkeys(entry.adapts for entry in adapters.entries):
-        if is_stacked(bases[weight]):
+        if is_stacked(sides[name_a(weight)]):
             chosen[weight] = None
-            paths.append(bases[weight].hf[0])
+            paths.append(name_parameter(bases[weight], table))
             continue
         modules = [find_module(name) for name in sides[name_a(weight)].hf]
         names = [name_module(name, table) for name in bases[weight].hf]
@@ -143,25 +144,26 @@ def _choose_parts(
     table: Table, entry: Entry, targets: tuple[str, ...], excluded: tuple[str, ...]
 ) -> Parts:
     """Which parts of the weight are adapted; () for none."""
-    whole, parts = _name_modules(table, entry)
-    if _match(excluded, whole):
+    wholes, parts = _name_modules(table, entry)
+    if _match(excluded, *wholes):
         return ()
     left = tuple(n for n, names in enumerate(parts) if not _match(excluded, *names))
-    fused = not targets or _match(targets, whole)
+    fused = not targets or _match(targets, *wholes)
     if fused and len(left) == len(parts):
         return None
     found = tuple(n for n in left if fused or _match(targets, *parts[n]))
     return None if found and len(entry.hf) == 1 else found
 
 
-def _name_modules(table: Table, entry: Entry) -> tuple[str, list[list[str]]]:
-    """The path of the weight's module, and those of the module of each of its parts."""
+def _name_modules(table: Table, entry: Entry) -> tuple[list[str], list[list[str]]]:
+    """The paths of the weight's module, and those of the module of each of its parts."""
     whole = strip_weight(entry.megatron)
     parts = [[name_module(name, table)] for name in entry.hf]
     if not isinstance(entry.row, Joined):
         for part, leaf in zip(parts, _SPLIT.get(type(entry.row), ()), strict=False):
             part.append(f"{whole.rpartition('.')[0]}.{leaf}")
-    return whole, parts
+    parameter = name_parameter(entry, table)
+    return [whole, *([parameter] if parameter else [])], parts
 
 
 def _match(patterns: Iterable[str], *paths: str) -> bool:
@@ -178,8 +180,8 @@ def _match(patterns: Iterable[str], *paths: str) -> bool:
 def _refuse_unknown(key: str, names: Iterable[str], entries: Iterable[Entry], table: Table) -> None:
     paths: dict[str, None] = {}
     for entry in entries:
-        whole, parts = _name_modules(table, entry)
-        paths |= dict.fromkeys([whole, *chain.from_iterable(parts)])
+        wholes, parts = _name_modules(table, entry)
+        paths |= dict.fromkeys([*wholes, *chain.from_iterable(parts)])
     legal = dict.fromkeys(path.rpartition(".")[2] for path in paths)
     for name in names:
         if not _match([name], *paths):

@@ -9,7 +9,13 @@ from pathlib import Path
 import torch
 
 from megatron_policy.adapters.opening import Base, bind_base, find_base
-from megatron_policy.adapters.peft_files import ADAPTER_MODEL, PeftAdapters, peft_contents
+from megatron_policy.adapters.peft_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    PeftAdapters,
+    peft_contents,
+)
+from megatron_policy.adapters.stacks import fit_to_peft
 from megatron_policy.adapters.table import (
     PREFIX,
     A,
@@ -28,6 +34,7 @@ from megatron_policy.convert.open_checkpoint import (
     digest_of,
     open_checkpoint,
 )
+from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.side_files import side_files
 from megatron_policy.converters.mismatch import name_dtypes
@@ -69,7 +76,13 @@ def bring_base(
         return _bind_to_base(checkpoint, found, find_base(found, base))
     if base is not None:
         find_base(found, base)  # refuses another
-    return checkpoint
+    assert checkpoint.table is not None, "which is bound to the adapters"
+    fields = fit_to_peft(found.config, checkpoint.table)
+    return replace(
+        checkpoint,
+        side_files={n: at for n, at in checkpoint.side_files.items() if n != ADAPTER_CONFIG},
+        contents={ADAPTER_CONFIG: strict_json.encoded(fields, indent=2)},
+    )
 
 
 def _bind_to_base(checkpoint: OpenCheckpoint, found: PeftAdapters, base: Base) -> OpenCheckpoint:
@@ -104,7 +117,7 @@ def _bind_to_base(checkpoint: OpenCheckpoint, found: PeftAdapters, base: Base) -
         spec=spec,
         table=table,
         side_files=beside.copied,
-        contents={**beside.changed, **peft_contents(spec, table)},
+        contents={**beside.changed, **peft_contents(spec, spec.peft_config(table))},
         targets=name_targets(table, model),
         overrides=spec.overrides,
     )

@@ -16,8 +16,8 @@ from megatron_policy.adapters.opening import read_saved_adapters
 from megatron_policy.adapters.peft_files import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
-    read_description,
     read_object,
+    read_peft,
 )
 from megatron_policy.adapters.table import (
     PREFIX,
@@ -150,7 +150,7 @@ def read_adapter_headers(
     problems: list[str] = []
     parameters: list[str] = []
     try:
-        found = read_description(folder)
+        found = read_peft(folder)
         parameters = found.find_parameters(
             list_stacked_parameters(model), f"this {model.family} model"
         )

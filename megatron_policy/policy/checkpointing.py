@@ -63,7 +63,11 @@ class Checkpoints:
             self._kept = KeptFiles(files, tokenizer)
         self._saved = saved_by(session.engine)
         adapters = session.engine.adapters
-        described = {} if adapters is None else peft_contents(adapters.spec, adapters.table)
+        described = (
+            {}
+            if adapters is None
+            else peft_contents(adapters.spec, adapters.spec.peft_config(adapters.table))
+        )
         model = SavedModel(self._saved.table, session.topology, self._kept, described)
         self._saver = Saver(model, self._coordinator)
         session.engine.pending_reads.add(self._saver.copied)

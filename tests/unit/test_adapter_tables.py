@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.adapters.stacks import stack_adapters
 from megatron_policy.adapters.table import join_adapters, list_target_parameters
-from megatron_policy.adapters.targets import choose_adapters
+from megatron_policy.adapters.targets import choose_adapters, name_targets
 from megatron_policy.config import MegatronConfig, PolicyConfig
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.converters.architecture import ScalarHead
@@ -134,6 +135,9 @@ def test_a_scalar_head_is_trained_beside_adapters_and_can_have_a_group(checkpoin
         ("qwen2", ["k_proj"]),
         ("qwen2", ["q_proj", "k_proj", "v_proj", "gate_proj"]),
         ("gpt_oss", ["down_proj", "gate_up_proj"]),  # experts that are stacked
+        ("granitemoe", ["*.experts.*"]),
+        ("nemotron_h", ["*.experts.*"]),
+        ("qwen3_moe", ["*.experts.*"]),
     ],
     ids=str,
 )
@@ -141,6 +145,8 @@ def test_shards_give_the_tensors_they_were_filled_from(checkpoint, family, targe
     found = adapters(
         bind(read_config(checkpoint(family, tied=False, **SIZES))), target_modules=targets
     )
+    if family == "qwen3_moe":
+        found = stack_adapters(found)
     arch = found.architecture
     wholes = {name: torch.randn(shape) for name, shape in found.hf_shapes().items()}
     backs = {name: torch.full_like(whole, torch.nan) for name, whole in wholes.items()}
@@ -192,6 +198,33 @@ def test_experts_of_a_stack_are_adapted_together(checkpoint) -> None:
         adapters(table, target_modules=["*.layers.0.*.local_experts.1.linear_fc2"])
     with pytest.raises(ConfigError, match=r"called 'router'; legal are .*gate_up_proj"):
         adapters(table, target_modules=["router"])
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "into"),
+    [
+        ("granitemoe", "model.layers.1.block_sparse_moe", "gate_up_proj"),
+        ("nemotron_h", "model.layers.1.mixer", "up_proj"),
+        ("qwen3_5_moe", "model.language_model.layers.1.mlp", "gate_up_proj"),
+    ],
+)
+def test_experts_have_the_adapters_of_transformers_parameters(
+    checkpoint, family: str, path: str, into: str
+) -> None:
+    """Whatever files call them, or have of each expert."""
+    model = bind(read_config(checkpoint(family, layers=2)))
+    for asked in (["*.experts.*"], [f"{path}.experts.{into}", "experts.down_proj"]):
+        own = adapters(model, target_modules=asked)
+        stacks = {name.rpartition(".lora_")[0] for name in own.hf_shapes() if path in name}
+        prefix = f"base_model.model.{path}.experts"
+        assert stacks == {prefix, f"{prefix}.base_layer"}
+        assert {f"{path}.experts.{leaf}" for leaf in (into, "down_proj")} <= {
+            *list_target_parameters(own)
+        }
+    names = set(name_targets(own, model))
+    assert adapters(model, target_modules=[*names]) == own
+    with pytest.raises(ConfigError, match=rf"experts of {path}.* are in one tensor"):
+        adapters(model, target_modules=["*.layers.1.*.local_experts.1.*"])
 
 
 def test_a_joined_projection_has_one_adapter(checkpoint) -> None:

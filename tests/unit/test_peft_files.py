@@ -24,6 +24,7 @@ from megatron_policy.adapters.peft_files import (
     peft_contents,
     read_peft,
 )
+from megatron_policy.adapters.stacks import name_modules
 from megatron_policy.adapters.table import (
     AdapterSpec,
     bind_adapters,
@@ -61,7 +62,7 @@ def written(tmp_path: Path, table: Table) -> Path:
 def write_peft(path: Path, spec: AdapterSpec, table: Table) -> Path:
     path.mkdir(exist_ok=True)
     save_file(TENSORS, path / ADAPTER_MODEL)
-    for name, content in peft_contents(spec, table).items():
+    for name, content in peft_contents(spec, spec.peft_config(table)).items():
         (path / name).write_bytes(content)
     return path
 
@@ -419,6 +420,21 @@ def test_parameters_of_experts_are_named_whole_or_by_their_ends_and_have_the_mod
         changed(path, ADAPTER_CONFIG, **{"alpha_pattern": {}, "rank_pattern": {}} | patterns)
         with pytest.raises(ConversionError, match=r"for .*down_proj, but a policy's are all alike"):
             read_peft(path).find_common_scale(shapes, parameters)
+
+
+def test_what_peft_adapts_as_parameters_is_read_as_modules_or_stacks() -> None:
+    """By what a file has: of each expert, or of all."""
+    layer, prefix = "model.layers.1.mlp", "base_model.model."
+    experts = [f"{layer}.experts.{n}.{each}_proj" for n in (0, 1) for each in ("gate", "up")]
+    apart = [f"{prefix}{each}.lora_A.weight" for each in experts]
+    stacked = [f"{prefix}{layer}.experts.base_layer.lora_A.weight"]
+    into, down = (f"{layer}.experts.{each}_proj" for each in ("gate_up", "down"))
+    weights = [f"{layer}.gate_proj.weight"]
+    assert name_modules([into, down, *weights], apart) == ({*experts, f"{layer}.gate_proj"}, [])
+    assert name_modules(["gate_up_proj", "experts.down_proj"], apart) == (set(experts), [])
+    assert name_modules([into, down], stacked) == (set(), [into, down])
+    assert name_modules([into.replace("1", "2")], apart) == (set(), [into.replace("1", "2")])
+    assert name_modules(["mixer.experts.up_proj"], []) == (set(), ["mixer.experts.up_proj"])
 
 
 def test_a_head_that_is_trained_in_full_comes_with_the_adapters(written: Path) -> None:

@@ -92,6 +92,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "all modules excluded": ("qwen2", 1, adapters(exclude_modules=["*"])),
     "a rank that no weight has": ("qwen2", 1, adapters(dim=1000)),
     "one expert of a stack": ("gpt_oss", 1, adapters(target_modules=[EXPERT])),
+    "parts of stacked experts": ("qwen3_5_moe", 1, adapters(target_modules=["up_proj"])),
     "no such group": ("qwen2", 1, groups({"names": ["nothing"], "lr": 0.1})),
     "an empty group": ("qwen2", 1, groups({"roles": ["router"], "lr": 0.1})),
     "an idle group": ("qwen2", 1, groups({"roles": ["norm"], "lr": 0.1}, peft=ADAPTERS)),
@@ -130,7 +131,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 OTHERWISE: dict[str, str] = {
     "the arguments, the order or the data of a call": """
-        checkpoint.report:* config.model_table:check_reference
+        adapters.stacks:fit_to_peft checkpoint.report:* config.model_table:check_reference
         config.model_table:check_source
         config.policy_config:PolicyConfig.parse coordination.*:* inference.*:* memory.*:*
         monitoring.metrics_log:checked_metrics parallel.topology:Topology.__post_init__

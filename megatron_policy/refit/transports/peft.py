@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_policy.adapters.peft_files import ADAPTER_MODEL, peft_contents
+from megatron_policy.adapters.stacks import fit_to_peft
 from megatron_policy.converters.files.publishing import write_file
 from megatron_policy.converters.formats.safetensors_format import encode
 from megatron_policy.errors import ConfigError
@@ -29,12 +30,15 @@ class PeftDirectory(DirectoryTransport):
         super().__init__(path, overwrite)
 
     def plan(self, exporter: Exporter) -> RefitPlan:
-        """The adapters, on the ranks that gather with rank 0. ConfigError for whole models."""
+        """The adapters, on the ranks that gather with rank 0. ConfigError for whole models, and for
+        adapters that PEFT cannot read.
+        """
         if exporter.served_model.adapters is None:
             raise ConfigError(
                 "PeftDirectory writes adapters alone: refit with adapters=True, or take "
                 "HfDirectory for whole models"
             )
+        _fit(exporter)
         if exporter.topology.block_of(exporter.rank) != 0:
             return RefitPlan((), (exporter.coords.pp,), exporter.bucket_bytes)
         return exporter.plan(as_stored=True)
@@ -46,10 +50,10 @@ class PeftDirectory(DirectoryTransport):
     def _collect(self, exporter: Exporter, files: ExportPlan) -> ExportContents:
         """What the adapters are, and of which base."""
         assert exporter.adapters is not None, "its plan is of adapters"
-        spec, table = exporter.adapters.spec, exporter.table
-        contents = peft_contents(spec, table)
+        spec, fields = exporter.adapters.spec, _fit(exporter)
+        contents = peft_contents(spec, fields)
         origin = describe_origin(
-            "policy -> peft", {"path": spec.model}, table.family, spec.peft_config(table)
+            "policy -> peft", {"path": spec.model}, exporter.table.family, fields
         )
         header = len(encode(files.files[0].inventory)[0])
         nbytes = files.total_bytes + header + sum(map(len, contents.values()))
@@ -59,3 +63,9 @@ class PeftDirectory(DirectoryTransport):
                 write_file(directory / name, content)
 
         return ExportContents(nbytes, origin, write)
+
+
+def _fit(exporter: Exporter) -> dict[str, Any]:
+    fields = exporter.served_model.adapters
+    assert fields is not None, "its plan is of adapters"
+    return fit_to_peft(fields, exporter.table)
