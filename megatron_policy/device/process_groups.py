@@ -157,21 +157,18 @@ def forget_groups(root: object) -> None:
         if isinstance(each, tuple | set | frozenset):
             found += each
             continue
-        held = each if isinstance(each, dict | list) else _attributes(each)
+        held: Any = each
+        if not isinstance(each, dict | list):
+            # Of what can be a part of an engine; not of functions, classes and modules, through
+            # which another policy can be reached.
+            package = type(each).__module__.partition(".")[0]
+            part = package in _PACKAGES and not isinstance(each, type)
+            held = getattr(each, "__dict__", {}) if part else {}
         for name, value in list(enumerate(held) if isinstance(held, list) else held.items()):
             if isinstance(value, dist.ProcessGroup):
                 held[name] = None
             else:
                 found.append(value)
-
-
-def _attributes(each: object) -> dict[str, Any]:
-    """Those of an object that can be a part of an engine; none of functions, classes and modules,
-    through which another policy can be reached.
-    """
-    kind = type(each)
-    part = kind.__module__.partition(".")[0] in _PACKAGES and not isinstance(each, type)
-    return getattr(each, "__dict__", {}) if part else {}
 
 
 @contextmanager

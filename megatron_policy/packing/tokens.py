@@ -12,7 +12,7 @@ R rows that are computed in parallel (B when padded, 1 when packed).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, repeat
 
 import torch
@@ -97,15 +97,12 @@ class TokenLayout:
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> TokenLayout:
         """The same with the tensors that index others where `move` puts them."""
-        return TokenLayout(
-            self.rows,
-            self.width,
-            self.segments,
-            self.columns_CT,
-            move(self.sources_CTR),
-            move(self.positions_CT),
-            move(self.where_BS),
-            move(self.order_CT),
+        return replace(
+            self,
+            sources_CTR=move(self.sources_CTR),
+            positions_CT=move(self.positions_CT),
+            where_BS=move(self.where_BS),
+            order_CT=move(self.order_CT),
         )
 
     def take(self, values_BS: torch.Tensor, rank: int, filler: float = 0) -> torch.Tensor:

@@ -217,13 +217,6 @@ class _Splitting:
             inside = {id(p) for child, _ in self._blocks for p in child.parameters()}
             self._partial |= {id(p) for p in self._decoder.model.parameters()} - inside
 
-    def _count_queries_of_key(self) -> int:
-        settings = self._decoder.model.config.get_text_config()
-        heads = settings.num_attention_heads
-        groups = getattr(settings, "num_key_value_heads", None) or heads
-        queries: int = heads // max(groups, self._region.size)
-        return queries
-
     def _find_partial(self, child: Module) -> None:
         """Weights between cut linear layers see this rank's heads or features only: those that are
         the same for all of them are supported.
@@ -233,7 +226,10 @@ class _Splitting:
             if not any(self._styles.get(id(each)) is Style.COLUMNS for each in among):
                 continue
             if hasattr(parent, "num_key_value_groups"):
-                parent.num_key_value_groups = self._count_queries_of_key()  # type: ignore[assignment]
+                settings = self._decoder.model.config.get_text_config()
+                heads = settings.num_attention_heads
+                keys = getattr(settings, "num_key_value_heads", None) or heads
+                parent.num_key_value_groups = heads // max(keys, self._region.size)
             for module in (parent, *among):
                 if isinstance(module, torch.nn.Linear):
                     continue

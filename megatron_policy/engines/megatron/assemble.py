@@ -141,10 +141,6 @@ def _build(
     last = place.topology.vpp - 1
     head = _head(config, arch, place, groups, built[last]) if place.holds_head(last) else None
     embedder = _embedder(built, arch, groups, composite)
-    channel = None
-    if (moe := arch.moe) is not None:
-        split = settings.sequence_parallel
-        channel = RouterChannel(groups, arch.expert_layers, moe.chosen, split)
     pipeline = Pipeline(
         tuple(chunks),
         tuple(place.layers(chunk) for chunk in range(topology.vpp)),
@@ -153,7 +149,7 @@ def _build(
         arch.vocab_size,
         embedder,
         head,
-        channel,
+        RouterChannel.of(groups, arch, settings.sequence_parallel),
         MegatronMtp.of(built[last], head, embedder, settings, groups.cp),
         Recorder() if trainable is None else trainable.stopwatch.recorder,
     )

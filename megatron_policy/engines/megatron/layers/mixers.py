@@ -235,7 +235,13 @@ class Mamba2Mixer(RecurrentMixer):
             y_NHV, memory_QHKV = state_space_step(*inputs, span.before_step[1])
         else:
             y_NHV, memory_QHKV = state_space(*inputs, span.chunks, span.memory)
-        return self._gate(y_NHV, gate_NHV, share).flatten(1), (recent_QWD, memory_QHKV)
+        y, gate = y_NHV, gate_NHV
+        weight_GV = None  # where groups are not whole, `finish` normalises
+        if self.norm is not None and self._has_groups(share):
+            weight_GV = self._weight_by_group(self.norm)
+            y, gate = (x.flatten(1).unflatten(1, (weight_GV.size(0), -1)) for x in (y, gate))
+        gated = gate_then_normalise(y, gate, weight_GV, self.config.layernorm_epsilon)
+        return gated.flatten(1), (recent_QWD, memory_QHKV)
 
     def finish(self, mixed_TRV: torch.Tensor, share: HeadShare) -> torch.Tensor:
         if self.norm is None or self._has_groups(share):
@@ -251,15 +257,6 @@ class Mamba2Mixer(RecurrentMixer):
             mean_square = sum_TR11 * self.part.groups / self.part.inner_size
         epsilon = self.config.layernorm_epsilon
         return normalise(by_group, weight_GV, epsilon, mean_square).flatten(-2)
-
-    def _gate(self, y_NHV: torch.Tensor, gate_NHV: torch.Tensor, share: HeadShare) -> torch.Tensor:
-        """Gated and, where this rank has whole groups, normalised: `finish` does it elsewhere."""
-        epsilon = self.config.layernorm_epsilon
-        if self.norm is None or not self._has_groups(share):
-            return gate_then_normalise(y_NHV, gate_NHV, None, epsilon)
-        weight_GV = self._weight_by_group(self.norm)
-        y, gate = (x.flatten(1).unflatten(1, (weight_GV.size(0), -1)) for x in (y_NHV, gate_NHV))
-        return gate_then_normalise(y, gate, weight_GV, epsilon)
 
     def _has_groups(self, share: HeadShare) -> bool:
         """Whether groups are whole where the recurrence is computed."""

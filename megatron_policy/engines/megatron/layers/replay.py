@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.device import to_device
 from megatron_policy.packing.microbatch import Microbatch, inside
 from megatron_policy.parallel.groups import Groups
@@ -61,6 +62,15 @@ class RouterChannel:
     layers: tuple[int, ...]
     chosen: int
     splits_sequences: bool
+
+    @classmethod
+    def of(
+        cls, groups: Groups, architecture: Architecture, splits_sequences: bool
+    ) -> RouterChannel | None:
+        """None for a model without experts."""
+        if (moe := architecture.moe) is None:
+            return None
+        return cls(groups, architecture.expert_layers, moe.chosen, splits_sequences)
 
     def params(
         self, microbatch: Microbatch, held: range, recorded: Recorded | None
