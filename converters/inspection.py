@@ -6,7 +6,7 @@ Works on inventories of names, shapes and dtypes; opens no files and reads no we
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -167,13 +167,19 @@ def inspect(
         return Inspection(family.name, (), (), loose, uses, (str(error),))
     expected, ignored = table.hf_shapes(), [name for name in shapes if name in table.ignored]
     extra = [name for name in shapes if name not in expected and name not in table.ignored]
+    problems = []
+    for check in (fields.finish, partial(table.check_hf, shapes, dtypes)):
+        try:
+            check()
+        except ConversionError as error:
+            problems.append(str(error))
     return Inspection(
         table.family,
         tuple(_weights(table, shapes, dtypes)),
         tuple(Loose(n, shapes[n], _short(dtypes[n]), table.ignored[n].why) for n in ignored),
         _loose(extra, shapes, dtypes, f"no row of {table.family} uses it"),
         tuple(_meanings(fields, written, table.architecture)),
-        tuple(_problems(fields, table, shapes, dtypes)),
+        tuple(problems),
     )
 
 
@@ -248,20 +254,6 @@ def _loose(
     why: str,
 ) -> tuple[Loose, ...]:
     return tuple(Loose(name, shapes[name], _short(dtypes[name]), why) for name in names)
-
-
-def _problems(
-    fields: Fields, table: Table, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
-) -> Iterator[str]:
-    checks: tuple[Callable[[], None], ...] = (
-        fields.finish,
-        partial(table.check_hf, shapes, dtypes),
-    )
-    for check in checks:
-        try:
-            check()
-        except ConversionError as error:
-            yield str(error)
 
 
 def _meanings(fields: Fields, written: Mapping[str, Any], arch: Architecture) -> Iterator[FieldUse]:

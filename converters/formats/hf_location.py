@@ -38,6 +38,11 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
         raise ConfigError(_not_here(model, path, is_name))
     slip = path.parent == Path() or path.parent.is_dir() or nearest(path, directory=True).is_dir()
     listed = [] if slip else _listed(str(model))
+    # Files in folders that do not belong to the model. A pattern with an asterisk would also match
+    # slashes.
+    names = [] if isinstance(listed, Exception) else listed
+    own = set(side_names(names))
+    others = [glob.escape(name) for name in names if "/" in name and name not in own]
     unreachable = listed if isinstance(listed, Exception) else None
     from huggingface_hub import snapshot_download
 
@@ -45,7 +50,7 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
         fetched = snapshot_download(
             str(model),
             allow_patterns=files or _HUB_FILES,
-            ignore_patterns=[] if isinstance(listed, Exception) else _of_others(listed),
+            ignore_patterns=others,
             local_files_only=slip or unreachable is not None,
         )
     except (OSError, ValueError) as error:
@@ -53,14 +58,6 @@ def locate(model: str | Path, files: list[str] | None = None) -> Path:
             raise ConfigError(_not_here(model, path, is_name)) from None
         raise _no_such_model(model, unreachable or error) from None
     return Path(fetched)
-
-
-def _of_others(names: list[str]) -> list[str]:
-    """Patterns of a repository's files in folders that do not belong to its model. A pattern with
-    an asterisk would also match slashes.
-    """
-    own = set(side_names(names))
-    return [glob.escape(name) for name in names if "/" in name and name not in own]
 
 
 def _no_such_model(model: str | Path, error: Exception) -> ConfigError:

@@ -37,8 +37,10 @@ class Filler:
         """
         for piece, memory in places:
             for chunk in stored.chunks:
-                box = _common(piece, chunk)
-                if box is not None:
+                # The elements that both contain, as indices in the whole tensor.
+                along = zip(piece.origin, piece.sizes, chunk.origin, chunk.sizes, strict=True)
+                box = tuple((max(a, b), min(a + n, b + m)) for a, n, b, m in along)
+                if all(low < high for low, high in box):
                     self._fill(stored.dtype, chunk, piece, memory, box)
 
     def _fill(
@@ -72,17 +74,6 @@ class Filler:
         target = memory.as_strided(own.size, own.stride, memory.storage_offset() + own.offset)
         target.copy_(source, non_blocking=True)
         synchronize()  # the buffer is reused
-
-
-def _common(piece: Slice, chunk: Chunk) -> Box | None:
-    """The elements that both contain, as indices in the whole tensor; None if there are none."""
-    box = []
-    for a, n, b, m in zip(piece.origin, piece.sizes, chunk.origin, chunk.sizes, strict=True):
-        low, high = max(a, b), min(a + n, b + m)
-        if low >= high:
-            return None
-        box.append((low, high))
-    return tuple(box)
 
 
 def _region(box: Box, origin: Shape, sizes: Shape) -> Region:

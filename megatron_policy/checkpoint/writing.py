@@ -106,7 +106,19 @@ def merge(directory: Path, ranks: int) -> Merged:
     sealed: dict[str, tuple[ByteRange, ...]] = {}
     for rank in range(ranks):
         file = Path(f"__{rank}_0.distcp")
-        done = _read_note(directory, rank)
+        path = directory / _NOTE.format(rank)
+        try:
+            content = json.loads(path.read_bytes())
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"rank {rank} has written its part, but there is no {path} here: every node has to "
+                "reach the checkpoint's directory under the same path"
+            ) from error
+        path.unlink()
+        done = [
+            Written(key, dtype, tuple(shape), tuple(origin), tuple(sizes), offset, length, digest)
+            for key, dtype, shape, origin, sizes, offset, length, digest in content
+        ]
         for each in done:
             dtype = dtype_named(each.dtype) if each.dtype else None
             if dtype is not None:
@@ -117,22 +129,6 @@ def merge(directory: Path, ranks: int) -> Merged:
             sealed[file.name] = tuple(ByteRange(r.offset, r.length, r.digest) for r in done)
     shapes = {key: shape for key, (_, shape) in tensors.items()}
     return Merged(DistLayout(tuple(records), shapes, ()), tensors, sealed)
-
-
-def _read_note(directory: Path, rank: int) -> list[Written]:
-    path = directory / _NOTE.format(rank)
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"rank {rank} has written its part, but there is no {path} here: every node has to "
-            "reach the checkpoint's directory under the same path"
-        ) from error
-    path.unlink()
-    return [
-        Written(key, dtype, tuple(shape), tuple(origin), tuple(sizes), offset, length, digest)
-        for key, dtype, shape, origin, sizes, offset, length, digest in content
-    ]
 
 
 class BackgroundWorker(Generic[In, Out]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from inspect import isclass
-from typing import Any, get_args
+from typing import get_args
 
 from megatron_policy.config import megatron_keys
 from megatron_policy.config.rules import (
@@ -118,19 +118,14 @@ _NOT_APPLIED: dict[str, Rules] = {
 }
 
 
-def _section_in(annotation: Any) -> type[Section] | None:
-    """The section of keys that a field has, or can have."""
-    for kind in get_args(annotation) or (annotation,):
-        if isclass(kind) and issubclass(kind, Section) and not issubclass(kind, ValueSection):
-            return kind
-    return None
-
-
 def _sections(prefix: str, section: type[Section] | None) -> Iterator[tuple[str, Rules]]:
     """The rules of a section and of those in it: of its fields in order, then of other keys."""
     rules: Rules = {}
     for name, info in section.model_fields.items() if section else ():
-        inner = _section_in(info.annotation)
+        # The section of keys that the field has, or can have.
+        kinds = filter(isclass, get_args(info.annotation) or (info.annotation,))
+        sections = (k for k in kinds if issubclass(k, Section) and not issubclass(k, ValueSection))
+        inner = next(sections, None)
         rules[name] = Applied() if inner is None else Nested(inner)
     for path, others in _NOT_APPLIED.items():
         outer, _, name = path.removesuffix(".").rpartition(".")

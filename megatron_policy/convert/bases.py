@@ -70,7 +70,12 @@ def bring_base(
         of = find_base(found, base)
         opened = open_checkpoint(of.root, files)
         opened.check()
-        _check_digests(checkpoint)
+        stated = {} if checkpoint.manifest is None else checkpoint.manifest.tensors
+        buffer = BlockBuffer(LEAST_BYTES)
+        for name, (_, digest) in stated.items():
+            there = name in checkpoint.infos
+            if there and digest_of(checkpoint, name, buffer, LEAST_BYTES) != digest:
+                raise damaged_tensor(checkpoint.root, name)
         return merge_adapters(checkpoint, of, opened, dtype)
     if checkpoint.kind == PEFT:
         return _bind_to_base(checkpoint, found, find_base(found, base))
@@ -177,11 +182,3 @@ def name_keys(checkpoint: OpenCheckpoint) -> str:
     more = f", and {len(targets) - _SHOWN} more" if len(targets) > _SHOWN else ""
     modules = f"target_modules: [{', '.join(targets[:_SHOWN])}{more}]"
     return f"{{enabled: true, dim: {spec.rank}, alpha: {spec.alpha!r}, {modules}}}"
-
-
-def _check_digests(checkpoint: OpenCheckpoint) -> None:
-    """ConversionError, naming a tensor whose bytes are not those that were written."""
-    buffer, stated = BlockBuffer(LEAST_BYTES), checkpoint.manifest and checkpoint.manifest.tensors
-    for name, (_, digest) in (stated or {}).items():
-        if name in checkpoint.infos and digest_of(checkpoint, name, buffer, LEAST_BYTES) != digest:
-            raise damaged_tensor(checkpoint.root, name)

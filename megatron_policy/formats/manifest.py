@@ -81,10 +81,15 @@ def read_manifest(root: Path) -> DirectoryManifest | None:
     path = root / MANIFEST
     try:
         content = _unseal(contained.read(contained.inside(root, MANIFEST), MAX_BYTES))
+        keys = ("package", "direction", "source", "family", "config")
+        origin = {key: content[key] for key in keys}
+        for stated in (content["package"], content["direction"], content["family"]):
+            text(stated)
+        text(origin["source"]["path"])
         return DirectoryManifest(
             {name: _tensor(*entry) for name, entry in entries(content, "tensors")},
             {inside(root, name): xxh3(stated) for name, stated in entries(content, "files")},
-            _origin(content),
+            origin,
             count(content["step"]) if "step" in content else None,
             dict(entries(content, OVERRIDES)) if OVERRIDES in content else {},
         )
@@ -113,14 +118,6 @@ def _unseal(content_bytes: bytes) -> dict[str, Any]:
     if content["format"] != FORMAT:
         raise ValueError(f"it is of format {content['format']}, but this version reads {FORMAT}")
     return content
-
-
-def _origin(content: Mapping[str, Any]) -> dict[str, Any]:
-    origin = {key: content[key] for key in ("package", "direction", "source", "family", "config")}
-    for key in ("package", "direction", "family"):
-        text(origin[key])
-    text(origin["source"]["path"])
-    return origin
 
 
 def _tensor(dtype: str, shape: list[int], digest: str) -> tuple[Info, str]:

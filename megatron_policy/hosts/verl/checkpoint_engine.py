@@ -142,8 +142,25 @@ class MegatronPolicyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 f"the checkpoint engine {NAME!r} sends weights of this package's engine, not a "
                 f"{type(weights).__name__}: set rollout.checkpoint_engine.backend to one of verl's"
             )
-        group = self._group_of(weights.policy.exporter)
-        speed = weights.refit(group.transport(self.bucket_size)).speed or {}
+        from megatron_policy.refit.transports.collective.transport import Collective
+
+        place, exporter = self._membership, weights.policy.exporter
+        if place is None or place.rank >= place.train_world_size:
+            raise RefitError("this process is no training rank: init_process_group() comes first")
+        if self._trainers is None or self._exporter is not exporter:  # a policy's first update
+            if self._trainers is not None:
+                self._trainers.close()
+            self._exporter = exporter
+            self._trainers = Collective.join(
+                exporter,
+                place.rendezvous.ip,
+                place.rendezvous.port,
+                place.world_size,
+                place.train_world_size,
+                self.timeout_s,
+                secret=place.rendezvous.secret,
+            )
+        speed = weights.refit(self._trainers.transport(self.bucket_size)).speed or {}
         return {f"checkpoint_engine/{name}": value for name, value in speed.items()}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Named]:
@@ -176,28 +193,6 @@ class MegatronPolicyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 receiver.receive_collective(group)
         finally:
             parts.end()
-
-    def _group_of(self, exporter: Exporter) -> Collective:
-        """This training rank's group, joined at the first update of the policy."""
-        from megatron_policy.refit.transports.collective.transport import Collective
-
-        place = self._membership
-        if place is None or place.rank >= place.train_world_size:
-            raise RefitError("this process is no training rank: init_process_group() comes first")
-        if self._trainers is None or self._exporter is not exporter:
-            if self._trainers is not None:
-                self._trainers.close()
-            self._exporter = exporter
-            self._trainers = Collective.join(
-                exporter,
-                place.rendezvous.ip,
-                place.rendezvous.port,
-                place.world_size,
-                place.train_world_size,
-                self.timeout_s,
-                secret=place.rendezvous.secret,
-            )
-        return self._trainers
 
     def _leave(self) -> None:
         for group in (self._trainers, self._rollouts):

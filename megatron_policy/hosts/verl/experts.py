@@ -53,7 +53,12 @@ def add_experts(batch: BatchedDataDict, data: TensorDict, mode: str) -> None:
     width, lengths = batch["input_ids"].size(1), batch["input_lengths"].tolist()
     rows = _rows(taken, lengths, mode)
     if mode == R3:
-        rows = [_mark_unrecorded(row, length) for row, length in zip(rows, lengths, strict=True)]
+        for number, length in enumerate(lengths):
+            # As the rollout recorded them, and NOT_RECORDED elsewhere.
+            row_JLK = rows[number] = rows[number].clone()
+            row_JLK[length - 1 :] = NOT_RECORDED
+            if row_JLK.size(-1) > 1:  # else 0 is an expert that a token can have taken alone
+                row_JLK[(row_JLK == 0).all(-1)] = NOT_RECORDED
         _check_recorded(rows, data)
     batch[ROUTED_EXPERTS] = torch.stack(
         [F.pad(row, (0, 0, 0, 0, 0, width - len(row)), value=NOT_RECORDED) for row in rows]
@@ -82,15 +87,6 @@ def _rows(taken: Any, lengths: list[int], mode: str) -> list[torch.Tensor]:
             )
     # NOT_RECORDED is negative.
     return [row.short() if row.dtype is torch.uint8 else row for row in rows]
-
-
-def _mark_unrecorded(row_JLK: torch.Tensor, length: int) -> torch.Tensor:
-    """The experts of a row as its rollout recorded them; NOT_RECORDED elsewhere."""
-    row_JLK = row_JLK.clone()
-    row_JLK[length - 1 :] = NOT_RECORDED
-    if row_JLK.size(-1) > 1:  # else 0 is an expert that a token can have taken alone
-        row_JLK[(row_JLK == 0).all(-1)] = NOT_RECORDED
-    return row_JLK
 
 
 def _check_recorded(rows: list[torch.Tensor], data: TensorDict) -> None:

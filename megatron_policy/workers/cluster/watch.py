@@ -99,11 +99,23 @@ class Watch:
 
     def find_lost(self, ranks: Collection[int]) -> list[Failure]:
         """The failures of those `ranks` that have stopped or cannot be reached."""
+        found = []
         with self._lock:
-            found = [
-                self._find_loss(*each) for each in enumerate(self._watched) if each[0] in ranks
-            ]
-        return [failure for failure in found if failure is not None]
+            for rank, worker in enumerate(self._watched):
+                location = worker.location
+                if rank not in ranks or location is None:
+                    continue
+                reader = self._readers.get(location.node)
+                if reader is not None and reader.quiet_s >= self.limit_s:
+                    where = f"{location.address}, where it is process {location.pid}"
+                    quiet = (
+                        f"Its node, {where}, has not answered for {reader.quiet_s:.0f} s. Look at "
+                        f"that machine and its network. {_REMEDY}"
+                    )
+                    found.append(Failure.loss(rank, "cannot be reached", quiet))
+                elif worker.quiet_s >= self.limit_s:
+                    found.append(self._describe_stop(rank, worker))
+        return found
 
     def find_halted(self, ranks: Collection[int]) -> list[Failure]:
         """The failures of those `ranks` that a signal or a debugger has stopped, however recently:
@@ -123,21 +135,6 @@ class Watch:
             self._workers = ()
         for reader in readers.values():
             reader.close()
-
-    def _find_loss(self, rank: int, worker: _WatchedWorker) -> Failure | None:
-        location = worker.location
-        if location is None:
-            return None
-        reader = self._readers.get(location.node)
-        if reader is not None and reader.quiet_s >= self.limit_s:
-            return Failure.loss(
-                rank,
-                "cannot be reached",
-                f"Its node, {location.address}, where it is process {location.pid}, has "
-                f"not answered for {reader.quiet_s:.0f} s. Look at that machine and its network. "
-                f"{_REMEDY}",
-            )
-        return self._describe_stop(rank, worker) if worker.quiet_s >= self.limit_s else None
 
     def _describe_stop(self, rank: int, worker: _WatchedWorker) -> Failure:
         location = worker.location
