@@ -456,6 +456,24 @@ def seen_patches() -> Iterator[list[int]]:
         yield seen
 
 
+def read_together(config: dict[str, Any], rows: BatchedDataDict) -> torch.Tensor:
+    with open_policy(config) as policy:
+        found: torch.Tensor = policy.logprobs(rows)
+        return found
+
+
+def test_short_clips_are_read_without_those_of_other_rows(ranks, model_of) -> None:
+    """Among others the class of Qwen3-Omni reads the end of a clip that is shorter than a chunk
+    otherwise than alone.
+    """
+    family = "qwen3_omni_moe_thinker"
+    (path, _), rows = model_of(family), make_rows(family).select_indices([0, 1, 6])
+    config = policy_config(path, {}) | {"max_total_sequence_length": 64, "logprob_batch_size": 3}
+    (found,) = ranks.run(1, read_together, config, rows)
+    inside = torch.arange(1, found.size(1)) < rows["input_lengths"].unsqueeze(1)
+    assert_equal("logprobs", found[:, 1:][inside], exact_of(path, rows)[inside])
+
+
 def read_answers(
     config: dict[str, Any], rows: BatchedDataDict, ids_BS: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

@@ -1,4 +1,6 @@
-"""What the host itself packs for towers, dealt to ranks and planned by it, as a policy reads it."""
+"""What the host itself packs for towers that see and hear, dealt to ranks and planned by it, as a
+policy reads it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 from megatron_policy.hosts.nemo_rl.host_imports import from_host_batch
 from megatron_policy.packing.plan import Plan
 from tests.hosts.real import host
-from tests.picture_models import MEDIA, make_rows
+from tests.picture_models import CLIPS, KEYS, SOUNDS, make_rows
 
 PLANS: dict[str, dict[str, Any]] = {
     "rows": {},
@@ -35,12 +37,12 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def pack(rows: dict[str, Any], shared: bool) -> dict[str, Any]:
-    """As the host's rollouts leave them; if `shared`, a picture that rows have is there once."""
+def pack(rows: dict[str, Any], keys: list[str], shared: bool) -> dict[str, Any]:
+    """As the host's rollouts leave them; if `shared`, what two rows have is there once."""
     from nemo_rl.data.multimodal_utils import PackedTensor
 
     packed = {}
-    for key in MEDIA:
+    for key in keys:
         own = [PackedTensor([each], dim_to_pack=0) for each in rows[key]]
         if shared:
             own[1].enable_deduplication()
@@ -52,10 +54,19 @@ def pack(rows: dict[str, Any], shared: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
-def test_what_the_host_deals_to_ranks_has_the_pixels_of_its_rows(plan: str, shared: bool) -> None:
-    rows = dict(make_rows("qwen3_vl"))
+@pytest.mark.parametrize("family", ["qwen3_vl", *CLIPS])
+def test_what_the_host_deals_to_ranks_has_the_media_of_its_rows(
+    family: str, plan: str, shared: bool
+) -> None:
+    rows = dict(make_rows(family))
+    keys = [key for key in KEYS if key in rows]
+    assert {*SOUNDS} <= {*keys} or family not in CLIPS
+    for key in keys if shared else ():
+        rows[key][2] = rows[key][1]
     rows["number"] = torch.arange(8)
-    shards = host.batch(pack(rows, shared)).shard_by_batch_size(2, batch_size=8, **PLANS[plan])
+    shards = host.batch(pack(rows, keys, shared)).shard_by_batch_size(
+        2, batch_size=8, **PLANS[plan]
+    )
     shards = shards[0] if isinstance(shards, tuple) else shards
     seen: list[int] = []
     for shard in shards:
@@ -63,7 +74,7 @@ def test_what_the_host_deals_to_ranks_has_the_pixels_of_its_rows(plan: str, shar
         assert (Plan.of(taken) is not None) == (plan != "rows")
         for place, row in enumerate(taken["number"].tolist()):
             seen.append(row)
-            for key in MEDIA:
+            for key in keys:
                 found, wanted = taken[key][place], rows[key][row]
                 assert (found is None) == (wanted is None)
                 assert found is None or torch.equal(found, wanted)
