@@ -71,6 +71,13 @@ def list_other_dtypes(
     return "\n".join(f"  {text}" for text in _list_lines("dtypes", wrong, line))
 
 
+def list_problems(problems: Sequence[str]) -> str:
+    """One a line, indented; of more than `SHOWN` the rest are counted."""
+    rest = len(problems) - SHOWN
+    counted = [f"and {rest} more"] if rest > 0 else []
+    return "\n".join(f"  {each}" for each in [*problems[:SHOWN], *counted])
+
+
 def name_dtypes(dtypes: Collection[dtype]) -> str:
     """The dtypes in words."""
     return " or ".join(map(_short, dtypes))

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron_policy.converters.config_fields.quantisation import FP8, SECTION, Scheme
+from megatron_policy.converters.mismatch import list_problems
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.errors import ConversionError
 
@@ -26,7 +27,6 @@ Inventory = Mapping[Path, Mapping[str, Extent]]
 _FP8_SCALES = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-_SHOWN = 20
 
 
 class _Problem(Exception):
@@ -75,11 +75,10 @@ def quantised_tensors(inventory: Inventory, scheme: Scheme) -> dict[str, Quantis
         except _Problem as problem:
             problems.append(str(problem))
     if problems:
-        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise ConversionError(
-            f"weights quantised to {scheme}, as config.json says, cannot be read:\n  "
-            + "\n  ".join(problems[:_SHOWN] + more)
-            + f"\nFetch the checkpoint again, or correct {SECTION} in its config.json."
+            f"weights quantised to {scheme}, as config.json says, cannot be read:\n"
+            f"{list_problems(problems)}\n"
+            f"Fetch the checkpoint again, or correct {SECTION} in its config.json."
         )
     if not found:
         raise ConversionError(

@@ -37,7 +37,7 @@ from megatron_policy.convert.open_checkpoint import (
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.side_files import side_files
-from megatron_policy.converters.mismatch import name_dtypes
+from megatron_policy.converters.mismatch import list_problems, name_dtypes
 from megatron_policy.converters.table import WEIGHT_DTYPES, Entry, Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.formats.tensors import Info, Tensors
@@ -142,11 +142,9 @@ def _check_forms(root: Path, base: Base, table: Table, infos: Mapping[str, Info]
         if infos[name].shape != shape or infos[name].dtype not in WEIGHT_DTYPES
     ]
     if problems:
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ConversionError(
-            f"the adapters in {root} do not fit {base.root}:\n  "
-            + "\n  ".join(problems[:20])
-            + f"{more}\nGive the model that they were trained on, or correct the file."
+            f"the adapters in {root} do not fit {base.root}:\n{list_problems(problems)}\n"
+            "Give the model that they were trained on, or correct the file."
         )
 
 

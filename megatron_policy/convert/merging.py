@@ -20,6 +20,7 @@ from megatron_policy.convert.open_checkpoint import (
     OpenCheckpoint,
     damaged_tensor,
 )
+from megatron_policy.converters.mismatch import list_problems
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.digests import Digest
@@ -104,10 +105,7 @@ def _check(of_weight: Mapping[str, _Adapter], of_base: OpenCheckpoint, base: Bas
                 f"{list(adapter.a.shape)} and {list(adapter.b.shape)}"
             )
     if problems:
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ConversionError(
-            "the adapters do not fit the base:\n  " + "\n  ".join(problems[:20]) + more
-        )
+        raise ConversionError(f"the adapters do not fit the base:\n{list_problems(problems)}")
 
 
 class _MergedTensors:

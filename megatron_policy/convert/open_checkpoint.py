@@ -32,6 +32,7 @@ from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.formats.quantised import Inventory, as_read
 from megatron_policy.converters.formats.side_files import side_paths
 from megatron_policy.converters.formats.stored import Stored
+from megatron_policy.converters.mismatch import list_problems
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.formats import digests
@@ -249,19 +250,15 @@ def _parameters(
         found = reader.parameter(entry, arch)
         if found is None:
             place = next(iter(readable(entry, arch)))
-            missing.append(f"  missing: {place.key}, which holds {' + '.join(entry.hf)}")
+            missing.append(f"missing: {place.key}, which holds {' + '.join(entry.hf)}")
         else:
             keys[entry.megatron], stored[entry.megatron] = found
     extra = reader.unused(entries, arch)
     if missing or extra:
-        lines = missing + [
-            f"  unexpected: {key}, no row of {table.family} uses it" for key in extra
-        ]
-        more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
+        lines = [f"unexpected: {key}, no row of {table.family} uses it" for key in extra]
         raise ConversionError(
             f"{reader.root} is not the {table.family} model of its config.json:\n"
-            + "\n".join(lines[:20])
-            + more
+            + list_problems(missing + lines)
         )
     return stored, keys
 
