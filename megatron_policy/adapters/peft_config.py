@@ -55,7 +55,9 @@ _OF_HEADS = ("SEQ_CLS", "TOKEN_CLS")
 """Tasks of models with a scalar head in place of a language model's."""
 Number = TypeVar("Number", int, float)
 
-_LITERAL = re.compile(r"\^?[\w.-]+", re.ASCII)
+_ANY = r".*\."
+"""What PEFT writes before the names of parameters whose ranks it has added up."""
+_LITERAL = re.compile(rf"(\^|{re.escape(_ANY)})?[\w.-]+", re.ASCII)
 _DIGITS = 10
 _MOST = 2**31
 """Limits of numbers, beyond which Python's own functions fail."""
@@ -190,8 +192,8 @@ def _is_listed(names: frozenset[str], module: str) -> bool:
 
 def _look_up(values: Mapping[str, Number], module: str, default: Number) -> Number:
     for name, value in values.items():
-        whole = name.startswith("^")
-        if module == name.removeprefix("^") or (not whole and module.endswith(f".{name}")):
+        whole, end = name.startswith("^"), name.removeprefix(_ANY)
+        if module == name.removeprefix("^") or (not whole and module.endswith(f".{end}")):
             return value
     return default
 

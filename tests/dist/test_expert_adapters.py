@@ -109,6 +109,21 @@ def test_a_policy_computes_what_peft_made_as_peft_does(
             assert_equal(f"logprobs of a policy, {leaves}", logprobs[:, 1:], exact)
 
 
+def test_ranks_that_peft_has_added_up_are_read(ranks, checkpoint, tmp_path: Path) -> None:
+    """Of gate and up projections, which it was told to adapt by the names that files have."""
+    path = checkpoint("olmoe", **SIZES)
+    made = peft_models.make_adapters(path, tmp_path / "made", ["gate_proj", "up_proj"])
+    twice = {"dim": 2 * peft_models.RANK, "alpha": 2 * peft_models.ALPHA}
+    config = adapted(path, {}, made, target_modules=["linear_fc1"], **twice)
+    exact = peft_models.logprobs(path, made, TOKENS)
+    (logprobs,) = ranks.run(1, read_logprobs, config)
+    assert_equal("logprobs of a policy", logprobs[:, 1:], exact)
+    mixed = peft_models.make_adapters(path, tmp_path / "mixed", ["gate_proj", "up_proj", "o_proj"])
+    config = adapted(path, {}, mixed, target_modules=["linear_fc1", "o_proj"])
+    with pytest.raises(AssertionError, match=r"gate_up_proj, but a policy's are all alike"):
+        ranks.run(1, read_logprobs, config)
+
+
 def refuse(configs: list[dict[str, Any]], path: Path) -> list[str]:
     said = []
     for config in configs:

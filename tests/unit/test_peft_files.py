@@ -133,6 +133,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"of_next_year": {"a": 1}}, "of_next_year={'a': 1}: not supported; remove it if"),
     ({"exclude_modules": ".*v_proj"}, "exclude_modules='.*': a pattern is not read here: list"),
     ({"rank_pattern": {".*q_proj": 4}}, "rank_pattern=.* patterns are not read here"),
+    ({"rank_pattern": {r".*\.q_.*": 4}}, "rank_pattern=.* patterns are not read here"),
     ({"rank_pattern": {"q_proj": 0}}, "rank_pattern=.* must be a whole number"),
     ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern=.* must be a number"),
     ({"alpha_pattern": [8]}, "alpha_pattern="),
@@ -223,6 +224,7 @@ def test_adapters_that_peft_leaves_out_are_refused(written: Path) -> None:
         {"alpha_pattern": {"layers.1.self_attn.q_proj": 3.0}, "use_rslora": True},
         {"rank_pattern": {"^model.layers.0.self_attn.q_proj": 2}},
         {"rank_pattern": {"roj": 2}, "alpha_pattern": {"^q_proj": 2.0}},
+        {"rank_pattern": {r".*\.q_proj": 2}, "alpha_pattern": {r".*\.0.self_attn.q_proj": 3.0}},
     ],
     ids=str,
 )
