@@ -15,13 +15,25 @@ import torch
 from torch import Tensor
 
 from megatron_policy.adapters.opening import Base, bind_base
-from megatron_policy.adapters.table import PREFIX, WEIGHT, A, B, name_module
+from megatron_policy.adapters.table import (
+    PREFIX,
+    WEIGHT,
+    A,
+    B,
+    bind_adapters,
+    find_module,
+    is_stacked,
+    list_stacked_parameters,
+    name_module,
+    name_parameter,
+)
 from megatron_policy.convert.open_checkpoint import (
     OpenCheckpoint,
     damaged_tensor,
 )
 from megatron_policy.converters.mismatch import list_problems
 from megatron_policy.converters.scalar_head import TENSORS as SCALAR
+from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.digests import Digest
 from megatron_policy.formats.tensors import Info, Tensors
@@ -37,6 +49,22 @@ class _Adapter(NamedTuple):
     scale: float
     a: Info
     b: Info
+    expert: int = 0
+    experts: int = 1
+    """Which one of how many experts it is of, whose adapters are stacked in A and B."""
+    part: int = 0
+    parts: int = 1
+    """Which one of how many equal parts of its outputs the weight has."""
+
+    @property
+    def rank(self) -> int:
+        """Rows of the A of one expert."""
+        return self.a.shape[0] // self.experts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight."""
+        return (self.b.shape[0] // self.parts, *self.a.shape[1:])
 
 
 def merge_adapters(
@@ -48,14 +76,9 @@ def merge_adapters(
     """
     found = adapters.adapters
     assert found is not None
-    if found.settings.parameters:
-        raise ConversionError(
-            f"{found.root} has adapters of stacked experts (target_parameters), which are not "
-            "merged here: start a policy from them (policy.megatron_cfg.peft.start_from) and call "
-            "export_hf, or merge them with PEFT (merge_and_unload)"
-        )
     shapes = {name: info.shape for name, info in adapters.infos.items()}
     _, table = bind_base(found, base, adapters.infos, of_base.infos)
+    parameters = found.find_parameters(list_stacked_parameters(table), base.root)
     weights = {name_module(name, table): name for name in of_base.infos if name.endswith(WEIGHT)}
     of_weight = {
         weights.get(module, module + WEIGHT): _Adapter(
@@ -64,8 +87,9 @@ def merge_adapters(
             adapters.infos[f"{PREFIX}{module}{A}"],
             adapters.infos[f"{PREFIX}{module}{B}"],
         )
-        for module, (rank, alpha) in found.find_modules(shapes).items()
+        for module, (rank, alpha) in found.find_modules(shapes, parameters).items()
     }
+    of_weight |= _find_stacked(adapters, table, parameters)
     _check(of_weight, of_base, base)
     head = {name: adapters.infos[at] for name in SCALAR if (at := PREFIX + name) in adapters.infos}
     of_head = {PREFIX + name for name in head}
@@ -92,14 +116,46 @@ def merge_adapters(
     )
 
 
+def _find_stacked(
+    adapters: OpenCheckpoint, table: Table, parameters: Collection[str]
+) -> dict[str, _Adapter]:
+    """The adapters of experts' weights that are stacked, on `parameters` of the model of `table`.
+
+    ConversionError if the weights are stacked too.
+    """
+    found, moe = adapters.adapters, table.architecture.moe
+    if not parameters:
+        return {}
+    assert found is not None and moe is not None
+    bases = {entry.megatron: entry for entry in table.entries}
+    stacks = bind_adapters(table, 1, (), lambda _: True, parameters)
+    of_weight = {}
+    for entry in stacks.entries:
+        module, base = find_module(entry.hf[0]), bases[entry.adapts]
+        if is_stacked(base):
+            raise ConversionError(
+                f"{found.root} has adapters of stacked experts ({name_parameter(base, table)}), "
+                "which are not merged into a base that stacks them: start a policy from them "
+                "(policy.megatron_cfg.peft.start_from) and call export_hf, or merge them with PEFT "
+                "(merge_and_unload)"
+            )
+        if not module:  # it is the entry of B
+            continue
+        rank, alpha = found.settings.find_scale(name_parameter(base, table))
+        a, b = (adapters.infos[f"{PREFIX}{module}{side}"] for side in (A, B))
+        whole = _Adapter(module, alpha / rank, a, b, base.expert or 0, moe.experts)
+        for number, weight in enumerate(base.hf):
+            of_weight[weight] = whole._replace(part=number, parts=len(base.hf))
+    return of_weight
+
+
 def _check(of_weight: Mapping[str, _Adapter], of_base: OpenCheckpoint, base: Base) -> None:
     problems = []
     for weight, adapter in of_weight.items():
         found = of_base.infos.get(weight)
-        wanted = (*adapter.b.shape[:1], *adapter.a.shape[1:])
         if found is None:
             problems.append(f"{base.root} has no {weight}")
-        elif adapter.b.shape[1:] != adapter.a.shape[:1] or found.shape != wanted:
+        elif adapter.b.shape[1:] != adapter.a.shape[:1] or found.shape != adapter.shape:
             problems.append(
                 f"{weight} is {list(found.shape)}, but its adapter's A and B are "
                 f"{list(adapter.a.shape)} and {list(adapter.b.shape)}"
@@ -161,18 +217,20 @@ class _MergedTensors:
         if name not in self._adapters:
             return self._base.tensors.scratch(name, dtype)
         adapter = self._adapters[name]
-        rank, inputs = adapter.a.shape
-        of_b = -(-rank * (4 + adapter.b.dtype.itemsize) // max(inputs, 1))
+        columns, inputs = adapter.a.shape
+        of_b = -(-columns * (4 + adapter.b.dtype.itemsize) // max(inputs, 1))
         return own + self._base.infos[name].dtype.itemsize + of_b
 
     def _add(self, adapter: _Adapter, first: int, own: Tensor, values: Tensor) -> None:
         """Write the sum of the range `own` of a weight and of its adapter's product to `values`."""
-        rank, inputs = adapter.a.shape
+        (every, inputs), rank = adapter.a.shape, adapter.rank
         rows = range(first // inputs, -(-(first + own.numel()) // inputs))
-        b_OR = self._part(adapter, B, rows.start * rank, len(rows) * rank).view(len(rows), rank)
-        b_OR.mul_(adapter.scale)
+        above = adapter.part * adapter.shape[0]
+        b = self._part(adapter, B, (above + rows.start) * every, len(rows) * every)
+        b_OR = b.view(len(rows), rank, adapter.experts)[..., adapter.expert] * adapter.scale
         for band, columns in _cut(first, own.numel(), inputs):
-            starts = (r * inputs + columns.start for r in range(rank))
+            own_rows = range(adapter.expert * rank, (adapter.expert + 1) * rank)
+            starts = (r * inputs + columns.start for r in own_rows)
             a_RI = torch.stack([self._part(adapter, A, at, len(columns)) for at in starts])
             for tile in (band[at : at + _ROWS] for at in range(0, len(band), _ROWS)):
                 size = len(tile), len(columns)

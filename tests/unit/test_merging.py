@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +47,12 @@ def sides(adapters: Path, weight: str) -> tuple[torch.Tensor, torch.Tensor] | No
     """A and B of the adapter of a weight, in fp32."""
     module = PREFIX + weight.removesuffix(".weight").replace("backbone.", "model.", 1)
     tensors = load_file(adapters / ADAPTER_MODEL)
+    stacked = re.fullmatch(r"(.*\.mixer\.experts)\.(\d+)\.(up|down)_proj", module)
+    if stacked:  # without a gate
+        path, expert = stacked[1] + ".base_layer" * (stacked[3] == "up"), int(stacked[2])
+        a, b = (tensors[f"{path}.lora_{side}.weight"].float() for side in "AB")
+        rank = peft_models.RANK
+        return a[expert * rank : (expert + 1) * rank], b[:, expert :: len(a) // rank]
     if f"{module}.lora_A.weight" not in tensors:
         return None
     return tensors[f"{module}.lora_A.weight"].float(), tensors[f"{module}.lora_B.weight"].float()
