@@ -72,7 +72,17 @@ def draw_timeline(
     canvas.text(MARGIN, 41, note, NORMAL, color=FAINT)
     drawn = [row for row in rows if isinstance(row, Track)]
     scale = _Scale.of(drawn)
-    _draw_legend(canvas, drawn)
+    x, y = float(_LEFT), _TOP - 19
+    names = {span.name for track in drawn for span in track.spans}
+    for name, text, fill, hatch in (
+        (FORWARD, "forward pass of a microbatch", _FILLS[FORWARD], ""),
+        (BACKWARD, "backward pass", _FILLS[BACKWARD], ""),
+        ("reduce", "gradients reduced", *_OTHERS["reduce"]),
+        ("step", "optimizer's step", *_OTHERS["step"]),
+    ):
+        if name in names:
+            canvas.box(x, y, 20, 13, fill=fill, hatch=hatch)
+            x = canvas.text(x + 25, y + 7, text, NORMAL) + 18
     canvas.text(WIDTH - MARGIN, _TOP - 12, "waits", NORMAL, align="right", color=FAINT)
     shares = step.waiting() if waiting is None else waiting
     for number, row in enumerate(rows):
@@ -148,21 +158,6 @@ def _draw_row(canvas: Canvas, track: Track, scale: _Scale, top: float, step: Tim
         if number is not None and number_fits(number, width):
             place = x + width / 2, lane + _LANE / 2 + 0.5
             canvas.text(*place, str(number), SMALL, align="center", color=_INKS[span.name])
-
-
-def _draw_legend(canvas: Canvas, drawn: Sequence[Track]) -> None:
-    x, y = float(_LEFT), _TOP - 19
-    names = {span.name for track in drawn for span in track.spans}
-    entries = [
-        (FORWARD, "forward pass of a microbatch", _FILLS[FORWARD], ""),
-        (BACKWARD, "backward pass", _FILLS[BACKWARD], ""),
-        ("reduce", "gradients reduced", *_OTHERS["reduce"]),
-        ("step", "optimizer's step", *_OTHERS["step"]),
-    ]
-    for name, text, fill, hatch in entries:
-        if name in names:
-            canvas.box(x, y, 20, 13, fill=fill, hatch=hatch)
-            x = canvas.text(x + 25, y + 7, text, NORMAL) + 18
 
 
 def _draw_axis(canvas: Canvas, scale: _Scale, y: float) -> None:

@@ -129,13 +129,20 @@ class Estimator:
 
     def workload(self, shares: Sequence[Share], microbatches: int) -> Workload:
         """All ranks' shares of one global batch, filled up to as many `microbatches` each."""
-        filled = [self._fill_up(share, microbatches) for share in shares]
-        costs = [share.cost for share in filled]
+        positions, costs = 0, []
+        for share in shares:
+            each, cost = self.dummy, self.cost(self.dummy)
+            if self.alike and share.microbatches:
+                each = share.positions // share.microbatches
+                cost = share.cost / share.microbatches
+            missing = microbatches - share.microbatches
+            positions += share.positions + missing * each
+            costs.append(share.cost + missing * cost)
         return Workload(
-            sum(share.tokens for share in filled),
-            sum(share.positions for share in filled),
-            sum(share.forward for share in filled),
-            sum(share.backward for share in filled),
+            sum(share.tokens for share in shares),
+            positions,
+            sum(share.forward for share in shares),
+            sum(share.backward for share in shares),
             max(costs),
             sum(costs) / len(costs),
             microbatches * self.topology.vpp,
@@ -152,18 +159,6 @@ class Estimator:
 
     def _flops(self, lengths: Sequence[int], predicted: int) -> ForwardFlops:
         return forward_flops(self.architecture, lengths, predicted, self.mtp_depth, self.adapters)
-
-    def _fill_up(self, share: Share, microbatches: int) -> Share:
-        missing = microbatches - share.microbatches
-        positions, cost = self.dummy, self.cost(self.dummy)
-        if self.alike and share.microbatches:
-            positions = share.positions // share.microbatches
-            cost = share.cost / share.microbatches
-        return share._replace(
-            microbatches=microbatches,
-            positions=share.positions + missing * positions,
-            cost=share.cost + missing * cost,
-        )
 
 
 class SpeedMeter:

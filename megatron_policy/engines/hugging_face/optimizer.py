@@ -266,9 +266,18 @@ class FsdpTrainable:
             gradient.mul_(factor)
 
     def step(self) -> float:
-        if self._groups.batch.tp.size() > 1:
-            sum_partial(self._trained, self._groups.batch.tp)
-        norm = self._measure_norm()
+        tp = self._groups.batch.tp
+        if tp.size() > 1:
+            sum_partial(self._trained, tp)
+        # Ranks hold disjoint parts of the gradient, but for copies that tensor-parallel ranks have,
+        # of which the first counts.
+        total = torch.zeros((), dtype=torch.float64, device=self._held[0][1].device)
+        counted = [each.tensor for each in self._trained if each.cut.is_first(tp.rank())]
+        if gradients := [local_part(p.grad) for p in counted if p.grad is not None]:
+            norms = torch._foreach_norm(gradients)
+            total = torch.stack([norm.double() for norm in norms]).square().sum()
+        dist.all_reduce(total, group=self._groups.shards)
+        norm = math.sqrt(float(total))
         if not math.isfinite(norm):
             raise NotFiniteError(norm)
         if (most := self._config.max_grad_norm) and norm > most:
@@ -279,19 +288,6 @@ class FsdpTrainable:
         if every and self._steps % every == 0:
             return_unused()
         return norm
-
-    def _measure_norm(self) -> float:
-        """Of the whole model's gradient: ranks hold disjoint parts, but for copies that
-        tensor-parallel ranks have, of which the first counts.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=self._held[0][1].device)
-        rank = self._groups.batch.tp.rank()
-        counted = [each.tensor for each in self._trained if each.cut.is_first(rank)]
-        if gradients := [local_part(p.grad) for p in counted if p.grad is not None]:
-            norms = torch._foreach_norm(gradients)
-            total = torch.stack([norm.double() for norm in norms]).square().sum()
-        dist.all_reduce(total, group=self._groups.shards)
-        return math.sqrt(float(total))
 
     def _gradients(self) -> list[torch.Tensor]:
         return [local_part(p.grad) for p in self._parameters if p.grad is not None]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -83,13 +82,9 @@ def _find_overrides(
         if own:
             alike[tuple(sorted(own.items()))].add(id(tensor))
     return {
-        ParamKey(predicate=ParamPredicate(str(own), partial(_is_one_of, ids))): dict(own)
+        ParamKey(predicate=ParamPredicate(str(own), lambda p, ids=ids: id(p) in ids)): dict(own)
         for own, ids in alike.items()
     }
-
-
-def _is_one_of(ids: Collection[int], parameter: torch.Tensor) -> bool:
-    return id(parameter) in ids
 
 
 def _find_rates(group: ParamGroupConfig, settings: MegatronConfig) -> dict[str, float]:

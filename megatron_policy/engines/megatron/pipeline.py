@@ -29,7 +29,7 @@ from megatron_policy.engines.megatron.layers.sequences import (
 )
 from megatron_policy.engines.megatron.mtp import MegatronMtp, before_final_norm
 from megatron_policy.engines.megatron.process_groups import schedule_groups
-from megatron_policy.interfaces.embedder import Embedder, Entering
+from megatron_policy.interfaces.embedder import Embedder
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch
 from megatron_policy.parallel.groups import Groups
@@ -184,8 +184,16 @@ class Pipeline:
         layout, rank = microbatch.layout, self.groups.cp.rank()
         model: Any = _model(chunk)
         tokens_RT = layout.take(microbatch.tokens_BS, rank).T.contiguous()
-        entering = self._enter(tokens_RT, microbatch, model) if model.pre_process else None
-        hidden_SRD, deep = entering or (None, ())
+        hidden_SRD: torch.Tensor | None = None
+        deep: tuple[torch.Tensor, ...] = ()
+        if model.pre_process:
+            hidden_SRD, deep = self.embedder.enter(tokens_RT, microbatch)
+            config = model.config
+            needed = config.recompute_granularity or config.pipeline_model_parallel_size > 1
+            if needed and torch.is_grad_enabled():
+                # What is computed again, or by another stage, has gradients only if this needs
+                # them, which the output of a frozen embedding does not.
+                hidden_SRD.requires_grad_()
         positions_BS = self.embedder.positions(microbatch)
         blocks_B = self.embedder.find_blocks(microbatch)
         sequences = sequence_params(layout, self.groups.cp, positions_BS, deep, blocks_B)
@@ -214,16 +222,6 @@ class Pipeline:
             return finish(microbatch, made)
 
         return output, consume
-
-    def _enter(self, tokens_RT: torch.Tensor, microbatch: Microbatch, model: Any) -> Entering:
-        """What enters the first layers. What is computed again, or by another stage, has gradients
-        only if this needs them, which the output of a frozen embedding does not.
-        """
-        entering, config = self.embedder.enter(tokens_RT, microbatch), model.config
-        needed = config.recompute_granularity or config.pipeline_model_parallel_size > 1
-        if needed and torch.is_grad_enabled():
-            entering.hidden.requires_grad_()
-        return entering
 
 
 @contextmanager
