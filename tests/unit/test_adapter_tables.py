@@ -227,6 +227,23 @@ def test_experts_have_the_adapters_of_transformers_parameters(
         adapters(model, target_modules=["*.layers.1.*.local_experts.1.*"])
 
 
+def test_files_that_stack_experts_or_do_not_have_the_same_adapters(checkpoint) -> None:
+    """In PEFT's format; of a family whose makers and whose class differ in it."""
+    fields = read_config(checkpoint("qwen3_5_moe", layers=2))
+    stack = "model.language_model.layers.1.mlp.experts.gate_up_proj"
+    apart, stacked = bind(fields), bind(fields, tensors=[stack])
+    assert stack in stacked.hf_shapes() and stack not in apart.hf_shapes()
+    one, other = (adapters(each, target_modules=["*.experts.*"]) for each in (apart, stacked))
+    assert one.hf_shapes() == other.hf_shapes()
+    assert list_target_parameters(one) == list_target_parameters(other)
+    arch = one.architecture
+    of_one, of_other = ({e.megatron: e.row for e in each.entries} for each in (one, other))
+    assert of_one.keys() == of_other.keys()
+    for name, row in of_one.items():
+        for rank in range(2):
+            assert row.blocks(arch, rank, 2) == of_other[name].blocks(arch, rank, 2)
+
+
 def test_a_joined_projection_has_one_adapter(checkpoint) -> None:
     table = bind(read_config(checkpoint("phi3", layers=2)))
     names = {n.rpartition(".lora_")[0].rpartition(".")[2] for n in adapters(table).hf_shapes()}
