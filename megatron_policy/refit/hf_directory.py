@@ -29,6 +29,9 @@ from megatron_policy.refit.plan import RefitTensor
 
 _SHOWN = 5
 
+Upload = Callable[[Path, str], object]
+"""Moves a complete file to where it belongs, under that name."""
+
 
 @dataclass(frozen=True)
 class ExportFile:
@@ -126,9 +129,12 @@ class DirectoryWriter:
         directory: Path,
         files: Iterable[ExportFile],
         alive: Callable[[], AbstractContextManager[None]] = nullcontext,
+        upload: Upload | None = None,
     ) -> None:
-        """It waits for the disk in the context that `alive` returns."""
-        self._directory, self._alive = directory, alive
+        """It waits for the disk in the context that `alive` returns, and there `upload` takes each
+        complete file away.
+        """
+        self._directory, self._alive, self._upload = directory, alive, upload
         placed = [(tensor, file) for file in files for tensor in file.tensors]
         self._file_of = {tensor.name: file for tensor, file in placed}
         self.largest_bytes = max((tensor.nbytes for tensor, _ in placed), default=0)
@@ -150,12 +156,21 @@ class DirectoryWriter:
         if name == file.tensors[-1].name:
             with self._alive():
                 self._open[file.name].complete()
+                if self._upload is not None:
+                    self._upload(self._directory / file.name, file.name)
             del self._open[file.name]
 
     def close(self) -> None:
         """Close all files, complete or not."""
         for file in self._open.values():
             file.close()
+
+
+def upload_all(directory: Path, upload: Upload) -> None:
+    """Upload every file that is in a directory."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            upload(path, path.relative_to(directory).as_posix())
 
 
 @dataclass(frozen=True)

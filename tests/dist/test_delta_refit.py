@@ -18,9 +18,10 @@ import torch
 from megatron_policy.converters.formats import hf_writing
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.policy import MegatronPolicy
-from megatron_policy.refit.deltas.chain import MANIFEST, read_chain
+from megatron_policy.refit.deltas import folder as folder_module
+from megatron_policy.refit.deltas.chain import MANIFEST, Chain, read_chain
+from megatron_policy.refit.deltas.folder import open_folder
 from megatron_policy.refit.receive.receiver import Receiver
-from megatron_policy.refit.transports import deltas as transport_module
 from megatron_policy.refit.transports.deltas import DeltaDirectory
 from tests.dist.cases import UNUSED, open_policy, policy_config
 from tests.dist.refits import LAYOUTS
@@ -52,7 +53,7 @@ BUCKET = 16 * 1024
 class Follower:
     """An engine of zeros that follows a chain."""
 
-    def __init__(self, forms: dict[str, Any], root: Path, **options: Any) -> None:
+    def __init__(self, forms: dict[str, Any], root: Path | str, **options: Any) -> None:
         self.engine, self.root = SmallEngine(zeros(forms)), root
         self.receiver = Receiver(self.engine.load, expected=forms, **options)
 
@@ -72,7 +73,7 @@ def disturb(policy: MegatronPolicy, number: int, share: float) -> None:
             parameter.masked_fill_(chosen, 1 / (number + 2))
 
 
-def follow(config: dict[str, Any], root: Path, deltas: int) -> dict[str, Any]:
+def follow(config: dict[str, Any], root: Path | str, deltas: int) -> dict[str, Any]:
     """A chain, of which one engine takes every version, one every fifth, and one the last."""
     with open_policy(config, init_reference_model=False) as policy:
         forms = policy.exporter.plan().info()
@@ -133,7 +134,9 @@ def check(ranks: RankPool, checkpoint: Any, folder: Path, case: str, deltas: int
     assert 0.95 * first["planned"] < most <= first["planned"]
 
 
-def publish(path: Path, section: dict[str, Any], root: Path, numbers: list[int]) -> list[Bits]:
+def publish(
+    path: Path, section: dict[str, Any], root: Path | str, numbers: list[int]
+) -> list[Bits]:
     """A chain of the weights that these numbers make; what was published of each."""
     with open_policy(policy_config(path, section), **UNUSED) as policy:
         seen = []
@@ -163,6 +166,12 @@ def start(ranks: RankPool, checkpoint: Any, tmp_path: Path) -> Callable[..., Any
     return started
 
 
+def chain_in(root: Path | str) -> Chain:
+    chain = read_chain(open_folder(root))
+    assert chain is not None
+    return chain
+
+
 def edit(how: Callable[[bytes], bytes], path: Path) -> None:
     path.write_bytes(how(path.read_bytes()))
 
@@ -184,9 +193,10 @@ def test_what_is_damaged_or_lost_is_refused_until_it_is_whole_again(
     root, forms = follower.root, {name: of[:2] for name, of in seen[0].items()}
     for number, (said, (what, damage)) in enumerate(DAMAGE.items()):
         copy = shutil.copytree(root, tmp_path / str(number))
-        chain, late = read_chain(copy), Follower(forms, copy)
-        assert chain is not None
-        damage(copy / what if isinstance(what, str) else chain.place_file(copy, what, 0))
+        late, name = Follower(forms, copy), what
+        if isinstance(what, int):
+            name = chain_in(copy).name_file(what, 0)
+        damage(copy / name)
         with pytest.raises(RefitError, match=said):
             late.receive()
         assert not late.engine.loads and not late.receiver.mixed
@@ -202,17 +212,16 @@ def publish_past_damage(path: Path, root: Path) -> None:
         for number in range(5):
             disturb(policy, number, 0.02)
             policy.refit(to)
-            chain = read_chain(root)
-            assert chain is not None
+            chain = chain_in(root)
             if number == 0:
                 late.receive()
             elif number == 1:
-                edit(lambda b: b[:-1] + b"?", chain.place_file(root, 1, 0))
+                edit(lambda b: b[:-1] + b"?", root / chain.name_file(1, 0))
                 with pytest.raises(RefitError, match="engines take the next whole version"):
                     late.receive()
             elif number == 3:
                 assert late.receive() == bits_of(policy) and chain.whole[-1].number == 3
-                chain.place_file(root, 2, 0).unlink()
+                (root / chain.name_file(2, 0)).unlink()
                 lost = chain.name
         assert late.receive() == bits_of(policy) and chain.name != lost
 
@@ -266,7 +275,7 @@ def test_what_cannot_be_followed_or_published_is_refused(start: Any, tmp_path: P
 PHASES: dict[str, tuple[Any, str, int, int]] = {
     "before a rank writes": (DeltaDirectory, "_write_file", 1, 1),
     "before a version is published": (DeltaDirectory, "_publish", 0, 1),
-    "after a version is published": (transport_module, "flush_directory", 0, 1),
+    "after a version is published": (folder_module, "flush_directory", 0, 1),
     "while a whole version is written": (hf_writing.ShardFile, "put", 0, 13),
     "before old versions are removed": (DeltaDirectory, "_remove_others", 0, 1),
 }
@@ -317,4 +326,4 @@ def test_a_trainer_killed_in_any_phase_leaves_a_chain_that_can_be_followed(
             assert not root.joinpath(MANIFEST).exists(), error
         seen, *_ = ranks.run(2, publish, path, section, root, [200, 201])
         assert follower.receive() == seen[-1]
-    assert not {file.name for file in root.iterdir()} - {MANIFEST, read_chain(root).name}
+    assert not {file.name for file in root.iterdir()} - {MANIFEST, chain_in(root).name}

@@ -1,4 +1,4 @@
-"""A chain of versions of the weights in a directory: what its manifest says.
+"""A chain of versions of the weights in a folder: what its manifest says.
 
     chain.json                        the manifest, replaced as a whole when a version is complete
     CHAIN/VERSION/                    all weights of a version, as an export
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_policy.errors import RefitError
 from megatron_policy.formats.digests import UNSEALED, digest_bytes, is_sealed, seal
 from megatron_policy.formats.manifest_values import count, text, xxh3
+from megatron_policy.refit.deltas.folder import Folder
 
 MANIFEST = "chain.json"
 FORMAT = 1
@@ -78,21 +79,30 @@ class Chain:
         kept = tuple(delta for delta in self.deltas if delta.number > last.number)
         return Chain(self.name, (last, Version(newest.number, newest.step)), kept)
 
-    def place_whole(self, root: Path, number: int) -> Path:
-        """The directory of all weights of a version."""
-        return root / self.name / f"{number:08d}"
+    def name_whole(self, number: int) -> str:
+        """The folder of all weights of a version."""
+        return f"{self.name}/{number:08d}"
 
-    def place_file(self, root: Path, number: int, rank: int) -> Path:
+    def name_file(self, number: int, rank: int) -> str:
         """The file of what a rank has changed."""
-        return root / self.name / f"{number:08d}.{rank}.delta"
+        return f"{self.name}/{number:08d}.{rank}.delta"
 
-    def is_complete(self, root: Path) -> bool:
-        """Whether a directory has all that the chain consists of, as far as sizes tell."""
-        return all(self.place_whole(root, each.number).is_dir() for each in self.whole) and all(
-            path.is_file() and path.stat().st_size == file.nbytes
+    @property
+    def files(self) -> dict[str, int]:
+        """Bytes of each file of what ranks have changed, by name."""
+        return {
+            self.name_file(each.number, file.rank): file.nbytes
             for each in self.deltas
             for file in each.files
-            for path in [self.place_file(root, each.number, file.rank)]
+        }
+
+    def is_complete(self, sizes: Mapping[str, int]) -> bool:
+        """Whether a folder with files of these sizes has all that the chain consists of, as far as
+        sizes tell.
+        """
+        folders = {name.rpartition("/")[0] for name in sizes}
+        return self.files.items() <= sizes.items() and all(
+            self.name_whole(each.number) in folders for each in self.whole
         )
 
     def encode(self) -> bytes:
@@ -110,11 +120,11 @@ class Chain:
         return seal(json.dumps(content).encode())
 
 
-def read_chain(root: Path) -> Chain | None:
-    """The chain in a directory; None if there is none. RefitError if its manifest is damaged."""
-    path = root / MANIFEST
+def read_chain(folder: Folder) -> Chain | None:
+    """The chain in a folder; None if there is none. RefitError if its manifest is damaged."""
+    path = folder.locate(MANIFEST)
     try:
-        content = path.read_bytes()
+        content = folder.read(MANIFEST)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -128,14 +138,14 @@ def read_chain(root: Path) -> Chain | None:
         raise RefitError(f"{path} cannot be read: {error}; refit again") from error
 
 
-def read_file(root: Path, chain: Chain, number: int, file: DeltaFile) -> bytes:
+def read_file(folder: Folder, chain: Chain, number: int, file: DeltaFile) -> bytes:
     """The message of a rank. RefitError if it is damaged, OSError if it is not there."""
-    path = chain.place_file(root, number, file.rank)
-    content = path.read_bytes()
+    name = chain.name_file(number, file.rank)
+    content = folder.read(name)
     if (len(content), digest_bytes(content)) != (file.nbytes, file.digest):
         raise RefitError(
-            f"{path} is not what the trainer has written: engines take the next whole version; "
-            f"remove {MANIFEST} to have the next refit write one"
+            f"{folder.locate(name)} is not what the trainer has written: engines take the next "
+            f"whole version; remove {MANIFEST} to have the next refit write one"
         )
     return content
 

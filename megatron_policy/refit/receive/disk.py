@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megatron_policy.errors import ConfigError, ConversionError, RefitError
 from megatron_policy.formats.manifest import read_manifest
 from megatron_policy.refit.deltas.chain import MANIFEST as CHAIN
 from megatron_policy.refit.deltas.chain import Chain, Version, read_chain, read_file
+from megatron_policy.refit.deltas.folder import Directory, ObjectFolder, open_folder
 from megatron_policy.refit.digest import HOST
 from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel, TensorDigest
 from megatron_policy.refit.receive.assembler import EngineState, WeightAssembler
@@ -65,49 +67,62 @@ def receive_deltas(
             "deltas change weights that the receiver has staged: make it with staged=True, or "
             "receive whole weights"
         )
-    root, failure = expanded(path), None
+    folder, failure = open_folder(path), None
     for _ in range(_ATTEMPTS):
-        chain = read_chain(root)
+        chain = read_chain(folder)
         if chain is None:
-            raise RefitError(f"{root} has no {CHAIN}: the trainer has published nothing there")
+            raise RefitError(f"{path} has no {CHAIN}: the trainer has published nothing there")
         try:
-            return _follow(engine, assembler_of, root, chain)
+            return _follow(engine, assembler_of, folder, chain)
         except FileNotFoundError as error:
             failure = error
-            if read_chain(root) == chain:
+            if read_chain(folder) == chain:
                 break
     raise assembler_of().refusal(f"a file of the newest version is gone: {failure}")
 
 
 def _follow(
-    engine: EngineState, assembler_of: Callable[..., WeightAssembler], root: Path, chain: Chain
+    engine: EngineState,
+    assembler_of: Callable[..., WeightAssembler],
+    folder: Directory | ObjectFolder,
+    chain: Chain,
 ) -> int:
     name, number = engine.version or ("", 0)
     pending = chain.after(number) if name == chain.name else None
     newer = number < chain.whole[-1].number
-    if pending is None or (newer and not _can_read(root, chain, pending)):
+    if pending is None or (newer and not _can_read(folder, chain, pending)):
         number = chain.whole[-1].number
-        at = chain.place_whole(root, number)
-        if not at.is_dir():
-            raise FileNotFoundError(at)
-        receive_directory(assembler_of, at, WeightAssembler.stage)
+        engine.model = _receive_whole(assembler_of, folder, chain.name_whole(number)).model
         pending = chain.after(number)
         assert pending is not None, "a chain leads from its whole versions to the newest"
     elif not pending and not engine.mixed:
         return chain.newest.step
     files = ((version, file) for version in pending for file in version.files)
-    messages = (read_file(root, chain, version.number, file) for version, file in files)
+    messages = (read_file(folder, chain, version.number, file) for version, file in files)
     assembler_of().patch(messages, chain.newest.step)
     engine.version = (chain.name, chain.newest.number)
     return chain.newest.step
 
 
-def _can_read(root: Path, chain: Chain, pending: Sequence[Version]) -> bool:
+def _receive_whole(
+    assembler_of: Callable[..., WeightAssembler], folder: Directory | ObjectFolder, name: str
+) -> RefitManifest:
+    """Stage all weights of a version; a store's files are copied to this machine for that."""
+    if isinstance(folder, Directory):
+        if not (folder.root / name).is_dir():
+            raise FileNotFoundError(folder.root / name)
+        return receive_directory(assembler_of, folder.root / name, WeightAssembler.stage)
+    with tempfile.TemporaryDirectory() as copy:
+        folder.download(name, Path(copy))
+        return receive_directory(assembler_of, copy, WeightAssembler.stage)
+
+
+def _can_read(folder: Directory | ObjectFolder, chain: Chain, pending: Sequence[Version]) -> bool:
     """Whether these deltas are as they were written."""
     try:
         for version in pending:
             for file in version.files:
-                read_file(root, chain, version.number, file)
+                read_file(folder, chain, version.number, file)
     except (OSError, RefitError):
         return False
     return True

@@ -5,16 +5,17 @@ refit what has changed.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
-import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_policy.converters.files.contained import expanded
-from megatron_policy.converters.files.publishing import flush_directory, write_file
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.formats.digests import digest_bytes
 from megatron_policy.refit.delivery import deliver
@@ -27,6 +28,7 @@ from megatron_policy.refit.deltas.chain import (
     read_chain,
 )
 from megatron_policy.refit.deltas.changes import SentCopy, list_shares
+from megatron_policy.refit.deltas.folder import Directory, ObjectFolder, open_folder
 from megatron_policy.refit.deltas.message import encode_message
 from megatron_policy.refit.digest import HOST
 from megatron_policy.refit.manifest import RefitManifest
@@ -35,6 +37,8 @@ from megatron_policy.refit.transports.peft import PeftDirectory
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_WHOLE_EVERY = 64
 
@@ -57,14 +61,16 @@ class DeltaDirectory:
     def __init__(
         self, path: str | os.PathLike[str], *, whole_every: int = DEFAULT_WHOLE_EVERY
     ) -> None:
-        """`path` is new, empty, or of an earlier `DeltaDirectory`. After `whole_every` refits all
-        weights are written again, and what only leads to those before is removed. The policy keeps
-        a copy of what it has published in each directory, in host memory.
+        """`path` is new, empty, or of an earlier `DeltaDirectory`; or the URL of such a place in a
+        store that fsspec knows, such as `s3://bucket/run-7`. After `whole_every` refits all weights
+        are written again, and what only leads to those before is removed. The policy keeps a copy
+        of what it has published in each directory, in host memory.
         """
         if not isinstance(whole_every, int) or whole_every < 1:
             raise ConfigError(f"whole_every is {whole_every!r}: give a number of refits, 1 or more")
-        # Absolute: workers, to which it may be sent, run in their own directories.
-        self.path, self._whole_every = expanded(path).absolute(), whole_every
+        self._folder, self._whole_every = open_folder(path), whole_every
+        self.path = self._folder.root if isinstance(self._folder, Directory) else self._folder.url
+        """Where it is."""
 
     def deliver(self, exporter: Exporter, step: int) -> RefitManifest:
         """Publish the weights as they are after `step` optimizer steps.
@@ -102,32 +108,43 @@ class DeltaDirectory:
         words = None
         if exporter.rank == 0:
             try:
-                exporter.origin.check_apart(self.path)
+                if isinstance(self._folder, Directory):
+                    exporter.origin.check_apart(self._folder.root)
                 words = json.dumps({"chain": self._decide(last)})
             except (ConfigError, OSError) as error:
                 words = json.dumps({"refusal": str(error)})
+            except RefitError as error:
+                words = json.dumps({"failure": str(error)})
         decided = json.loads(exporter.ranks.broadcast_text(words))
-        if "refusal" in decided:
+        if "chain" not in decided:
             exporter.ranks.leave_together()
+            if "failure" in decided:
+                raise RefitError(f"rank 0: {decided['failure']}")
             raise ConfigError(decided["refusal"])
         return str(decided["chain"])
 
     def _decide(self, last: _Published | None) -> str:
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"{self.path} is no directory: give one")
-        self.path.mkdir(parents=True, exist_ok=True)
-        others = [path.name for path in self.path.iterdir() if not is_name(path.name)]
+        self._folder.prepare()
+        sizes = self._folder.list_sizes()
+        names = {name.partition("/")[0] for name in sizes}
+        others = sorted(name for name in names if not is_name(name))
         if others not in ([], [MANIFEST]):
             raise ConfigError(
-                f"{self.path} has {min(others)}, which is of no DeltaDirectory: give it a "
+                f"{self.path} has {others[0]}, which is of no DeltaDirectory: give it a "
                 "directory of its own"
             )
         try:
-            published = read_chain(self.path)
+            published = read_chain(self._folder)
         except RefitError:
             published = None
-        if last is not None and last.chain == published and published.is_complete(self.path):
+        if last is not None and last.chain == published and published.is_complete(sizes):
             return last.chain.name
+        if last is not None and published is not None and published.name != last.chain.name:
+            _log.warning(
+                "another trainer publishes in %s: each refit of either then begins a new chain, "
+                "with whole weights. Give each a place of its own",
+                self.path,
+            )
         return secrets.token_hex(8)
 
     def _publish_delta(self, exporter: Exporter, last: _Published, step: int) -> tuple[Chain, int]:
@@ -154,7 +171,7 @@ class DeltaDirectory:
 
     def _write_file(self, last: _Published, number: int, rank: int) -> DeltaFile:
         content = encode_message(last.copy.advance())
-        write_file(last.chain.place_file(self.path, number, rank), content)
+        self._folder.write(last.chain.name_file(number, rank), content)
         return DeltaFile(rank, len(content), digest_bytes(content))
 
     def _publish_whole(
@@ -176,30 +193,26 @@ class DeltaDirectory:
         return sent
 
     def _whole_of(self, exporter: Exporter, chain: Chain) -> DirectoryTransport:
-        path = chain.place_whole(self.path, chain.newest.number)
-        alone = exporter.served_model.adapters is not None
-        return PeftDirectory(path) if alone else HfDirectory(path)
+        kind = HfDirectory if exporter.served_model.adapters is None else PeftDirectory
+        name = chain.name_whole(chain.newest.number)
+        if isinstance(self._folder, Directory):
+            return kind(self._folder.root / name)
+        whole = kind(Path(tempfile.gettempdir(), name.replace("/", "-")))
+        whole.upload = partial(_upload, self._folder, name)
+        return whole
 
     def _publish(self, chain: Chain) -> None:
-        written = self.path / chain.name / MANIFEST
-        write_file(written, chain.encode())
-        written.replace(self.path / MANIFEST)
-        flush_directory(self.path)
+        self._folder.replace(MANIFEST, chain.encode(), chain.name)
 
     def _remove_others(self, chain: Chain) -> None:
         """Remove what is not in the chain, as far as that is possible."""
-        root = self.path
-        kept = {chain.place_whole(root, version.number) for version in chain.whole} | {
-            chain.place_file(root, version.number, file.rank)
-            for version in chain.deltas
-            for file in version.files
-        }
-        others = [path for path in root.iterdir() if is_name(path.name) and path.name != chain.name]
-        for path in (*others, *(p for p in (root / chain.name).iterdir() if p not in kept)):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+        whole = (chain.name_whole(version.number) for version in chain.whole)
+        self._folder.keep_only({*whole, *chain.files})
+
+
+def _upload(folder: ObjectFolder, whole: str, path: Path, name: str) -> None:
+    folder.upload(path, f"{whole}/{name}")
+    path.unlink()
 
 
 def _attempt(act: Callable[[], object]) -> Exception | None:

@@ -28,8 +28,10 @@ from megatron_policy.refit.hf_directory import (
     CopiedTensors,
     DirectoryWriter,
     ExportPlan,
+    Upload,
     describe_directory,
     plan_export,
+    upload_all,
 )
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.plan import RefitPlan
@@ -103,11 +105,14 @@ class StagedExport:
         place: ExportDestination,
         contents: ExportContents | None = None,
         staged: publishing.Staged | None = None,
+        upload: Upload | None = None,
     ) -> None:
         """`files` have the policy's own tensors. Only rank 0 has `contents`, and a directory
-        `staged` to publish, unless it has refused.
+        `staged` to publish, unless it has refused. Where `upload` takes files away, each of the
+        others has one too.
         """
-        self.place, self.partial = place, Path(place.partial)
+        self.place, self.upload = place, upload
+        self.partial = Path(place.partial) if staged is None else staged.partials[0]
         self.files = files.numbered(place.copied_files) if place.copied_files else files
         self._path, self._contents, self._staged = path, contents, staged
 
@@ -115,18 +120,21 @@ class StagedExport:
         """Write the copied tensors, on rank 0; returns their digests."""
         if self._contents is None or not self.place.copied_files:
             return {}
-        copied = self._contents.copied
-        return copied.write(self.partial, self._whole.files[len(self.files.files) :])
+        files = self._whole.files[len(self.files.files) :]
+        return self._contents.copied.write(self.partial, files)
 
     def publish(self, exporter: Exporter, digests: Mapping[str, int], step: int) -> None:
-        """Write the manifest, and rename the directory to its final path; on rank 0, when all have
-        written. `digests` are those of all tensors.
+        """Write the manifest, and rename the directory to its final path, or upload what is left;
+        on rank 0, when all have written. `digests` are those of all tensors.
         """
         assert self._contents is not None and self._staged is not None, "rank 0 publishes"
         origin, overrides = self._contents.origin, exporter.served_model.hf_config_overrides
         stated = describe_directory(self.partial, self._whole, digests, origin, step, overrides)
         publishing.write_file(self.partial / MANIFEST, stated.encode())
-        self._staged.publish()
+        if self.upload is None:
+            self._staged.publish()
+        else:
+            upload_all(self.partial, self.upload)
 
     def drop(self) -> None:
         """Remove what was written, unless it was published: it may have filled the disk."""
@@ -157,6 +165,8 @@ class DirectoryTransport(ABC):
         """
         # Absolute: workers, to which it may be sent, run in their own directories.
         self.path, self.overwrite = expanded(path).absolute(), overwrite
+        self.upload: Upload | None = None
+        """Takes files away from this machine."""
         self._prepared: StagedExport | None = None
 
     @abstractmethod
@@ -185,13 +195,14 @@ class DirectoryTransport(ABC):
             if made is not None:
                 made.drop()
             raise
-        self._prepared = made or StagedExport(self.path, files, place)
-        return self._prepared
+        if made is None:
+            own = publishing.Staged([self.path]) if self.upload and not place.refusal else None
+            made = StagedExport(self.path, files, place, None, own, self.upload)
+        self._prepared = made
+        return made
 
     def open(self, exporter: Exporter, plan: RefitPlan) -> DirectorySession | None:
-        """This rank's files, possibly none; RefitError, on rank 0 only, if there is no directory to
-        write to.
-        """
+        """This rank's files, possibly none; RefitError, on rank 0, if none can be written."""
         prepared, self._prepared = self._prepared or self.prepare(exporter), None
         if not prepared.place.refusal:
             try:
@@ -209,8 +220,7 @@ class DirectoryTransport(ABC):
             contents = check_export(self, exporter)
             nbytes = contents.nbytes
             staged = publishing.Staged([self.path], self.overwrite)
-            (partial,) = staged.partials
-            contents.write(partial)
+            contents.write(staged.partials[0])
         except BaseException as error:
             if staged is not None:
                 staged.drop()
@@ -219,12 +229,12 @@ class DirectoryTransport(ABC):
             if isinstance(error, OSError):
                 error = publishing.not_written(self.path, error, nbytes)
             is_config = isinstance(error, ConfigError)
-            known = is_config or isinstance(error, ExportError)
+            known = isinstance(error, ConfigError | ExportError)
             refusal = str(error) if known else f"{type(error).__name__}: {error}"
             return StagedExport(self.path, files, ExportDestination("", refusal, is_config))
         count = len(contents.copied.plan.files)
-        place = ExportDestination(str(partial), copied_files=count, nbytes=nbytes)
-        return StagedExport(self.path, files, place, contents, staged)
+        place = ExportDestination(str(staged.partials[0]), copied_files=count, nbytes=nbytes)
+        return StagedExport(self.path, files, place, contents, staged, self.upload)
 
 
 def check_export(transport: DirectoryTransport, exporter: Exporter) -> ExportContents:
@@ -236,7 +246,8 @@ def check_export(transport: DirectoryTransport, exporter: Exporter) -> ExportCon
     exporter.origin.check_apart(transport.path)
     contents = transport._collect(exporter, transport._files(exporter))
     publishing.check_replaceable(transport.path, transport.overwrite)
-    publishing.check_room(transport.path, contents.nbytes)
+    if transport.upload is None:
+        publishing.check_room(transport.path, contents.nbytes)
     return contents
 
 
@@ -252,7 +263,7 @@ class DirectorySession:
         self._export, self._exporter = export, exporter
         grid, rank = exporter.topology, exporter.rank
         own = [file for file in export.files.files if file.find_writer(grid) == rank]
-        self._writer = DirectoryWriter(export.partial, own, exporter.ranks.alive)
+        self._writer = DirectoryWriter(export.partial, own, exporter.ranks.alive, export.upload)
         self._digests: dict[str, int] = {}
         self._failure: Exception | None = None
         self._told = False
