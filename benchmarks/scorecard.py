@@ -228,6 +228,13 @@ SCORECARD: tuple[Row, ...] = (
         goal=1.01,
         measure=shards.received_over_own,
     ),
+    Row(
+        32,
+        "seconds in which an engine that follows each training step cannot answer / of the steps",
+        limit=0.0,
+        goal=0.1,
+        measure=training.paused_share,
+    ),
 )
 
 

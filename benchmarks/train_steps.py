@@ -84,13 +84,13 @@ class NextTokenLoss:
 def main(path: Path, steps: int, shape: Shape | None = None) -> dict[str, Any]:
     """Seconds of every step on both sides, and what was verified."""
     shape = shape or Shape()
-    policy = MegatronPolicy(_config(path, shape), init_reference_model=False)
+    policy = MegatronPolicy(make_config(path, shape), init_reference_model=False)
     table = bind(read_config(path))
     plain, held = _plain_loop(policy, table, shape)
     before = {entry.megatron: parameter.detach().clone() for entry, parameter in held}
     seconds: dict[str, list[float]] = {"plain loop": [], "ours": []}
     experts = table.architecture.moe is not None
-    for step, batch in enumerate(_batches(steps, table.architecture.vocab_size, shape)):
+    for step, batch in enumerate(make_batches(steps, table.architecture.vocab_size, shape)):
         relative = RELATIVE_OF_EXPERTS if experts and step else RELATIVE
         if shape.on_device:
             relative = LATER_OF_BF16 if step else RELATIVE_OF_BF16
@@ -135,7 +135,8 @@ def _policy_step(policy: MegatronPolicy, batch: BatchedDataDict) -> tuple[float,
     return result["loss"].item(), result["grad_norm"].item()
 
 
-def _config(path: Path, shape: Shape) -> dict[str, Any]:
+def make_config(path: Path, shape: Shape) -> dict[str, Any]:
+    """The configuration of a policy for such steps."""
     return {
         "model_name": str(path),
         "precision": shape.precision,
@@ -178,7 +179,8 @@ def _plain_loop(policy: MegatronPolicy, table: Table, shape: Shape) -> tuple[Pla
     return PlainLoop(model, trainable.optimizer, trainable.scheduler), held
 
 
-def _batches(count: int, vocab_size: int, shape: Shape) -> Iterator[BatchedDataDict]:
+def make_batches(count: int, vocab_size: int, shape: Shape) -> Iterator[BatchedDataDict]:
+    """So many batches of random tokens."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         size = shape.rows, shape.length

@@ -4,6 +4,7 @@ model (row 10) and of one with experts (row 16).
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 from benchmarks.checkpoints import Size, write_checkpoint
@@ -22,6 +23,18 @@ def over_plain_loop(folder: Path, repetitions: int) -> Measurement:
 def experts_over_plain_loop(folder: Path, repetitions: int) -> Measurement:
     """The same with 16 experts in each layer, of which a token takes 4."""
     return _over_plain_loop(write_checkpoint(folder / "trained experts", EXPERTS), repetitions)
+
+
+def paused_share(folder: Path, repetitions: int) -> Measurement:
+    """By the clock, the seconds in which an engine that follows every step by what has changed
+    cannot answer, of those of the steps.
+    """
+    path = write_checkpoint(folder / "followed", DENSE)
+    result = run_fresh("benchmarks.pause_once", path, str(4 * repetitions))
+    seconds = {name: tuple(result[name]) for name in ("pauses", "steps")}
+    ratio = statistics.median(seconds["pauses"]) / statistics.median(seconds["steps"])
+    beside = {"the longest": max(seconds["pauses"]) / min(seconds["steps"]), "sent": result["sent"]}
+    return Measurement(ratio, seconds, "the engine's last weights are the policy's", beside)
 
 
 def _over_plain_loop(path: Path, repetitions: int) -> Measurement:

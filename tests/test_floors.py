@@ -116,6 +116,7 @@ def broken_by(importer: str, imported: str) -> set[str]:
         ("workers.policy", "nemo_rl", "nemo-rl"),
         ("hosts.nemo_rl", "nemo_rl", None),
         ("lm_head.fused", "triton", "triton"),
+        ("refit.deltas.codec", "numba", "numba"),
         ("cli", "matplotlib", "pictures"),
         ("cli", "PIL", "pictures"),
         ("refit.transports.ipc", "zmq", "zmq"),

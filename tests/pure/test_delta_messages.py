@@ -10,12 +10,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-import xxhash
 from torch import Tensor
 
 from megatron_policy.converters.rows.regions import Region, flatten
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.deltas.codec import encode, take_changes, view_bits
+from megatron_policy.refit.deltas.codec import encode, sum_elements, take_changes, view_bits
 from megatron_policy.refit.deltas.message import (
     Fragment,
     decode_message,
@@ -46,14 +45,14 @@ def fragments(old: dict[str, Tensor], new: dict[str, Tensor]) -> Iterator[Fragme
     for name, (shape, dtype) in FORMS.items():
         for regions in halves(shape):
             before, now = (view_bits(taken(of[name], regions)) for of in (old, new))
-            change = take_changes(now, before.copy())
+            found = take_changes(now, before.copy())
             yield Fragment(
                 name,
                 dtype,
                 shape,
                 tuple(map(flatten, regions)),
-                encode(change, before),
-                xxhash.xxh3_64_hexdigest(now.data),
+                encode(found.values, found.gaps, before),
+                f"{sum_elements(now):016x}",
             )
 
 

@@ -23,7 +23,7 @@ from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.inference.vllm.calls import EngineCalls, LateAnswer
 from megatron_policy.inference.vllm.weight_source import SyncClient
 from megatron_policy.refit.buffers import Buffer, BufferSlice
-from megatron_policy.refit.deltas.codec import Positions
+from megatron_policy.refit.deltas.arrays import Positions
 from megatron_policy.refit.deltas.message import Fragment, decode_message
 from megatron_policy.refit.exporter import Exporter
 from megatron_policy.refit.manifest import RefitManifest, StagedVersion

@@ -10,22 +10,29 @@ from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
+import torch
 from torch import Tensor
 
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.regions import Region, flatten
 from megatron_policy.converters.table import Entry
 from megatron_policy.device import spare_cores, synchronize
-from megatron_policy.memory.pinned_pool import page_locked
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.refit.buffers import align
-from megatron_policy.refit.deltas.codec import Bits, Change, encode, take_changes, view_bits
+from megatron_policy.refit.deltas.arrays import Bits
+from megatron_policy.refit.deltas.codec import (
+    SUMS,
+    encode,
+    sum_elements,
+    take_changes,
+    view_bits,
+)
 from megatron_policy.refit.deltas.message import Fragment
 from megatron_policy.refit.plan import STREAM_ALIGNMENT, Exchange, RefitPlan, RefitTensor
 from megatron_policy.weights.geometry import segments
 
-_STEP = 1 << 20  # bytes that are compared at a time: they stay in the cache
+_STEP = 1 << 20  # bytes that are cast, moved or gathered at a time: they stay in the cache
+_IN_PLACE = 1 << 23  # bytes that are compared where they are
 
 View = Callable[[Entry, Region], Tensor]
 """Those elements of this rank's parameter, as they are now."""
@@ -77,44 +84,69 @@ def _nbytes(share: OwnShare) -> int:
     return align(share.elements * share.tensor.dtype.itemsize, STREAM_ALIGNMENT)
 
 
+class _Kept:
+    """A copy of a share as it was sent last, and its sum, once it is known."""
+
+    def __init__(self, share: OwnShare, bits: Bits) -> None:
+        self.share, self.bits = share, bits
+        self.sum: int | None = None
+
+
 class SentCopy:
-    """A copy, in host memory, of a rank's shares as they were sent last."""
+    """A copy, in host memory, of a rank's shares as they were sent last.
+
+    The digest of a fragment is the sum of the share, of which no element is read for it that has
+    not changed: what the changes add to the sum of the copy is added to the one of before. An
+    engine computes it of all elements that it has. So it refuses whatever differs from the copy.
+    That the copy is what the rank has rests on the comparison, which reads every element each time.
+    If memory fails and a bit of the copy flips, the element is found to differ and is sent again,
+    unless training has just made it the same; the sum is then wrong, and engines refuse what is
+    right until `forget_sums`.
+    """
 
     def __init__(self, shares: list[OwnShare], view: View) -> None:
         """The copy is of the weights as they are now."""
-        self._view, self._viewing, self._shares = view, Lock(), []
+        self._view, self._viewing, self._shares = view, Lock(), list[_Kept]()
         self.nbytes = sum(map(_nbytes, shares))
         """Bytes of the copy."""
-        memory, first = page_locked(self.nbytes), 0
+        # NumPy asks for large pages, which are faster to compare.
+        memory, first = torch.from_numpy(np.empty(self.nbytes, np.uint8)), 0
         for share in shares:
             size = share.elements * share.tensor.dtype.itemsize
             own = memory[first : first + size].view(share.tensor.dtype)
-            self._shares.append((share, view_bits(own)))
+            self._shares.append(_Kept(share, view_bits(own)))
             first += _nbytes(share)
-        for share, kept in self._shares:
-            for begin, now in self._blocks(share):
-                kept[begin : begin + len(now)] = now
+        for kept in self._shares:
+            for begin, now in self._blocks(kept.share):
+                kept.bits[begin : begin + len(now)] = now
 
     def advance(self) -> list[Fragment]:
         """What has changed since, which the copy then has too; after a failure it is of no use."""
         synchronize()  # threads have streams of their own
         with ThreadPoolExecutor(spare_cores()) as pool:
-            found = pool.map(lambda of: self._advance(*of), self._shares)
+            found = pool.map(self._advance, self._shares)
             return [fragment for fragment in found if fragment is not None]
 
-    def _advance(self, share: OwnShare, kept: Bits) -> Fragment | None:
-        digest, where, after = xxhash.xxh3_64(), [], []
-        for begin, now in self._blocks(share):
-            digest.update(now.data)
-            found = take_changes(now, kept[begin : begin + len(now)])  # while they are in the cache
-            where.append(found.positions + begin)
-            after.append(found.values)
-        change = Change(np.concatenate(where), np.concatenate(after))
-        if not len(change.positions):
+    def forget_sums(self) -> None:
+        """Have the next `advance` compute the sums of the whole copy, as the first one does."""
+        for kept in self._shares:
+            kept.sum = None
+
+    def _advance(self, kept: _Kept) -> Fragment | None:
+        if kept.sum is None:
+            kept.sum = sum_elements(kept.bits)
+        values, gaps, last = [], [], -1
+        for begin, now in self._blocks(kept.share):
+            taken = take_changes(now, kept.bits[begin : begin + len(now)], begin, last)
+            values.append(taken.values)
+            gaps.append(taken.gaps)
+            last, kept.sum = taken.last, (kept.sum + taken.grown) % SUMS
+        if last < 0:
             return None
-        regions, of = tuple(flatten(hf) for hf, _ in share.pieces), share.tensor
-        changed = encode(change, kept)
-        return Fragment(of.name, of.dtype, of.shape, regions, changed, digest.hexdigest())
+        share, of = kept.share, kept.share.tensor
+        changed = encode(np.concatenate(values), np.concatenate(gaps), kept.bits)
+        regions = tuple(flatten(hf) for hf, _ in share.pieces)
+        return Fragment(of.name, of.dtype, of.shape, regions, changed, f"{kept.sum:016x}")
 
     def _blocks(self, share: OwnShare) -> Iterator[tuple[int, Bits]]:
         """The share as it is now, in the dtype that is sent, in contiguous blocks: where each
@@ -124,7 +156,8 @@ class SentCopy:
         with self._viewing:  # what is merged is so for one parameter at a time
             regions = [self._view(share.entry, own) for _, own in share.pieces]
         for region in regions:
-            for block in _cut(region, _STEP // dtype.itemsize):
+            in_place = region.dtype == dtype and region.device.type == "cpu"
+            for block in _cut(region, (_IN_PLACE if in_place else _STEP) // dtype.itemsize):
                 bits = view_bits(block.to(dtype).cpu().contiguous())
                 yield begin, bits
                 begin += len(bits)

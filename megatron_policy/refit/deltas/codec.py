@@ -5,18 +5,16 @@ Pure. Elements are compared and sent as bits: -0.0 differs from 0.0, a NaN from 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Bits = npt.NDArray[np.unsignedinteger]
-"""Elements as unsigned integers of their size, `[N]`."""
-
-Positions = npt.NDArray[np.int64]
-"""Indices of elements of a run, ascending, `[N]`."""
+from megatron_policy.refit.deltas import arrays
+from megatron_policy.refit.deltas.arrays import Bits, Positions, pack_gaps
 
 WHOLE, BITMAP, GAPS, WIDE_GAPS = "whole", "bitmap", "short gaps", "wide gaps"
 """Encodings: the values of all elements; those of the changed ones, and then either a bit for each
@@ -24,10 +22,12 @@ element, from the lowest of each byte on, or the number of unchanged ones before
 in two (lowest first). The largest number says that so many are unchanged and that more follow.
 """
 
-_NUMBERS: dict[str, npt.DTypeLike] = {GAPS: np.uint8, WIDE_GAPS: np.dtype("<u2")}
+SUMS = 1 << 64
+"""How many sums there are: they are added up modulo this number."""
+
+_NUMBERS: dict[str, np.dtype[Any]] = {GAPS: np.dtype(np.uint8), WIDE_GAPS: np.dtype("<u2")}
 _UNSIGNED: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WORD = np.dtype(np.uint64)
 
 
 class Change(NamedTuple):
@@ -35,6 +35,17 @@ class Change(NamedTuple):
 
     positions: Positions
     values: Bits
+
+
+class Taken(NamedTuple):
+    """What has been taken of a run: new values, short gaps, the place of the last one, and by how
+    much the sum of the run has grown, modulo 2**64.
+    """
+
+    values: Bits
+    gaps: Bits
+    last: int
+    grown: int
 
 
 class Encoded(NamedTuple):
@@ -52,52 +63,37 @@ def view_bits(tensor: Tensor) -> Bits:
     return flat.view(_UNSIGNED[size])
 
 
-def take_changes(now: Bits, kept: Bits) -> Change:
-    """Where two runs of one length differ, and their elements `now`, which `kept` then has too.
-
-    A search for set flags takes a few cycles for each flag. So 64 bytes are looked at together,
-    then the words of those that differ, then the elements of those words.
+def take_changes(now: Bits, kept: Bits, first: int = 0, last: int = -1) -> Taken:
+    """What of `kept` is other `now`, which `kept` then is too. Both are part of longer runs, from
+    `first` on, whose last changed element before is at `last`.
     """
-    in_word = _WORD.itemsize // now.itemsize
-    shift = in_word.bit_length() - 1  # a division takes as long as all else
-    body = len(now) >> (shift + 3) << (shift + 3)
-    words, others = now[:body].view(_WORD), kept[:body].view(_WORD)
-    flags = (words != others).view(_WORD)
-    lines = np.flatnonzero(flags != 0)
-    at = np.flatnonzero(flags.take(lines).view(np.bool_))
-    found = (lines.take(at >> 3) << 3) + (at & 7)
-    new, old = words.take(found), others.take(found)
-    others[found] = new
-    values = new.view(now.dtype)
-    at = np.flatnonzero(values != old.view(now.dtype))
-    inside = Change((found.take(at >> shift) << shift) + (at & (in_word - 1)), values.take(at))
-    rest = np.flatnonzero(now[body:] != kept[body:])
-    if not len(rest):
-        return inside
-    last = Change(rest + body, now[body:].take(rest))
-    kept[last.positions] = last.values
-    return Change(
-        np.concatenate((inside.positions, last.positions)),
-        np.concatenate((inside.values, last.values)),
-    )
+    return Taken(*_loops().take_changes(now, kept, first, last))
 
 
-def encode(change: Change, before: Bits) -> Encoded:
-    """The smallest encoding of a change of the run `before`; `decode` is its inverse."""
-    positions, values = change
-    count, elements = len(positions), len(before)
-    encoding, index = GAPS, _pack_gaps(positions, GAPS)
+def sum_elements(run: Bits) -> int:
+    """The sum of a run, which stands for its content; `arrays.py` says what it is."""
+    return int(_loops().sum_elements(run))
+
+
+def encode(values: Bits, gaps: Bits, run: Bits) -> Encoded:
+    """The smallest encoding of what has been taken of a `run`, which is as it was before, or is
+    now; `decode` is its inverse.
+    """
+    count, elements = len(values), len(run)
+    if gaps.nbytes <= min(2 * count, -(-elements // 8), (elements - count) * run.itemsize - 1):
+        return Encoded(GAPS, count, b"".join((values.data, gaps.data)))
+    encoding, index, positions = GAPS, gaps, _unpack_gaps(gaps)
     if index.nbytes > 2 * count:
-        encoding, index = WIDE_GAPS, _pack_gaps(positions, WIDE_GAPS)
+        encoding, index = WIDE_GAPS, pack_gaps(positions, _NUMBERS[WIDE_GAPS])
     if -(-elements // 8) < index.nbytes:
         encoding, flags = BITMAP, np.zeros(elements, np.uint8)
         flags[positions] = 1
         index = np.packbits(flags, bitorder="little")
-    if (elements - count) * before.itemsize <= index.nbytes:
-        whole = before.copy()
+    if (elements - count) * run.itemsize <= index.nbytes:
+        whole = run.copy()
         whole[positions] = values
         return Encoded(WHOLE, elements, whole.tobytes())
-    return Encoded(encoding, count, values.tobytes() + index.tobytes())
+    return Encoded(encoding, count, b"".join((values.data, index.data)))
 
 
 def decode(encoded: Encoded, elements: int, itemsize: int) -> Change:
@@ -108,7 +104,9 @@ def decode(encoded: Encoded, elements: int, itemsize: int) -> Change:
     if not 0 <= count <= elements or len(content) < count * itemsize:
         raise ValueError(f"{len(content)} bytes are not {count} changes of {elements} elements")
     values = np.frombuffer(content, np.dtype(_UNSIGNED[itemsize]), count)
-    index = np.frombuffer(content, _NUMBERS.get(encoding, np.uint8), offset=count * itemsize)
+    index = np.frombuffer(
+        content, _NUMBERS.get(encoding, np.dtype(np.uint8)), offset=count * itemsize
+    )
     if encoding == WHOLE:
         if count != elements or len(index):
             raise ValueError("not all elements are there")
@@ -126,20 +124,19 @@ def decode(encoded: Encoded, elements: int, itemsize: int) -> Change:
     return Change(positions, values)
 
 
-def _pack_gaps(positions: Positions, encoding: str) -> Bits:
-    kind = np.dtype(_NUMBERS[encoding])
-    most = np.iinfo(kind).max
-    gaps = np.diff(positions, prepend=-1) - 1
-    skips = gaps // most
-    ends = np.arange(len(gaps)) + np.cumsum(skips)
-    packed: Bits = np.full(int(ends[-1]) + 1 if len(ends) else 0, most, kind)
-    packed[ends] = gaps - most * skips
-    return packed
-
-
 def _unpack_gaps(packed: Bits) -> Positions:
     is_end = packed < np.iinfo(packed.dtype).max
     if len(packed) and not is_end[-1]:
         raise ValueError("its last gap does not end")
     steps = packed.astype(np.int64) + is_end
     return steps.cumsum()[is_end] - 1
+
+
+@cache
+def _loops() -> Any:
+    """The faster of two modules that compute the same, if what it needs is here."""
+    try:
+        from megatron_policy.refit.deltas import compiled
+    except (ImportError, RuntimeError):  # no Numba; or nowhere to keep what it compiles
+        return arrays
+    return compiled

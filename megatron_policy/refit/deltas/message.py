@@ -21,16 +21,18 @@ from megatron_policy.converters.rows.regions import Region
 from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import RefitError
 from megatron_policy.formats.manifest_values import count, form, text, xxh3
-from megatron_policy.refit.deltas.codec import Change, Encoded, Positions, decode
+from megatron_policy.refit.deltas.arrays import Positions
+from megatron_policy.refit.deltas.codec import Change, Encoded, decode
 
-MAGIC = b"MPDELTA1"
+MAGIC = b"MPDELTA2"
 _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Fragment:
     """What has changed of one rank's part of a tensor: of the elements of its `regions`, one after
-    another. `digest` is that of all of them, as they are afterwards, in 16 hexadecimal digits.
+    another. `digest` is the sum of all of them (`arrays.py`), as they are afterwards, in 16
+    hexadecimal digits.
     """
 
     tensor: str

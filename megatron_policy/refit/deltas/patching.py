@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from megatron_policy.converters.rows.regions import Region
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.deltas.codec import Bits, Positions, view_bits
+from megatron_policy.refit.deltas.arrays import Bits, Positions
+from megatron_policy.refit.deltas.codec import sum_elements, view_bits
 from megatron_policy.refit.deltas.message import Fragment
 from megatron_policy.refit.manifest import describe_problems
 
@@ -82,16 +82,11 @@ class Patches:
 
 
 def digest_regions(weight: Tensor, regions: Sequence[Region]) -> str:
-    """The digest of the elements of these regions of a contiguous tensor, one after another."""
-    digest, flat = xxhash.xxh3_64(), weight.detach().reshape(-1).view(torch.uint8)
-    size = weight.dtype.itemsize
-    typed = flat.view(weight.dtype)
-    for region in regions:
-        if region.stride == (1,):
-            digest.update(flat[region.offset * size :][: region.elements * size].numpy().data)
-        else:
-            part = typed.as_strided(
-                region.size, region.stride, typed.storage_offset() + region.offset
-            )
-            digest.update(view_bits(part.contiguous()).data)
-    return digest.hexdigest()
+    """The sum of the elements of these regions of a contiguous tensor, one after another, in 16
+    hexadecimal digits.
+    """
+    flat = weight.detach().reshape(-1)
+    first = int(flat.storage_offset())
+    parts = [flat.as_strided(of.size, of.stride, first + of.offset) for of in regions]
+    own = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+    return f"{sum_elements(view_bits(own.contiguous())):016x}"

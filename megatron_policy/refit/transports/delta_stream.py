@@ -156,6 +156,8 @@ class DeltaStream:
             version = WeightVersion(sent.chain, sent.number, since)
             if since is None:
                 frozen.ranks.leave_together()
+                for copy in sent.copies:
+                    copy.forget_sums()  # an engine may have refused what follows from them
                 whole = (frozen if beside else exporter).versioned(version)
                 whole.begin()
                 sent.failed = 0

@@ -89,6 +89,7 @@ class DeltaDirectory:
             sent = RefitManifest(step, HOST, {}, exporter.served_model, nbytes)
             if chain.newest.number - chain.whole[-1].number >= self._whole_every:
                 chain = chain.with_whole()
+                copy.forget_sums()  # an engine may have refused what follows from them
                 self._publish_whole(exporter, chain)
         else:
             del published  # before another copy is made
