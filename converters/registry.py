@@ -7,13 +7,12 @@ the model_type, its object a `Family`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
 
-from megatron_policy.converters.architecture import Architecture, Shell
+from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families import (
     apertus,
@@ -53,6 +52,7 @@ from megatron_policy.converters.families import (
     mistral3,
     mixtral,
     nemotron_h,
+    nemotron_h_omni,
     olmo2,
     olmo3,
     olmo_hybrid,
@@ -80,75 +80,13 @@ from megatron_policy.converters.families import (
 )
 from megatron_policy.converters.families.shared import omni
 from megatron_policy.converters.families.shared.dense import rename
-from megatron_policy.converters.families.shared.pictures import make_rows, take_text
+from megatron_policy.converters.families.shared.pictures import take_text
 from megatron_policy.converters.rows import Ignore, Row
-from megatron_policy.converters.rows.expert_rows import STACKED
-from megatron_policy.converters.scalar_head import SEQUENCE, TOKEN
 from megatron_policy.errors import ConversionError
 
+from .family import Family as Family
+
 GROUP = "megatron_policy.models"
-
-
-@dataclass(frozen=True)
-class Family:
-    """Its rows, how to read its config, and the HF classes whose checkpoints it converts."""
-
-    name: str
-    table: tuple[Row | Ignore, ...]
-    architecture: Callable[[Fields], Architecture]
-    hf_architectures: tuple[str, ...]
-    hf_model_type: str | None = None
-    """The model_type of transformers' class that has the same fields, if it is not `name`: the
-    makers' own class comes with their checkpoints, and no code of a checkpoint is executed.
-    """
-    other_names: tuple[tuple[str, str], ...] = ()
-    """Parts of names of HF tensors, each with what some checkpoints have in its place."""
-    hf_prefix: str = ""
-    """What the names of transformers' classes with a scalar head begin with, if not as those of
-    `hf_architectures`.
-    """
-    surrounded: bool = False
-    """Whether its models have a shell: the decoder is a part of transformers' composite model."""
-    paths: tuple[tuple[str, str], ...] = ()
-    """What names of HF tensors begin with, or have in them if it begins with a dot, and what the
-    paths of transformers' modules have in its place.
-    """
-    find_rows: Callable[[Fields], tuple[Row | Ignore, ...]] | None = None
-    """Finds its rows, in place of `table`, where these depend on the config."""
-    make_shell_rows: Callable[[Shell], tuple[Row, ...]] = make_rows
-    """Makes the rows of what surrounds its decoder."""
-
-    def list_rows(self, fields: Fields, tensors: Collection[str] = ()) -> tuple[Row | Ignore, ...]:
-        """Its rows for a model of this config; see `name_rows`."""
-        rows = self.table if self.find_rows is None else self.find_rows(fields)
-        return self.name_rows(rows, tensors)
-
-    def name_rows(
-        self, rows: Iterable[Row | Ignore], tensors: Collection[str]
-    ) -> tuple[Row | Ignore, ...]:
-        """The rows by the names that a checkpoint with these HF tensors has, if any are."""
-        others = [pair for pair in self.other_names if _have_other(tensors, *pair)]
-        return rename(rows, dict(others))
-
-    @property
-    def has_forms(self) -> bool:
-        """Whether its checkpoints differ in the names of the same tensors, or have others too."""
-        return bool(self.other_names or (self.table and self.find_rows)) or any(
-            not isinstance(row, Ignore) and row.when == STACKED for row in self.table
-        )
-
-    @property
-    def scalar_classes(self) -> tuple[str, str]:
-        """The HF classes with one number for each sequence, and for each token."""
-        prefix = self.hf_prefix or self.hf_architectures[0].removesuffix("ForCausalLM")
-        return (prefix + SEQUENCE, prefix + TOKEN)
-
-
-def _have_other(names: Collection[str], part: str, other: str) -> bool:
-    """Whether names have `other`, and none the `part` but as a piece of it."""
-    others = [name for name in names if other in name]
-    rest = names if part not in other else {*names} - {*others}
-    return bool(others) and not any(f".{part.removeprefix('.')}" in f".{name}" for name in rest)
 
 
 def _built_in(module: ModuleType, hf_architecture: str, name: str = "", **more: Any) -> Family:
@@ -158,10 +96,15 @@ def _built_in(module: ModuleType, hf_architecture: str, name: str = "", **more: 
 
 
 def _surrounding(
-    module: ModuleType, hf_architecture: str, *decoders: str, makers: str = "", **more: Any
+    module: ModuleType,
+    hf_architecture: str,
+    *decoders: str,
+    makers: tuple[str, ...] = (),
+    beside: tuple[Ignore, ...] = (),
+    **more: Any,
 ) -> Family:
     """The family of a module in `families/` whose decoder is one of these families', as its config
-    says; its `makers` have another name of the class.
+    says; its `makers` have other names of the class, and files what is `beside` the weights.
     """
     name = module.__name__.rpartition(".")[2]
 
@@ -179,13 +122,13 @@ def _surrounding(
         return replace(decoder.architecture(text), **module.take_shell(fields))
 
     def find_rows(fields: Fields) -> tuple[Row | Ignore, ...]:
-        return rename(choose(fields)[1].table, module.NAMES)
+        return (*rename(choose(fields)[1].table, module.NAMES), *beside)
 
     return Family(
         name,
         (),
         architecture,
-        (hf_architecture, makers) if makers else (hf_architecture,),
+        (hf_architecture, *makers),
         other_names=module.OTHER_NAMES,
         hf_prefix=hf_architecture.removesuffix("ForConditionalGeneration"),
         surrounded=True,
@@ -243,7 +186,7 @@ FAMILIES = {
             "Kimi_K25ForConditionalGeneration",
             "deepseek_v3",
             "kimi_k2",
-            makers="KimiK25ForConditionalGeneration",
+            makers=("KimiK25ForConditionalGeneration",),
             make_shell_rows=kimi_k25.make_rows,
         ),
         _built_in(
@@ -265,6 +208,14 @@ FAMILIES = {
         _surrounding(mistral3, "Mistral3ForConditionalGeneration", "mistral", "ministral3"),
         _built_in(mixtral, "MixtralForCausalLM"),
         _built_in(nemotron_h, "NemotronHForCausalLM", paths=(("backbone.", "model."),)),
+        _surrounding(
+            nemotron_h_omni,
+            "NemotronH_Omni_Reasoning_V3",
+            "nemotron_h",
+            makers=nemotron_h_omni.MODEL_TYPES,
+            beside=nemotron_h_omni.BESIDE,
+            make_shell_rows=nemotron_h_omni.make_rows,
+        ),
         _built_in(olmo2, "Olmo2ForCausalLM"),
         _built_in(olmo3, "Olmo3ForCausalLM"),
         _built_in(olmo_hybrid, "OlmoHybridForCausalLM", other_names=olmo_hybrid.OTHER_NAMES),
@@ -322,6 +273,9 @@ FAMILIES = {
         _built_in(starcoder2, "Starcoder2ForCausalLM"),
     )
 }
+
+MAKERS = dict.fromkeys(nemotron_h_omni.MODEL_TYPES, "nemotron_h_omni")
+"""The model_type of checkpoints whose makers have another name than transformers for a family."""
 
 REFUSED = {
     "phi4_multimodal": "it also reads images and sound; text-only Phi-4 is of model_type phi3",

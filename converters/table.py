@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from megatron_policy.converters.rows.expert_rows import STACKED, Stacked
 from megatron_policy.converters.scalar_head import find_head, put_head
 from megatron_policy.errors import ConversionError
 
+from .family import Family
 from .mismatch import Expected, compare, list_other_dtypes, name_dtypes
-from .registry import Family, family_of
+from .registry import family_of
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 
@@ -254,8 +256,8 @@ def draft(
             f"config.json has a value that a {family.name} model cannot have: {error}"
         ) from error
     if architecture.shell is not None:
-        shell = family.make_shell_rows(architecture.shell)
-        rows = (*rows, *family.name_rows(shell, named or tensors))
+        shell, of_shell = family.list_shell_rows(architecture.shell, named or tensors)
+        architecture, rows = replace(architecture, shell=shell), (*rows, *of_shell)
     entries = _make_entries([row for row in rows if not isinstance(row, Ignore)], architecture)
     _refuse_duplicates(family.name, entries)
     _refuse_vectors_as_matrices(family.name, entries, architecture)
@@ -294,8 +296,8 @@ def _name_stacks(rows: Iterable[Row | Ignore], architecture: Architecture) -> It
 def _name_ignored(
     row: Ignore, architecture: Architecture, tensors: Collection[str]
 ) -> Collection[str]:
-    if row.hf.endswith("*"):
-        return [name for name in tensors if name.startswith(row.hf[:-1])]
+    if "*" in row.hf:
+        return [name for name in tensors if fnmatchcase(name, row.hf)]
     layers = range(architecture.num_layers)
     names = [row.hf] if architecture.holds(row.when) else []
     if "{layer}" in row.hf:

@@ -165,6 +165,8 @@ def _random_model(family: str, fields: dict[str, Any], seed: int) -> Any:
         model = class_of_model(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+                if not parameter.is_floating_point():
+                    continue
                 if name.endswith("bias"):
                     parameter.normal_(0.0, 0.1)
                 for part, between in ranges.items():

@@ -119,6 +119,8 @@ def logit_level(model: PreTrainedModel, data: BatchedDataDict) -> torch.Tensor:
     return (entropy * loss_mask(data)).sum() / loss_mask(data).sum()
 
 
+WITH_DECAY = ("InternVLVisionEmbeddings", "ParakeetEncoderAttention", "RadioPatchEmbeddings")
+"""Modules that hold matrices themselves, for positions and places that no patch has."""
 WITHOUT_DECAY = {
     *(("XIELUActivation", name) for name in ("alpha_n", "alpha_p", "beta", "eps")),
     ("Ernie4_5_MoeStatics", "e_score_correction_bias"),
@@ -127,6 +129,7 @@ WITHOUT_DECAY = {
     ("Lfm2MoeSparseMoeBlock", "expert_bias"),
     ("MiniMaxM2SparseMoeBlock", "e_score_correction_bias"),
     ("CLIPVisionEmbeddings", "class_embedding"),
+    ("RadioLayerScale", "lambda1"),
     *((f"Llava{kind}Model", "image_newline") for kind in ("Next", "Onevision")),
     *(("InternVLVisionLayer", name) for name in ("lambda_1", "lambda_2")),
     *(
@@ -160,11 +163,11 @@ def decays(module: torch.nn.Module, name: str) -> bool:
     if isinstance(module, linear) or kind.endswith("Router"):
         assert name in ("weight", "bias", "e_score_correction_bias"), (kind, name)
         return name == "weight"
-    if kind.endswith("MultiModalProjector") or kind == "InternVLVisionEmbeddings":
+    if kind.endswith("MultiModalProjector") or kind in WITH_DECAY:
         return True
     if kind.endswith(("Experts", "PositionEmbeddings")):
         return not name.endswith("bias")
-    norm = kind.endswith(("Norm", "Norm1P", "NormGated"))
+    norm = kind.endswith(("Norm", "Norm1P", "Norm1d", "NormGated", "RMSNorm"))
     assert norm or (kind, name) in WITHOUT_DECAY, (kind, name)
     return False
 
@@ -212,7 +215,14 @@ def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     for a tower if no row has a picture.
     """
     if parameter.grad is None:
-        parts = ("vis", "projector.", ".connector.", "image_newline", "audio_tower.")
+        parts = (
+            "vis",
+            "projector.",
+            ".connector.",
+            "image_newline",
+            "audio_tower.",
+            "embed_audio.",
+        )
         tower = any(part in name for part in parts)
         assert name.endswith("e_score_correction_bias") or tower, name
         return torch.zeros_like(parameter)

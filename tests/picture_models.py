@@ -7,6 +7,7 @@ Shapes: B rows, S positions.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,14 @@ from transformers import (
     LlavaOnevisionModel,
 )
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3,
+)
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.architecture import join_rows
 from tests.checkpoints import save_as_published
-from tests.families import kimi_k25
+from tests.families import kimi_k25, nemotron_h, nemotron_h_omni
 from tests.families.deepseek_v3 import LATENT_FIELDS
 from tests.families.qwen3_next import RANGES
 
@@ -203,6 +207,16 @@ TINY: dict[str, Fields] = {
         "spatial_merge_size": MERGE,
         "image_token_index": IMAGE,
     },
+    "nemotron_h_omni": {
+        "text_config": TEXT
+        | nemotron_h.PARTS
+        | nemotron_h.SAMPLES.take_turns(4)
+        | {"model_type": "nemotron_h", "head_dim": 8, "layer_norm_epsilon": 1e-3},
+        "vision_config": nemotron_h_omni.VISION,
+        "audio_config": nemotron_h_omni.AUDIO,
+        "audio_token_id": SOUND,
+        **nemotron_h_omni.WIDTHS,
+    },
     "qwen2_vl": {
         "text_config": TEXT | {"rope_parameters": ROPE},
         "vision_config": OLDER | {"embed_dim": 16, "hidden_size": TEXT["hidden_size"]},
@@ -252,7 +266,8 @@ TINY: dict[str, Fields] = {
 PATCH = VISION["in_channels"] * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 SOUNDS = ("video_second_per_grid", "input_features", "feature_attention_mask")
-KEYS = (*MEDIA, "batch_num_images", "image_sizes", *SOUNDS)
+OF_OMNI = ("image_grid_hw", "input_features_mask")
+KEYS = (*MEDIA, "batch_num_images", "image_sizes", *SOUNDS, *OF_OMNI)
 FIXED = dict.fromkeys(("idefics3", "internvl", "llava", "smolvlm"), 4) | {"gemma3": 16}
 """Families whose pictures are all of 8 x 8 pixels, and how many tokens one makes."""
 BY_ROW = ("idefics3", "smolvlm")
@@ -264,8 +279,13 @@ WHOLE = {
         *("pixel_values", "batch_num_images", "image_sizes", "pixel_values_videos"),
     ),
     "mistral3": ("pixel_values", "image_sizes"),
+    # Of videos alone it reads whole frames.
+    "nemotron_h_omni": (
+        *("pixel_values", "image_grid_hw", "pixel_values_videos"),
+        *("input_features", "input_features_mask"),
+    ),
 }
-"""Families that read pictures, not patches of them, and what they read."""
+"""Families that read other keys than `MEDIA`, most of them whole pictures, and what they read."""
 TILED = {"llava_next": LlavaNextModel, "llava_onevision": LlavaOnevisionModel}
 """Families that see pictures in tiles of 8 x 8 pixels, and their classes."""
 TILE = (8, 8)
@@ -275,12 +295,20 @@ MORE: dict[str, Fields] = {
 }
 STILL = WHOLE | {"kimi_k25": MEDIA[:2]}
 """Families that read no videos, and what they read."""
+OMNI_SEES_VIDEOS = "tuple(" in inspect.getsource(NemotronH_Omni_Reasoning_V3.get_video_features)
+"""Whether the class of this release of transformers does not fail at them."""
+BY_FRAME = (
+    *("glm4v", "glm4v_moe", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
+    "qwen3_vl_moe",
+)
+"""Families with other tokens between the frames of a video."""
 IMAGES: tuple[Sequence[tuple[int, int, int]], ...] = (
     *((), [(1, 4, 6)], [(1, 4, 6)], ()),
     *([(1, 4, 4), (1, 6, 4)], [(1, 4, 4)], [(1, 4, 8)], ()),
 )
 VIDEOS: dict[int, tuple[int, int, int]] = {3: (2, 4, 4), 5: (3, 2, 4)}
 CLIPS: dict[str, dict[int, tuple[tuple[int, int], ...]]] = {
+    "nemotron_h_omni": {0: ((23, 3),), 1: ((8, 2), (40, 6)), 6: ((16, 3),)},
     "qwen2_5_omni_thinker": {0: ((23, 6),), 1: ((9, 2), (40, 10)), 6: ((12, 3),)},
     "qwen3_omni_moe_thinker": {0: ((140, 18),), 1: ((9, 2), (30, 4)), 6: ((12, 2),)},
 }
@@ -291,6 +319,8 @@ chunks, or fewer than one.
 
 def list_tokens(family: str) -> dict[str, int]:
     """The fields of the whole model's config that name tokens."""
+    if family == "nemotron_h_omni":
+        return {"image_token_id": IMAGE}
     if family in WHOLE:
         return {}
     if family in ("glm4v", "glm4v_moe"):
@@ -306,9 +336,13 @@ def make_model(path: Path, family: str, dtype: torch.dtype = torch.float32) -> P
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+                if not parameter.is_floating_point():
+                    continue
                 if name.endswith("bias") or not parameter.any():
                     parameter.normal_(0.0, 0.1)
-                elif parameter.ndim == 1 and isinstance(parameter, torch.nn.Parameter):
+                elif name.endswith("running_var") or (
+                    parameter.ndim == 1 and isinstance(parameter, torch.nn.Parameter)
+                ):
                     parameter.uniform_(0.5, 1.5)
                 if family.startswith("qwen3_5") and ".language_model." in name:
                     for part, between in RANGES.items():
@@ -328,6 +362,19 @@ def stack_experts(path: Path) -> Path:
         )
         weights |= {f"{start}.gate_up_proj": torch.cat([gate, up], 1), f"{start}.down_proj": down}
     save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def drop_constants(path: Path) -> Path:
+    """Leave out of a Nemotron Omni's files what published ones have not: factors of its tower,
+    which are then what its config says.
+    """
+    weights = load_file(path / "model.safetensors")
+    weights = {name: each for name, each in weights.items() if not name.endswith("lambda1")}
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"] |= {"layerscale_value": 0.6}
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 
@@ -355,8 +402,10 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
     for row in range(len(IMAGES) * repeats):
         images, videos = IMAGES[row % 8], [VIDEOS[row % 8]] if row % 8 in VIDEOS else []
         videos = videos if "pixel_values_videos" in STILL.get(family, MEDIA) else []
+        videos = [] if family == "nemotron_h_omni" and not OMNI_SEES_VIDEOS else videos
         film = VIDEO
-        if family.startswith("glm") and videos:  # whose placeholders are those of pictures
+        # Placeholders of videos can be those of pictures.
+        if family.startswith(("glm", "nemotron")) and videos:
             images, film = (), IMAGE
         clips = CLIPS.get(family, {}).get(row % 8, ())
         ids = words(2 + row % 3)
@@ -367,7 +416,7 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
         for _, count in clips:
             ids += [SOUND_START, *[SOUND] * count, SOUND_END, *words(1)]
         for grid in videos:
-            apart = grid[0] if family.startswith(("glm", "qwen3")) and family not in CLIPS else 1
+            apart = grid[0] if family in BY_FRAME else 1
             # Of a frame in one tile there is one feature, and one ends a video.
             count = grid[0] + 1 if family in TILED else _patches(grid) // MERGE**2 // apart
             for _ in range(apart):
@@ -381,6 +430,12 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
                 shapes = [(1, tiles, 3, *TILE) for tiles, _ in cuts]
                 if key == "pixel_values_videos":
                     shapes = [(1, grid[0], 3, *TILE) for grid in grids]
+            elif family == "nemotron_h_omni":
+                shapes = [(_patches(grid), 12) for grid in grids]
+                if key == "pixel_values_videos":  # two frames are read together
+                    shapes = [
+                        (1, grid[0], 6, *size) for grid, size in zip(grids, sizes, strict=True)
+                    ]
             elif family in WHOLE:
                 shapes = [(1, 3, *size) for size in sizes]
             pixels = [torch.randn(shape, generator=random) for shape in shapes]
@@ -390,6 +445,7 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
         given = {
             "batch_num_images": [len(images)] if images else [],
             "image_grid_thw": images,
+            "image_grid_hw": [grid[1:] for grid in images],
             "image_sizes": [_measure(family, grid) for grid in images],
             "video_grid_thw": videos,
             "video_second_per_grid": [0.3 + 0.1 * (row % 8)] * len(videos),
@@ -400,7 +456,10 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
         frames_N = torch.tensor([frames for frames, _ in clips])
         mask_NF = (torch.arange(max(frames_N, default=0) + 3) < frames_N.unsqueeze(1)).long()
         heard = torch.randn(len(clips), BINS, mask_NF.size(1), generator=random)
-        for key, value in (("input_features", heard), ("feature_attention_mask", mask_NF)):
+        masked = "feature_attention_mask"
+        if family == "nemotron_h_omni":
+            heard, masked = heard.mT.contiguous(), "input_features_mask"
+        for key, value in (("input_features", heard), (masked, mask_NF)):
             found[key].append(value if clips else None)
     lengths = torch.tensor([*map(len, tokens)])
     ids_BS = torch.zeros(len(tokens), int(lengths.max()), dtype=torch.long)

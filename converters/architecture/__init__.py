@@ -21,7 +21,7 @@ from .recurrence import HeadRows, Recurrence
 from .rotary import Rope
 from .shell import Shell, join_rows, pick_row
 from .short_convolution import ShortConvolution
-from .tiles import FrameMedium, TileMedium
+from .tiles import FilmMedium, FrameMedium, TileMedium
 from .traits import Activation, Norm, QkNorm, ScalarHead, Scoring
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "ChannelDeltaNet",
     "DeltaNet",
     "Feed",
+    "FilmMedium",
     "FrameMedium",
     "HeadRows",
     "Layer",

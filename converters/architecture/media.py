@@ -8,7 +8,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
@@ -29,7 +28,7 @@ Make = Callable[..., torch.Tensor]
 @dataclass(frozen=True)
 class Medium(ABC):
     """A kind of input beside text. Its features take the places of the tokens `placeholder`. See
-    `PatchMedium`, `PictureMedium` and `SoundMedium`, and `TileMedium` and `FrameMedium`.
+    `PatchMedium`, `PictureMedium` and `SoundMedium`, and the others of `tiles`.
     """
 
     placeholder: int
@@ -39,8 +38,6 @@ class Medium(ABC):
     """The token that stands before each picture or clip, if the model's class finds them by it to
     make positions. Another one stands behind.
     """
-    typed: ClassVar[bool] = False
-    """Whether the model's class is called with the type of each token for it."""
 
     @property
     @abstractmethod
@@ -132,18 +129,21 @@ class PatchMedium(SeenMedium):
     """
 
     grids: str
-    """The key with the patches of each picture in time, height and width, int `[pictures, 3]`."""
+    """The key with the patches of each picture in time, height and width, int `[pictures, 3]`, or
+    in height and width alone if it is `flat`.
+    """
     patch: Shape | None = None
     """The shape of a patch's values; None if nothing says how many there are."""
     by_frame: bool = False
     """Whether other tokens stand between the placeholders of frames of a video."""
     still: bool = False
     """Whether each has a single frame."""
+    flat: bool = False
+    """Whether grids say nothing of time, int `[pictures, 2]`."""
     seconds: str | None = None
     """The key with the seconds from patch to patch in time of each video, `[videos]`, if the class
     needs them.
     """
-    typed: ClassVar[bool] = True
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -156,26 +156,26 @@ class PatchMedium(SeenMedium):
     def list_groups(self, given: OfRow) -> list[int]:
         """The tokens of a row that stand together, picture by picture or frame by frame."""
         grids, found = given[self.grids], list[int]()
-        for times, height, width in [] if grids is None else grids.tolist():
-            tokens = height * width // self.merged
-            found += [tokens] * times if self.by_frame else [tokens * times]
+        for *times, height, width in [] if grids is None else grids.tolist():
+            tokens, frames = height * width // self.merged, math.prod(times)
+            found += [tokens] * frames if self.by_frame else [tokens * frames]
         return found
 
     def make_picture(self, patches: Size, kernel: Shape, make: Make) -> Found:
         values = make(math.prod(patches), *(self.patch or (math.prod(kernel),)))
-        return {self.values: values, self.grids: torch.tensor([[1, *patches]])}
+        grid = patches if self.flat else (1, *patches)
+        return {self.values: values, self.grids: torch.tensor([grid])}
 
     def _check(self, row: int, given: Found) -> None:
         values, grids = given[self.values], given[self.grids]
         seconds = given.get(self.seconds or "")
-        legal = (
-            grids.ndim == 2 and grids.size(1) == 3 and holds_integers(grids.dtype) and len(grids)
-        )
-        if not legal or (grids < 1).any() or (grids[:, 1:] % self.side).any():
+        sides, axes = (2, "") if self.flat else (3, "time, ")
+        legal = grids.ndim == 2 and grids.size(1) == sides and holds_integers(grids.dtype)
+        if not legal or not len(grids) or (grids < 1).any() or (grids[:, -2:] % self.side).any():
             raise BatchError(
-                f"{self.grids!r} has {grids.tolist()} in row {row}: pass integers [pictures, 3], "
-                "the patches in time, height and width, of which the last two are multiples of "
-                f"{self.side}"
+                f"{self.grids!r} has {grids.tolist()} in row {row}: pass integers [pictures, "
+                f"{sides}], the patches in {axes}height and width, of which the last two are "
+                f"multiples of {self.side}"
             )
         patch = values.shape[1:]
         if patch != (self.patch or patch) or (self.patch is None and len(patch) != 1):
@@ -286,7 +286,9 @@ class PictureMedium(SeenMedium):
 
 @dataclass(frozen=True)
 class SoundMedium(Medium):
-    """Clips of sound: values `[clips, bins, frames]`, the frames of shorter ones filled up."""
+    """Clips of sound: values `[clips, bins, frames]`, the frames of shorter ones filled up, or
+    `[clips, frames, bins]` if `bins_last`.
+    """
 
     mask: str
     """The key with 1 for each frame that counts and 0 for what fills up, `[clips, frames]`."""
@@ -301,6 +303,9 @@ class SoundMedium(Medium):
     mixed: bool = False
     """Whether features of clips shorter than a chunk depend on longer ones that are read at once.
     """
+    bins_last: bool = False
+    beyond: int = 0
+    """Frames that have to be there behind those of a clip that count."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -310,8 +315,9 @@ class SoundMedium(Medium):
         """A clip of so many frames: what `make` gives for the shape of its values, and their mask,
         by key.
         """
-        mask = torch.ones(1, frames, dtype=torch.long)
-        return {self.values: make(1, self.bins, frames), self.mask: mask}
+        mask = (torch.arange(frames + self.beyond) < frames).long().unsqueeze(0)
+        frame = (frames + self.beyond, self.bins)
+        return {self.values: make(1, *(frame if self.bins_last else frame[::-1])), self.mask: mask}
 
     def list_groups(self, given: OfRow) -> list[int]:
         """The tokens of a row that stand together, clip by clip."""
@@ -322,7 +328,8 @@ class SoundMedium(Medium):
         return self.count_tokens(given)
 
     def is_mixed(self, given: OfRow) -> bool:
-        return self.mixed and any(frames < (self.chunk or 0) for frames in self._measure(given))
+        clips = self._measure(given)
+        return self.mixed and any(self.chunk is None or frames < self.chunk for frames in clips)
 
     def _measure(self, given: OfRow) -> list[int]:
         """The frames of each clip that count."""
@@ -336,16 +343,24 @@ class SoundMedium(Medium):
 
     def _check(self, row: int, given: Found) -> None:
         values, mask = given[self.values], given[self.mask]
-        if values.ndim != 3 or values.size(1) != self.bins:
-            wanted = f"[clips, {self.bins}, frames], as the model's processor makes it of sound"
+        frames, bins = (-2, -1) if self.bins_last else (-1, -2)
+        if values.ndim != 3 or values.size(bins) != self.bins:
+            order = f"frames, {self.bins}" if self.bins_last else f"{self.bins}, frames"
+            wanted = f"[clips, {order}], as the model's processor makes it of sound"
             raise self._refuse_shape(row, values, wanted)
+        shape = [values.size(0), values.size(frames)]
         whole = mask.dtype == torch.bool or holds_integers(mask.dtype)
-        whole = whole and mask.shape == (values.size(0), values.size(2)) and mask.numel() > 0
-        first = torch.arange(values.size(2)) < mask.long().sum(-1, keepdim=True)
+        whole = whole and [*mask.shape] == shape and mask.numel() > 0
+        first = torch.arange(shape[1]) < mask.long().sum(-1, keepdim=True)
         if not whole or not torch.equal(first.long(), mask.long()):
             raise BatchError(
                 f"{self.mask!r} is {mask.dtype} of shape {[*mask.shape]} in row {row}: pass 1 for "
-                f"the first frames of each clip and 0 for what fills it up, {[*values.shape[::2]]}"
+                f"the first frames of each clip and 0 for what fills it up, {shape}"
+            )
+        if (most := max(self._measure(given))) + self.beyond > shape[1]:
+            raise BatchError(
+                f"{self.values!r} has {shape[1]} frames in row {row}, and a clip of {most}: pass "
+                f"{self.beyond} more behind the longest, as the model's processor does"
             )
         if 0 in (tokens := self.list_groups({self.mask: mask})):
             raise BatchError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class Shell:
     """
     heads: int = 0
     """Of the tower's attention, where files have rows of heads in another order; else 0."""
+    optional: str = ""
+    """The end of names of tensors that files can all lack: they are as transformers makes them, and
+    not trained.
+    """
 
     def __post_init__(self) -> None:
         if not self.tensors:
@@ -46,6 +50,11 @@ class Shell:
     def attachments(self) -> tuple[str, ...]:
         """The keys of a batch that it reads."""
         return (*(key for medium in self.media for key in medium.keys), *self.further)
+
+    def leave_out_optional(self) -> Shell:
+        """The same without its `optional` tensors."""
+        own = (pair for pair in self.tensors if not pair[0].endswith(self.optional))
+        return replace(self, tensors=tuple(own))
 
     def find_types(self, batch: Mapping[str, Any], text_BS: torch.Tensor) -> torch.Tensor:
         """Int64 `[B, S]`: the number of the medium, from 1 on, whose feature takes the place of a
@@ -83,12 +92,12 @@ class Shell:
         """A picture of so many patches in height and width or as large as it has to be: what `make`
         gives for the shape of its values, and their size, by key.
         """
-        kernel = next(shape[1:] for _, shape in self.tensors if len(shape) > 3)
+        kernel = next((shape[1:] for _, shape in self.tensors if len(shape) > 3), ())
         return self.pictures.make_picture(patches, kernel, make)
 
     def split_rows(self, batch: Mapping[str, Any], rows: Sequence[int]) -> list[list[int]]:
         """The numbers `rows` of rows of a batch, those together of which the model's class takes
-        what they have at once: their videos have as many frames, and placeholders that several
+        what they have at once: their videos are alike, and placeholders that several
         media have are of the same one. If it would read sound of some otherwise beside others, each
         row is taken by itself.
         """

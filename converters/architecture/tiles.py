@@ -178,6 +178,50 @@ class FrameMedium(Medium):
             raise self._refuse_shape(row, values, f"the frames of each video, {shape}")
 
 
+@dataclass(frozen=True)
+class FilmMedium(SeenMedium):
+    """Videos of one size, of which neighbouring frames are read together: values `[videos, steps,
+    channels of these frames, height, width]`. Other tokens stand between those of steps.
+    """
+
+    patch: int
+    """Pixels along height and width of a patch."""
+    channels: int
+    refused: str = ""
+    """Why the model's class cannot be trained on them, if it cannot."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.values,)
+
+    def count_patches(self, given: OfRow) -> int:
+        return self.count_tokens(given) * self.merged
+
+    def list_groups(self, given: OfRow) -> list[int]:
+        """The tokens of a row that stand together, step by step."""
+        values = given[self.values]
+        if values is None:
+            return []
+        videos, steps, _, *size = values.shape
+        return [math.prod(each // (self.patch * self.side) for each in size)] * (videos * steps)
+
+    def find_kind(self, values: torch.Tensor) -> Shape:
+        return tuple(values.shape[1:])
+
+    def make_picture(self, patches: Size, kernel: Shape, make: Make) -> Found:
+        return {self.values: make(1, 1, self.channels, *(each * self.patch for each in patches))}
+
+    def _check(self, row: int, given: Found) -> None:
+        values, step = given[self.values], self.patch * self.side
+        if self.refused:
+            raise BatchError(f"row {row} has {self.values!r}: {self.refused}")
+        legal = values.ndim == 5 and values.size(2) == self.channels and values.numel()
+        if not legal or any(each % step for each in values.shape[3:]):
+            shape = f"[videos, steps, {self.channels}, height, width]"
+            wanted = f"videos as the model's processor packs frames, {shape}, the last two"
+            raise self._refuse_shape(row, values, f"{wanted} multiples of {step}")
+
+
 def choose_canvas(picture: Size, canvases: Sequence[Size]) -> Size:
     """The canvas on which most pixels of a picture are left when it is made to fit; the smallest of
     several such, or the first of these.

@@ -4,14 +4,13 @@ tensor. Videos, of which transformers' class reads none of several frames, are n
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 from megatron_policy.converters.architecture import PatchMedium, Shell
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import pictures
-from megatron_policy.converters.rows import Row, TowerQkv, Whole
+from megatron_policy.converters.rows import Row
 
 from .llava import NAMES as NAMES
 
@@ -70,21 +69,4 @@ def take_shell(fields: Fields) -> dict[str, Any]:
 
 def make_rows(shell: Shell) -> tuple[Row, ...]:
     """The rows of the shell's tensors by the names on file, those of one tensor side by side."""
-    rows = [_name_on_file(row, shell.heads) for row in pictures.make_rows(shell)]
-    return tuple(sorted(rows, key=lambda row: row.hf))
-
-
-def _name_on_file(row: Whole, heads: int) -> Whole:
-    (name,) = row.hf
-    for number, projection in enumerate(_PROJECTIONS):
-        if projection in name:
-            named, turned = replace(row, hf=(_spell(name, projection),)), heads * (number < 2)
-            return TowerQkv(**vars(named), number=number, heads=turned)
-    return replace(row, hf=(_spell(name, ""),))
-
-
-def _spell(name: str, projection: str) -> str:
-    name = name.replace(projection, ".wqkv.") if projection else name
-    for part, other in _ON_FILE:
-        name = name.replace(part, other)
-    return name
+    return pictures.name_on_file(shell, _ON_FILE, _PROJECTIONS, ".wqkv.")

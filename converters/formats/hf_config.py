@@ -10,36 +10,31 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
 from megatron_policy.converters.architecture import MOST_LAYERS
 from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme, scheme_of
-from megatron_policy.converters.families.shared.omni import find_prefix, override_part, take_part
+from megatron_policy.converters.families.shared.omni import find_prefix, take_part
 from megatron_policy.converters.families.shared.pictures import PART, TENSORS
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import expanded, inside, read
 from megatron_policy.converters.files.nearby import how_to_convert, names_in
-from megatron_policy.converters.registry import FAMILIES, Family, family_of
+from megatron_policy.converters.registry import FAMILIES, MAKERS, Family, family_of
 from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError, ConversionError
 
 from .hf_location import locate
+from .hf_overrides import ROPE, in_kind
 
 CONFIG = "config.json"
 _SHOWN = 10
 _FIXED = {"model_type", "architectures", "dtype", "torch_dtype", SECTION, "transformers_version"}
-_NEW = "rope_parameters"
-_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")
-"""What rope_parameters have and older releases have beside rope_scaling."""
-_ROPE = (frozenset({_NEW}), frozenset({"rope_scaling", "rope_theta"}))
-"""What releases of transformers call the settings of rotary embeddings: 5, and before."""
-_ALWAYS_KNOWN = _ROPE[0] | _ROPE[1] | {"pad_token_id"}
+_ALWAYS_KNOWN = ROPE[0] | ROPE[1] | {"pad_token_id"}
 MAX_BYTES = 16 * 2**20
 DECODERS = ("language_model.", "text_model.")
 """What transformers' composite models call their decoder, with the names of its tensors behind."""
-
 # Fields of a config.json that do not describe the model but that transformers acts on: code to
 # run, kernels and files to fetch, the number of labels to make up. Reading a checkpoint must not
 # trigger these.
@@ -94,48 +89,6 @@ def _without(config: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def in_kind(
-    overrides: Mapping[str, Any], config: Mapping[str, Any], written: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The values of `overrides` as the model's config.json has such values: whole numbers as floats
-    where those of `config` are, and rotary embeddings in the words of the file, which has
-    `written`.
-    """
-    return {
-        name: float(value) if type(value) is int and type(config.get(name)) is float else value
-        for name, value in _in_words_of(written, overrides).items()
-    }
-
-
-def _in_words_of(written: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`overrides` with one rotary embedding in the words of the release that wrote the config.
-    Those of several kinds of layers stay as they are: the older words say less.
-    """
-    newer, older = _ROPE
-    given = overrides.keys() & (newer | older)
-    own, asked = written.get(_NEW), overrides.get(_NEW)
-    scaling = overrides.get("rope_scaling")
-    rest = {name: value for name, value in overrides.items() if name not in given}
-    if given == newer and not own and any(map(written.get, older)) and _is_one_rope(asked):
-        parts = {name: v for name, v in asked.items() if name not in _BESIDE_SCALING}
-        parts = {} if parts.get("rope_type", "default") == "default" else parts
-        beside = {name: asked[name] for name in _BESIDE_SCALING if name in asked}
-        return {**rest, **beside, "rope_scaling": parts or None}
-    if given and given <= older and _is_one_rope(own) and isinstance(scaling, Mapping | None):
-        kept = own if "rope_scaling" not in given else {}
-        as_newer = {"rope_type" if n == "type" else n: v for n, v in (scaling or {}).items()}
-        parts = {"rope_type": "default", **kept, **as_newer}
-        beside = {name: own[name] for name in _BESIDE_SCALING if name in own}
-        beside |= {name: overrides[name] for name in given - {"rope_scaling"}}
-        return {**rest, _NEW: parts | beside}
-    return dict(overrides)
-
-
-def _is_one_rope(section: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether these are rope_parameters for all layers."""
-    return bool(section) and isinstance(section, Mapping) and "rope_type" in section
-
-
 def _check_overrides(
     model: str | Path, config: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> None:
@@ -148,7 +101,7 @@ def _check_overrides(
         close = get_close_matches(unknown[0], known, 1)
         meant = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"the model's {CONFIG} has no {', '.join(unknown)}{meant}")
-    for own, other in (_ROPE, _ROPE[::-1]):
+    for own, other in (ROPE, ROPE[::-1]):
         if any(config.get(name) for name in own) and (given := other & overrides.keys()):
             raise ConfigError(
                 f"the model's {CONFIG} has {', '.join(sorted(own & config.keys()))}: override "
@@ -185,6 +138,8 @@ def _parse(model: str | Path) -> dict[str, Any]:
             if isinstance(dtype := config.get(name), str):
                 # A tool wrote `torch.bfloat16`, which transformers does not read.
                 config[name] = dtype.removeprefix("torch.")
+        if isinstance(kind := config.get("model_type"), str):
+            config["model_type"] = MAKERS.get(kind, kind)
     except OSError as error:
         raise _unreadable(model, error.strerror) from error
     except ValueError as error:
@@ -199,24 +154,6 @@ def scheme_in(root: Path) -> Scheme | None:
     if not (root / CONFIG).is_file():
         return None
     return scheme_of(written_config(root).get(SECTION))
-
-
-def without_quantisation(config: bytes) -> bytes:
-    """The content of a config.json without what says how its weights are quantised."""
-    fields = strict_json.parse(config, finite=False)
-    del fields[SECTION]
-    return encoded_like(config, fields)
-
-
-def with_overrides(config: bytes, overrides: Mapping[str, Any]) -> bytes:
-    """The content of a config.json with the values of `overrides` in place of its own."""
-    return encoded_like(config, override_part(strict_json.parse(config, finite=False), overrides))
-
-
-def encoded_like(config: bytes, fields: Mapping[str, Any]) -> bytes:
-    """The content of a config.json with these fields, indented like `config`."""
-    indent = re.match(rb'\{\s*\n( +)"', config)
-    return strict_json.encoded(fields, indent=len(indent[1]) if indent else 2) + b"\n"
 
 
 def transformers_config(model: str | Path, overrides: Mapping[str, Any] | None = None) -> Any:
@@ -279,8 +216,12 @@ def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -
             read = _read(config, folder)
             found = read.to_dict()
             if surrounded:
-                tensors = build_without_values(read).state_dict().items()
-                found[TENSORS] = {n: [*t.shape] for n, t in tensors if not n.startswith(DECODERS)}
+                found[TENSORS] = {
+                    name: [*tensor.shape]
+                    for name, tensor in build_without_values(read).state_dict().items()
+                    # Whole numbers are no weights.
+                    if tensor.is_floating_point() and not name.startswith(DECODERS)
+                }
         except MemoryError:
             raise
         except Exception as error:  # fields of unexpected types can raise anything in there
@@ -292,7 +233,8 @@ def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -
 
 def _read(config: Mapping[str, Any], folder: Path) -> Any:
     """The config in `folder` as an object of its transformers class. Releases before 5 state in the
-    decoder's section alone whether embeddings are tied, but for models that hear.
+    decoder's section alone whether embeddings are tied, but for models that hear whose class says
+    it.
     """
     section = config.get(SECTION)
     # At these values transformers fails without naming the field.
@@ -305,21 +247,30 @@ def _read(config: Mapping[str, Any], folder: Path) -> Any:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
     found = _auto_config().from_pretrained(folder, trust_remote_code=False)
-    stated = {"tie_word_embeddings", "audio_config"} & config.keys()
-    if not stated and isinstance(config.get("text_config"), Mapping):
-        own = found.text_config
-        found.tie_word_embeddings = getattr(own, "tie_word_embeddings", found.tie_word_embeddings)
+    tied: str = "tie_word_embeddings"
+    own: Any = getattr(found, "text_config", None)
+    stated = {tied, "audio_config"} & config.keys()
+    alone = not stated and isinstance(config.get("text_config"), Mapping)
+    if (alone or not hasattr(found, tied)) and hasattr(own, tied):
+        found.tie_word_embeddings = own.tie_word_embeddings
     return found
 
 
-def build_without_values(config: Any, **more: Any) -> Any:
-    """The model of a config of transformers on the meta device. It has no head if its decoder is a
-    part of it. `more` are arguments of `AutoModel.from_config`.
+def find_composite(config: Any) -> Any:
+    """The class whose `from_config` makes the model of a config that has a decoder as a part: that
+    without a head, if transformers has one.
     """
-    from transformers import AutoModel
+    from transformers import AutoModel, AutoModelForImageTextToText
 
+    return AutoModel if type(config) in AutoModel._model_mapping else AutoModelForImageTextToText
+
+
+def build_without_values(config: Any, **more: Any) -> Any:
+    """The model of a config of transformers on the meta device, see `find_composite`. `more` are
+    arguments of `from_config`.
+    """
     with torch.device("meta"):
-        return AutoModel.from_config(config, **more)
+        return find_composite(config).from_config(config, **more)
 
 
 def _auto_config() -> Any:

@@ -18,9 +18,10 @@ from megatron_policy.converters.files.contained import inside
 from megatron_policy.converters.files.publishing import copy_file, write_file
 from megatron_policy.errors import ConversionError
 
-from .hf_config import CONFIG, scheme_in, with_overrides, without_quantisation
+from .hf_config import CONFIG, scheme_in
 from .hf_location import locate
 from .hf_names import is_of_tokenizer, side_names
+from .hf_overrides import with_overrides, without_quantisation
 
 _log = logging.getLogger(__name__)
 

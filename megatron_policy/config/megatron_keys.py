@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron_policy.config.rules import Ignored, Rejected, Rules, switched_off
 
-_FREEZE = "use freeze_config, or optimizer.param_groups, which freezes by names and roles"
 _FP32 = (
     "kept in fp32; other dtypes need Transformer Engine's Adam and a form of state that "
     "checkpoints here do not have"
@@ -62,9 +61,7 @@ _MEGATRON: Rules = {
     "layernorm_epsilon model_overrides moe_router_num_groups moe_router_group_topk": Rejected(
         "the model's config.json decides; write the change there"
     ),
-    """freeze_vision_model freeze_vision_projection freeze_sound_encoder
-    freeze_sound_projection""": Rejected(_FREEZE),
-    "radio_force_cpe_eval_mode": Ignored("affects RADIO's tower only; no family here has it"),
+    "radio_force_cpe_eval_mode": Ignored("towers compute in training what they compute otherwise"),
     "track_moe_metrics": Ignored("`moe_metrics` is always reported"),
 }
 

@@ -202,6 +202,14 @@ class MegatronConfig(Section):
     freeze_moe_router: bool = False
     """The weights of routers are not trained."""
     freeze_config: FreezeConfig = FreezeConfig()
+    freeze_vision_model: bool = False
+    """As in `freeze_config`."""
+    freeze_vision_projection: bool = False
+    """As in `freeze_config`."""
+    freeze_sound_encoder: bool = False
+    """The tower that hears is not trained."""
+    freeze_sound_projection: bool = False
+    """What makes its features as wide as the decoder is not trained, where that is apart."""
     moe_router_dtype: str | None = None
     """fp32 or fp64; null means what the model's family computes in."""
     moe_router_load_balancing_type: str | None = None

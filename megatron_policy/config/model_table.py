@@ -23,12 +23,12 @@ from megatron_policy.converters.architecture.beyond import beyond_transformer_en
 from megatron_policy.converters.architecture.plain_values import flatten, plain
 from megatron_policy.converters.formats.hf_config import (
     has_family,
-    in_kind,
     read_config,
     transformers_config,
     written_config,
 )
 from megatron_policy.converters.formats.hf_files import is_peft
+from megatron_policy.converters.formats.hf_overrides import in_kind
 from megatron_policy.converters.formats.opening import OpenModel, open_model
 from megatron_policy.converters.scalar_head import FIELDS as OF_HEAD
 from megatron_policy.converters.table import Table

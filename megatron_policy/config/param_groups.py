@@ -28,8 +28,11 @@ _BASE = ParamGroupConfig(roles=tuple(r for r in _ROLES if r != "adapter"), freez
 """What adapters leave as it is: all else but a scalar head."""
 _ROUTERS = ParamGroupConfig(roles=("router",), freeze=True)
 _TOWER = ParamGroupConfig(roles=("vision",), freeze=True)
-_OF_PROJECTORS = ("*merger*", "*multi_modal_projector*", "*.connector.*")
-_BESIDE_TOWER = (*_OF_PROJECTORS, "*audio_tower.*")
+_OF_PROJECTORS = ("*merger*", "*multi_modal_projector*", "*.connector.*", "mlp1.*")
+_OF_EARS, _OF_SOUND_PROJECTORS = ("*audio_tower.*", "sound_encoder.*"), ("sound_projection.*",)
+_BESIDE_TOWER = (*_OF_PROJECTORS, *_OF_EARS, *_OF_SOUND_PROJECTORS)
+_EARS = ParamGroupConfig(names=_OF_EARS, roles=("vision",), freeze=True)
+_SOUND_PROJECTORS = ParamGroupConfig(names=_OF_SOUND_PROJECTORS, roles=("vision",), freeze=True)
 _PROJECTORS = ParamGroupConfig(names=_OF_PROJECTORS, roles=("vision",), freeze=True)
 _DECODER = ParamGroupConfig(roles=tuple(r for r in _ROLES if r != "vision"), freeze=True)
 _SEEING = ParamGroupConfig(
@@ -44,10 +47,13 @@ _BUT = {
     id(_TOWER): _BESIDE_TOWER,
 }
 """Patterns of names that are not in the group all the same."""
-_OF_KEYS = (_BASE, _ROUTERS, _TOWER, _PROJECTORS, _DECODER, _SEEING, _HEARING, _BODY)
+_OF_KEYS = (
+    *(_BASE, _ROUTERS, _TOWER, _PROJECTORS, _EARS, _SOUND_PROJECTORS, _DECODER),
+    *(_SEEING, _HEARING, _BODY),
+)
 _IMPLIED = [id(group) for group in _OF_KEYS]
 """Groups that other keys ask for, also of a model that lacks what is in them: `peft`,
-`freeze_moe_router` and those of `freeze_config`.
+`freeze_moe_router`, those of `freeze_config`, and what freezes parts beside it.
 """
 
 
@@ -91,8 +97,10 @@ class ParamGroups:
         part = settings.freeze_config
         asked = [
             (settings.freeze_moe_router, _ROUTERS),
-            (part.freeze_vision_model, _TOWER),
-            (part.freeze_vision_projection, _PROJECTORS),
+            (part.freeze_vision_model or settings.freeze_vision_model, _TOWER),
+            (part.freeze_vision_projection or settings.freeze_vision_projection, _PROJECTORS),
+            (settings.freeze_sound_encoder, _EARS),
+            (settings.freeze_sound_projection, _SOUND_PROJECTORS),
             (part.freeze_language_model, _DECODER),
         ]
         first = [_BASE] if settings.peft.enabled else [group for on, group in asked if on]

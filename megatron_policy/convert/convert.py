@@ -31,12 +31,14 @@ from megatron_policy.converters.files.publishing import (
 )
 from megatron_policy.converters.formats.hf_config import (
     CONFIG,
+)
+from megatron_policy.converters.formats.hf_files import copy_differs
+from megatron_policy.converters.formats.hf_names import MANIFEST
+from megatron_policy.converters.formats.hf_overrides import (
     encoded_like,
     with_overrides,
     without_quantisation,
 )
-from megatron_policy.converters.formats.hf_files import copy_differs
-from megatron_policy.converters.formats.hf_names import MANIFEST
 from megatron_policy.converters.table import Table
 from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import ConversionError

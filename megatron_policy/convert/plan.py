@@ -26,7 +26,8 @@ from megatron_policy.convert.target import Target, hf_target, mcore_target
 from megatron_policy.convert.training_checkpoint import is_saved, state_of_adapters
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.files.raw_files import RawFiles
-from megatron_policy.converters.formats.hf_config import in_kind, written_config
+from megatron_policy.converters.formats.hf_config import written_config
+from megatron_policy.converters.formats.hf_overrides import in_kind
 from megatron_policy.converters.formats.opening import open_model
 from megatron_policy.converters.table import WEIGHT_DTYPES, Table
 from megatron_policy.dtypes import name_dtype

@@ -1,6 +1,6 @@
 """What surrounds a decoder that also sees pictures or hears sound: transformers' own composite
-model, in which the decoder and its embedding are replaced by modules that record what the decoder
-is given. So no line of a family's towers, projectors and positions is written here.
+model, see `composite`, is called for what the decoder is given. So no line of a family's towers,
+projectors and positions is written here.
 
 Shapes: B rows and S positions of the caller, T positions that a context-parallel rank computes, R
 rows of them, D model.
@@ -8,172 +8,35 @@ rows of them, D model.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megatron_policy.config import PolicyConfig
 from megatron_policy.converters.architecture import Shell
-from megatron_policy.converters.formats.hf_config import DECODERS, transformers_config
 from megatron_policy.device import to_device
-from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.embedder import Embedder, Entering
 from megatron_policy.packing.microbatch import Microbatch, inside
 from megatron_policy.packing.pictures import find_blocks
 from megatron_policy.packing.tokens import Blocks
 
-_TYPES = "mm_token_type_ids"
-"""The argument of composite models that says of each token which medium's it is, or 0."""
-_FEATURES, _POSITIONS, _MASK = "inputs_embeds", "position_ids", "attention_mask"
-DEEP, DEEP_AT = "deepstack_visual_embeds", "visual_pos_masks"
-"""The arguments of decoders with features for their first layers, and with where they are."""
-_READ = {_FEATURES, _POSITIONS, DEEP, DEEP_AT}
-_MASKS: dict[str, Any] = {}
-"""In place of those that a composite model makes, and makes none of if it is given them: engines
-let the tokens of a picture see each other.
-"""
+from .composite import (
+    DEEP,
+    DEEP_AT,
+    FEATURES,
+    MASK,
+    MASKS,
+    POSITIONS,
+    TYPES,
+    DecoderRecorder,
+    makes_positions,
+    takes_types,
+)
+
 _SEEN = 8
 """Numbers of a tensor by which two are told apart before all are compared."""
-_WITHOUT_EFFECT = {"use_cache", "return_dict", "output_router_logits"}
-
-
-class _Zeros(torch.nn.Module):
-    """Stands for the embedding: whoever has it adds the text's part. What it gives has the dtype of
-    the model's parameters.
-    """
-
-    def __init__(self, width: int, find_dtype: Callable[[], torch.dtype]) -> None:
-        super().__init__()
-        self.width, self.find_dtype = width, find_dtype
-
-    def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        return ids_BS.new_zeros((*ids_BS.shape, self.width), dtype=self.find_dtype())
-
-
-class _Decoder(torch.nn.Module):
-    """Stands for the decoder: keeps what it is given, until that is taken."""
-
-    gradient_checkpointing = False
-    """What Idefics3's class asks of its decoder."""
-
-    def __init__(self, config: Any, find_dtype: Callable[[], torch.dtype]) -> None:
-        super().__init__()
-        self.config = config
-        self.embed_tokens = _Zeros(config.hidden_size, find_dtype)
-        self._given: dict[str, Any] = {}
-
-    def get_input_embeddings(self) -> torch.nn.Module:
-        return self.embed_tokens
-
-    def forward(self, **given: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        given = {n: v for n, v in given.items() if v is not None and v is not _MASKS}
-        if _MASK in given and given[_MASK].ndim == 2 and given[_MASK].all():
-            del given[_MASK]  # leaves out nothing
-        if unknown := given.keys() - _READ - _WITHOUT_EFFECT:
-            raise ConfigError(
-                f"this release of transformers gives the model's decoder {', '.join(unknown)}, "
-                "which are not read here: install another release of transformers"
-            )
-        self._given = given
-        return MoeModelOutputWithPast(last_hidden_state=given[_FEATURES])
-
-    def take(self) -> dict[str, Any]:
-        given, self._given = self._given, {}
-        return given
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """In this context parameters are on the meta device from their registration on, so that nothing
-    is drawn for them; buffers are not.
-    """
-    original = torch.nn.Module.register_parameter
-
-    def register(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        original(module, name, param)
-
-    torch.nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
-
-
-def build_composite(config: PolicyConfig) -> torch.nn.Module:
-    """The composite model of `config.model_name` without its decoder: parameters are on the meta
-    device, buffers as its own code makes them, on the CPU. See `take_surroundings`.
-    """
-    from transformers import AutoModel
-
-    settings = transformers_config(config.model_name, config.hf_config_overrides)
-    # A layer of a decoder can be larger than the host's memory, and all are replaced.
-    settings.get_text_config().num_hidden_layers = 0
-    with parameters_on_meta():
-        return take_surroundings(AutoModel.from_config(settings, dtype=torch.float32))
-
-
-def take_surroundings(whole: Any) -> torch.nn.Module:
-    """A composite model with the modules of `whole`, but for its decoder.
-
-    ConfigError if its class makes positions and is not called with the type of each token for it.
-    """
-    from transformers import __version__
-
-    composite: Any = copy(whole)
-    composite._modules = dict(whole._modules)
-    if _makes_positions(composite) and not (_takes_types(composite) or _hears(composite)):
-        raise ConfigError(
-            f"the {type(composite).__name__} of transformers {__version__} does not take {_TYPES}: "
-            "install transformers 5.3 or newer"
-        )
-    (slot,) = (name[:-1] for name in DECODERS if hasattr(composite, name[:-1]))
-    decoder = _Decoder(getattr(composite, slot).config, lambda: composite.dtype)
-    setattr(composite, slot, decoder)
-    composite.get_input_embeddings = decoder.get_input_embeddings
-    built: torch.nn.Module = composite
-    return built
-
-
-def _takes_types(composite: torch.nn.Module) -> bool:
-    """Whether the model makes positions, and is called with the type of each token for it."""
-    return _TYPES in inspect.signature(composite.forward).parameters
-
-
-def _makes_positions(composite: torch.nn.Module) -> bool:
-    """Whether the model makes positions."""
-    return hasattr(composite, "get_rope_index")
-
-
-def _hears(composite: Any) -> bool:
-    """Whether it makes them of sound too: of all tokens of a mask, by the tokens around media."""
-    return "audio_seqlens" in inspect.signature(composite.get_rope_index).parameters
-
-
-def fill_composite(
-    composite: torch.nn.Module, make: Callable[[torch.Size], torch.nn.Parameter]
-) -> None:
-    """Give the composite model parameters that `make` makes of their shapes, on one device and of
-    one dtype, and move its buffers there.
-    """
-    made = None
-    for module in composite.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            made = make(parameter.shape)
-            setattr(module, name, made)
-    assert made is not None, "a shell has parameters"
-    for module in composite.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(made.device))
 
 
 class _GiveAll(torch.autograd.Function):
@@ -230,7 +93,7 @@ def _join_deep(given: Sequence[dict[str, Any]]) -> Iterator[torch.Tensor]:
             [
                 _spread(each[DEEP][layer], each[DEEP_AT])
                 if DEEP in each
-                else torch.zeros_like(each[_FEATURES])
+                else torch.zeros_like(each[FEATURES])
                 for each in given
             ]
         )
@@ -282,7 +145,7 @@ class PictureEmbedder:
             return self.place(microbatch, torch.cat([values_USD.flatten(0, 1), last])[source_BS])
 
         where = self.place(microbatch, source_BS >= 0).unsqueeze(-1)
-        features_USD = torch.cat([each[_FEATURES] for each in given])
+        features_USD = torch.cat([each[FEATURES] for each in given])
         hidden = torch.where(where, give(features_USD).to(hidden.dtype), hidden)
         deep = tuple(map(give, _join_deep(given)))
         if not any(each.requires_grad for each in deep):
@@ -300,20 +163,20 @@ class PictureEmbedder:
             dtype: Any = self.composite.dtype  # not every tower begins with that
             keys[key] = [None if each is None else each.to(dtype) for each in keys[key]]
         # Positions are made for themselves, see there.
-        media = self.shell.join(keys) | {_POSITIONS: torch.zeros((), dtype=torch.long)}
+        media = self.shell.join(keys) | {POSITIONS: torch.zeros((), dtype=torch.long)}
         ids_US = microbatch.host.data["input_ids"][rows]
         return self._call(to_device(ids_US), to_device(types_BS[rows]), media)
 
     def positions(self, microbatch: Microbatch) -> torch.Tensor | None:
         types_BS = self._find_types(microbatch)
-        if not (types_BS.any() and _makes_positions(self.composite)):
+        if not (types_BS.any() and makes_positions(self.composite)):
             return None
         data = microbatch.host.data
         values = {medium.values for medium in self.shell.media}
         keys = {key: data.get(key, []) for key in self.attachments if key not in values}
         with torch.no_grad():
             given = self._call(data["input_ids"], types_BS, self.shell.join(keys))
-        positions: torch.Tensor | None = given.get(_POSITIONS)
+        positions: torch.Tensor | None = given.get(POSITIONS)
         # Where there are four, the first one is that of text.
         return None if positions is None else to_device(positions[-3:].permute(1, 2, 0))
 
@@ -330,14 +193,16 @@ class PictureEmbedder:
             drawn_BS = (ids_BS == medium.placeholder) & (types_BS == 0)
             if medium.start is not None:
                 drawn_BS |= (ids_BS == medium.start) & ~before_BS
-                more = more | {_MASK: torch.ones_like(ids_BS)}
+                more = more | {MASK: torch.ones_like(ids_BS)}
             ids_BS = ids_BS.masked_fill(drawn_BS, other)
-        if _takes_types(self.composite):
-            more = more | {_TYPES: types_BS.int()}
+        if takes_types(self.composite):
+            more = more | {TYPES: types_BS.int()}
         if self.shell.both_ways:
-            more = more | {_MASK: _MASKS}
+            more = more | {MASK: MASKS}
         self.composite(input_ids=ids_BS, use_cache=False, **more)
-        decoder = next(each for each in self.composite.children() if isinstance(each, _Decoder))
+        decoder = next(
+            each for each in self.composite.children() if isinstance(each, DecoderRecorder)
+        )
         return decoder.take()
 
     def _find_types(self, microbatch: Microbatch) -> torch.Tensor:

@@ -173,14 +173,17 @@ def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
 
 class _OneKernel(TorchFunctionMode):
     """Attention is the kernel that keeps no scores, as on every device that has one. What is taken
-    as a tensor, sizes of pictures, keeps its values. Nothing is left out by what has none: pixels
-    are not zeros, and masks are true.
+    as a tensor, sizes of pictures, keeps its values, and so do numbers of places, and what is moved
+    to where the model is. Nothing is left out by what has none: pixels are not zeros, and masks are
+    true.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.as_tensor:
+        if func in (torch.as_tensor, torch.arange):
             return func(*args, **kwargs | {"device": None})
+        if func is torch.Tensor.to and not args[0].is_meta and torch.device("meta") in args:
+            return args[0]
         if func is torch.Tensor.__eq__ and args[0].is_meta:
             return torch.tensor(False).expand(args[0].shape)
         if func is torch.Tensor.all and args[0].is_meta:

@@ -28,7 +28,9 @@ MAY_DIFFER: Mapping[str, str] = {
         train_global_batch_size train_micro_batch_size max_grad_norm learning_rate optimizer
         scheduler megatron_cfg.optimizer megatron_cfg.scheduler megatron_cfg.train_iters
         skip_empty_steps megatron_cfg.empty_unused_memory_level megatron_cfg.freeze_moe_router
-        megatron_cfg.freeze_config megatron_cfg.moe_router_bias_update_rate
+        megatron_cfg.freeze_config megatron_cfg.freeze_vision_model
+        megatron_cfg.freeze_vision_projection megatron_cfg.freeze_sound_encoder
+        megatron_cfg.freeze_sound_projection megatron_cfg.moe_router_bias_update_rate
         dtensor_cfg.automodel_kwargs.freeze_config
         dtensor_cfg.weight_decay_of dtensor_cfg.clear_cache_every_n_steps
         fsdp_cfg.weight_decay_of fsdp_cfg.clear_cache_every_n_steps""",

@@ -5,6 +5,7 @@ Shapes: B rows, S positions, V vocabulary, D model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError
 from megatron_policy.parity.result import Job, ModelOutputs, draw_batch, keep_input, keep_output
 
+_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""The arguments of models that say of each token which medium's it is, or 0."""
+
 
 @torch.no_grad()
 def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> ModelOutputs:
@@ -40,7 +44,7 @@ def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> ModelOu
     hf = _load(model, dtype)
     surrounded = family_of(hf.config.model_type).surrounded
     shell = open_headers(model)[1].architecture.shell if surrounded else None
-    given = _describe_batch(draw_batch(job, shell), shell)
+    given = _describe_batch(hf, draw_batch(job, shell), shell)
     for key in () if shell is None else (medium.values for medium in shell.media):
         if key in given:  # not every tower makes pixels of its dtype
             given[key] = given[key].to(hf.dtype)
@@ -62,19 +66,18 @@ def read_reference(model: str, job: Job, dtype: str, per_layer: bool) -> ModelOu
     return ModelOutputs(logits_BSV, logprobs_BS, layers)
 
 
-def _describe_batch(data: BatchedDataDict, shell: Shell | None) -> dict[str, torch.Tensor]:
+def _describe_batch(hf: Any, data: BatchedDataDict, shell: Shell | None) -> dict[str, torch.Tensor]:
     """What transformers' class is called with."""
     tokens_BS = data["input_ids"]
     given = {"input_ids": tokens_BS}
     if shell is not None:
         given |= shell.join({key: data[key] for key in shell.attachments if key in data})
-    both_ways = shell is not None and shell.both_ways
+    named = next((each for each in _TYPES if each in inspect.signature(hf.forward).parameters), "")
     for number, medium in enumerate(() if shell is None else shell.media, start=1):
         if medium.start is not None:  # its class makes positions of what a mask names
             given["attention_mask"] = torch.ones_like(tokens_BS)
-        elif medium.values in given and (both_ways or medium.typed):
-            name = "token_type_ids" if both_ways else "mm_token_type_ids"
-            given[name] = (tokens_BS == medium.placeholder).int() * number
+        elif medium.values in given and named:
+            given[named] = (tokens_BS == medium.placeholder).int() * number
     return {name: tensor.to(current_device()) for name, tensor in given.items()}
 
 
@@ -130,6 +133,7 @@ def _decoder_layers(hf: Any, num_layers: int) -> torch.nn.ModuleList:
     decoder = hf.base_model
     for name in DECODERS:
         decoder = getattr(decoder, name[:-1], decoder)
+    decoder = getattr(decoder, "base_model", decoder)  # of one with its head
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList) or len(layers) < num_layers:
         raise ConfigError(

@@ -64,6 +64,10 @@ GENERATING = {
     "llava_next": {"TP2": layout(2, tp=2)},
     "llava_onevision": {"PP2": layout(2, pp=2)},
     "mistral3": {"PP2": layout(2, pp=2)},
+    "nemotron_h_omni": {
+        "EP2xTP2+SP": EXPERT_LAYOUTS["EP2xTP2+SP"],
+        "PP2": layout(2, pp=2),
+    },
     "smolvlm": {"TP2+SP": layout(2, tp=2, **SP)},
 }
 

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.engines import shell
+from megatron_policy.engines import composite, shell
 from megatron_policy.engines.megatron import assemble
 from megatron_policy.engines.megatron.layers.norm import make_replica
 from megatron_policy.engines.shell import PictureEmbedder
@@ -115,6 +115,8 @@ LAYOUTS_OF = {
     "internvl": SOME | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP2 TP2+SP x 2")},
     "smolvlm": SOME | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP1 x 2")},
     **dict.fromkeys(("glm4v_moe", "kimi_k25"), WITH_EXPERTS),
+    # Experts have tensor parallelism with sequence parallelism alone.
+    "nemotron_h_omni": WITH_EXPERTS | {n: each for n, each in LAYOUTS.items() if n != "TP2"},
     "qwen2_vl": OLDER,
     "qwen2_5_omni_thinker": LAYOUTS | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP2 CP2")},
     "qwen2_5_vl": LAYOUTS | SHARDED,
@@ -441,16 +443,16 @@ def test_what_the_hosts_dtensor_keys_freeze_keeps_its_values_and_all_else_learns
 def seen_patches() -> Iterator[list[int]]:
     """In this context, how many patches a tower gets at each call."""
     seen: list[int] = []
-    build = shell.build_composite
+    build = composite.build_composite
 
     def build_watched(config: Any) -> Any:
-        composite: Any = build(config)
+        whole: Any = build(config)
         names = {"visual", "vision_tower", "vision_model"}
-        (tower,) = (each for name, each in composite.named_children() if name in names)
+        (tower,) = (each for name, each in whole.named_children() if name in names)
         tower.register_forward_pre_hook(
             lambda _, args, given: seen.append(len((*args, *given.values())[0])), with_kwargs=True
         )
-        return composite
+        return whole
 
     with patch.object(assemble, "build_composite", build_watched):
         yield seen

@@ -53,7 +53,9 @@ def with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
         deep = {"deepstack_visual_indexes": [1]} if "deepstack_visual_indexes" in tower else {}
         text = _with_layers(decoder_of(fields), layers, samples)
         if "audio_config" in fields:
-            fields = fields | {"audio_config": fields["audio_config"] | {"encoder_layers": 2}}
+            ears = fields["audio_config"]
+            few = {n: 2 for n in ("encoder_layers", "num_hidden_layers") if n in ears}
+            fields = fields | {"audio_config": ears | few}
         return fields | {"vision_config": tower | deep, "text_config": text}
     return _with_layers(fields, layers, samples)
 

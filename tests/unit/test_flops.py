@@ -38,7 +38,7 @@ def reference(path: Path) -> Any:
     model = class_of_model(config).from_config(config, **kernels)
     for name, mixer in model.named_modules():
         convolves = any(isinstance(child, torch.nn.Conv1d) for child in mixer.children())
-        if convolves and not name.endswith("audio_tower"):
+        if convolves and "audio_tower" not in name:
             mixer.forward = partial(pass_linears, mixer)
     return model.float().train()
 
@@ -140,7 +140,7 @@ def test_forward_and_backward_are_what_torch_counts_on_the_reference(checkpoint,
     assert counted(model, 2, backward=True) == 3 * ours
 
 
-@pytest.mark.parametrize("family", ["glm4v_moe", "qwen2_5_vl", "qwen3_vl", *STILL, *CLIPS])
+@pytest.mark.parametrize("family", {"glm4v_moe": 0, "qwen2_5_vl": 0, "qwen3_vl": 0} | STILL | CLIPS)
 def test_towers_cost_what_torch_counts_on_the_reference(checkpoint, family: str) -> None:
     path = checkpoint(family)
     config = PolicyConfig.parse(policy_config(path, {}))
@@ -150,7 +150,8 @@ def test_towers_cost_what_torch_counts_on_the_reference(checkpoint, family: str)
     patches = shell.media[0].count_patches(picture)
     with FlopCounterMode(display=False) as counter:
         given = shell.join({key: [value] for key, value in picture.items()})
-        reference(path).model.get_image_features(**given)
+        whole = reference(path)
+        getattr(whole, "model", whole).get_image_features(**given)
     found = count_tower(config, rows, RowMedia(patches))
     assert found.flops == counter.get_total_flops() and found.kept > 0
     assert found.trained_flops == found.flops and found.patches == patches
@@ -166,7 +167,8 @@ def test_towers_that_hear_cost_what_torch_counts_on_the_reference(
     checkpoint, family: str, frames: int
 ) -> None:
     path = checkpoint(family)
-    groups = [{"names": ["audio_tower.*"], "freeze": True}]
+    names = ["sound_*"] if family == "nemotron_h_omni" else ["audio_tower.*"]
+    groups = [{"names": names, "freeze": True}]
     frozen, trained = (
         PolicyConfig.parse(policy_config(path, {"optimizer": {"param_groups": each}}))
         for each in (groups, [])
@@ -175,7 +177,8 @@ def test_towers_that_hear_cost_what_torch_counts_on_the_reference(
     (medium,) = rows.architecture.shell.sounds
     clip = medium.make_clip(frames, torch.randn)
     with FlopCounterMode(display=False) as counter:
-        reference(path).model.get_audio_features(**clip)
+        whole = reference(path)
+        getattr(whole, "model", whole).get_audio_features(**clip)
     found = count_tower(trained, rows, RowMedia(frames=frames))
     assert found.flops == found.trained_flops == counter.get_total_flops() and found.kept > 0
     assert found.patches == medium.count_tokens(clip)

@@ -143,6 +143,18 @@ def test_parts_are_frozen_by_the_keys_of_the_host(
     frozen = {e.hf[0] for e in hearing.entries if both.frozen(e)}
     assert frozen == {n for e in hearing.entries if (n := e.hf[0]).startswith("visual.")}
     assert {e.hf[0] for e in table.entries if both.frozen(e)} == tower
+    omni = table_of(make_model(tmp_path / "nemotron", "nemotron_h_omni"))
+    parts = {
+        "vision_model": "vision_model.",
+        "vision_projection": "mlp1.",
+        "sound_encoder": "sound_encoder.",
+        "sound_projection": "sound_projection.",
+    }
+    for part, start in parts.items():
+        groups = groups_of(**{f"freeze_{part}": True})
+        groups.check(omni)
+        frozen = {e.hf[0] for e in omni.entries if groups.frozen(e)}
+        assert frozen == {n for e in omni.entries if (n := e.hf[0]).startswith(start)}, part
     text = table_of(checkpoint("qwen3"))
     both.check(text)
     assert not any(map(both.frozen, text.entries))

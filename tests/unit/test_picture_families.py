@@ -175,7 +175,7 @@ def test_names_and_shapes_are_those_of_transformers(checkpoint: Path) -> None:
         )
     assert inspected.problems == () and inspected.unmatched == ()
     shell = table.architecture.shell
-    keys = STILL.get(table.family, MEDIA) + SOUNDS * (table.family in CLIPS)
+    keys = STILL.get(table.family, MEDIA + SOUNDS * (table.family in CLIPS))
     assert shell is not None and {*keys} <= {*table.architecture.attachments}
     seen = [medium for medium in shell.media if isinstance(medium, SeenMedium)]
     assert all(medium.merged == (1 if table.family in SINGLE else 4) for medium in seen)

@@ -147,8 +147,8 @@ OTHERWISE: dict[str, str] = {
     "what is installed or visible on a machine": """
         engines.hugging_face.assemble:_shared_out engines.megatron.cpu_platform:*
         engines.megatron.layer_spec:resolve_implementation
-        engines.megatron.layers.experts:dispatcher_of engines.shell:take_surroundings
-        engines.shell:_Decoder.forward
+        engines.megatron.layers.experts:dispatcher_of engines.composite:take_surroundings
+        engines.composite:DecoderRecorder.forward
         engines.megatron.layers.recurrent:choose_kernels interfaces.host:find_host
     """,
     "other policies of the process": "engines.megatron.process_groups:*",

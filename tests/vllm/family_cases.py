@@ -94,6 +94,7 @@ BF16_ALONE = (
     "falcon_h1",
     "granitemoehybrid",
     "nemotron_h",
+    "nemotron_h_omni",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_5_moe_text",
@@ -147,7 +148,8 @@ def is_tied(family: str) -> bool:
     """Whether the family's embedding is its head, as published."""
     samples = SAMPLES[family]
     fields = next(iter(samples.published.values()), {})
-    plain = AutoConfig.for_model(samples.hf_model_type or family).tie_word_embeddings
+    plain = AutoConfig.for_model(samples.hf_model_type or family)
+    plain = getattr(plain, "tie_word_embeddings", False)
     return bool(fields.get("tie_word_embeddings", plain))
 
 
@@ -219,6 +221,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "nemotron_h": (
         "is_act_and_mul=False is supported only",
         "vLLM has experts without gates on GPUs alone",
+    ),
+    "nemotron_h_omni": (
+        "does not recognize this architecture",
+        "the transformers beside vLLM has no models of this family",
     ),
     "olmo_hybrid": KERNEL,
     "olmo_hybrid with biases": KERNEL,

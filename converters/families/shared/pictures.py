@@ -4,12 +4,14 @@ surrounds it, which transformers' own class computes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from megatron_policy.converters.architecture import Medium, PatchMedium, Shell
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.rows import Role, Whole
+from megatron_policy.converters.rows import Role, Row, TowerQkv, Whole
 from megatron_policy.errors import ConversionError
 
 PARAMETERS = "embedding.shell."
@@ -26,6 +28,8 @@ checkpoint of several: what names of that model's tensors begin with.
 BY_CLASS = "read by transformers' own class of what surrounds the decoder"
 _FIRST = "patch_embed.proj.weight"
 """The end of the name of what a tower multiplies patches with, `[features, ...]`."""
+_STATISTICS = (".running_mean", ".running_var")
+"""The ends of names of what a tower has measured before."""
 _MARKS = ("vision_start_token_id", "vision_end_token_id", "vision_token_id")
 _REPEATED = (
     *_MARKS,
@@ -98,9 +102,40 @@ def surround(fields: Fields, prefix: str, *media: Medium, **more: Any) -> dict[s
 def make_rows(shell: Shell) -> tuple[Whole, ...]:
     """The rows of the shell's tensors, which every rank of the first stage holds whole."""
     return tuple(
-        Whole(PARAMETERS + name, (shell.prefix + name,), shape, role=_role_of(name, shape))
+        Whole(
+            PARAMETERS + name,
+            (shell.prefix + name,),
+            shape,
+            role=_role_of(name, shape),
+            learnt=not name.endswith(_STATISTICS),
+        )
         for name, shape in shell.tensors
     )
+
+
+def name_on_file(
+    shell: Shell, names: Iterable[tuple[str, str]], projections: tuple[str, ...], joined: str
+) -> tuple[Row, ...]:
+    """The rows of the shell's tensors by the names on file, where `names` has what takes the place
+    of parts of theirs, one after another. Three `projections` are one tensor there, `joined`.
+    """
+
+    def spell(name: str) -> str:
+        for part, other in names:
+            name = name.replace(part, other)
+        return name
+
+    rows: list[Row] = []
+    for row in make_rows(shell):
+        (name,) = row.hf
+        number = next((n for n, each in enumerate(projections) if each in name), None)
+        if number is None:
+            rows.append(replace(row, hf=(spell(name),)))
+        else:
+            named = replace(row, hf=(spell(name.replace(projections[number], joined)),))
+            turned = shell.heads * (number < 2)
+            rows.append(TowerQkv(**vars(named), number=number, heads=turned))
+    return tuple(sorted(rows, key=lambda row: row.hf))
 
 
 def _role_of(name: str, shape: tuple[int, ...]) -> Role:

@@ -24,6 +24,7 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.device import is_accelerated
 from megatron_policy.device.timing import Recorder
+from megatron_policy.engines.composite import take_surroundings
 from megatron_policy.engines.hugging_face.attention import NAME
 from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.engine import FsdpEngine
@@ -45,7 +46,7 @@ from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion
 from megatron_policy.engines.hugging_face.tensor_split import split
 from megatron_policy.engines.hugging_face.text_length import TextLength, untold
 from megatron_policy.engines.shared import check_embedder, describe_head, leave_unfilled
-from megatron_policy.engines.shell import PictureEmbedder, has_trained, take_surroundings
+from megatron_policy.engines.shell import PictureEmbedder, has_trained
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.embedder import Embedder, TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_policy.engines.shell import DEEP, DEEP_AT
+from megatron_policy.engines.composite import DEEP, DEEP_AT
 from megatron_policy.errors import ConfigError
 from megatron_policy.interfaces.embedder import Entering
 

@@ -16,8 +16,8 @@ import torch
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.parallel_sizes import parallel_sizes, transformers_settings
 from megatron_policy.converters.formats.hf_config import transformers_config
+from megatron_policy.engines.composite import parameters_on_meta
 from megatron_policy.engines.hugging_face.attention import register_attention
-from megatron_policy.engines.shell import parameters_on_meta
 from megatron_policy.errors import ConfigError, ConversionError
 
 _SHOWN = 8

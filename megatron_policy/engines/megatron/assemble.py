@@ -25,6 +25,7 @@ from megatron_policy.converters.architecture import Architecture, vocab_shard
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.table import Table
 from megatron_policy.device.timing import Recorder
+from megatron_policy.engines.composite import build_composite, fill_composite
 from megatron_policy.engines.megatron.adapters import (
     MegatronAdapters,
     held_adapters,
@@ -46,12 +47,7 @@ from megatron_policy.engines.megatron.process_groups import drop_groups, make_gr
 from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.megatron.trainable import freeze, make_trainable
 from megatron_policy.engines.shared import check_embedder, describe_head, leave_unfilled
-from megatron_policy.engines.shell import (
-    PictureEmbedder,
-    build_composite,
-    fill_composite,
-    has_trained,
-)
+from megatron_policy.engines.shell import PictureEmbedder, has_trained
 from megatron_policy.interfaces.embedder import Embedder, TokenEmbedder
 from megatron_policy.memory.pending_reads import PendingReads
 from megatron_policy.packing.microbatch import Microbatch
@@ -174,11 +170,11 @@ def _chunks(
     choose_text_length(built, config.rope_length, config.max_total_sequence_length)
     if architecture.shell is None:
         return built, None
-    composite = build_composite(config)
+    composite, names = build_composite(config), dict(architecture.shell.tensors)
     for chunk in built:
         if chunk.pre_process:
             # It has parameters on the stage with the embedding, and belongs to it.
-            fill_composite(composite, partial(make_replica, chunk.config))
+            fill_composite(composite, partial(make_replica, chunk.config), names)
             chunk.embedding.shell = composite
     return built, composite
 

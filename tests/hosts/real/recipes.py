@@ -72,6 +72,7 @@ FURTHER = {
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": "Nemotron-3-Nano-30B-A3B",
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": "Nemotron-3-Super-120B-A12B",
     "nvidia/NVIDIA-Nemotron-Nano-12B-v2": "Nemotron-Nano-12B-v2",
+    "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16": "Nemotron-3-Nano-Omni-30B-A3B-Reasoning",
     "Qwen/Qwen2.5-Omni-7B": "Qwen2.5-Omni-7B",
     "Qwen/Qwen3-Omni-30B-A3B-Instruct": "Qwen3-Omni-30B-A3B-Instruct",
     "Qwen/Qwen3.5-397B-A17B": "Qwen3.5-397B-A17B",
@@ -91,6 +92,12 @@ _VL_3B = {
     "vocab_size": 151936,
 }
 _OMNI_7B = PUBLISHED["Qwen2.5-Omni-7B"][1]
+_OMNI_NANO = PUBLISHED["Nemotron-3-Nano-Omni-30B-A3B-Reasoning"][1]
+_SUPER = {
+    name: value
+    for name, value in HYBRIDS["Nemotron-3-Super-120B-A12B"][1].items()
+    if name not in ("architectures", "torch_dtype", "transformers_version")
+}
 SEEING: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-Omni-3B": _OMNI_7B
     | {
@@ -98,6 +105,8 @@ SEEING: dict[str, dict[str, Any]] = {
         "vision_config": _OMNI_7B["vision_config"] | {"out_hidden_size": 2048},
         "audio_config": _OMNI_7B["audio_config"] | {"output_dim": 2048},
     },
+    # Where the recipes have the weights of Nemotron 3 Super Omni.
+    "/path/to/nemotron-super-omni-hf-checkpoint": _OMNI_NANO | {"text_config": _SUPER},
     "Qwen/Qwen2.5-VL-3B-Instruct": _VL_7B
     | {
         "text_config": _VL_7B["text_config"] | _VL_3B,
@@ -107,6 +116,8 @@ SEEING: dict[str, dict[str, Any]] = {
 }
 """Models that see pictures or hear sound, of other sizes than those of `tests/families`."""
 MODELS = ("policy", "teacher", "value")
+DISTILLATION = "on_policy_distillation"
+"""The section of teachers with nodes of their own."""
 SPLIT_MODEL = [
     f"{axis}_parallel_size"
     for axis in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
@@ -152,7 +163,7 @@ def recipes(folder: str = "", megatron: bool = True) -> Iterator[tuple[str, dict
     """
     root = checkout() / "examples" / "configs" / "recipes"
     for file in sorted((root / folder).glob("**/*.yaml")):
-        document = sections(file, "cluster", *MODELS)
+        document = sections(file, "cluster", DISTILLATION, *MODELS)
         if with_megatron(document, "policy") == megatron:
             yield str(file.relative_to(root)), document
 
@@ -163,8 +174,13 @@ def with_megatron(document: Mapping[str, Any], model: str) -> bool:
 
 
 def ranks_of(document: Mapping[str, Any]) -> int:
-    """The ranks that train: those of the cluster but for the engines' own."""
+    """The ranks that train: those of the cluster but for the engines' and the teachers' own."""
     nodes, gpus = document["cluster"]["num_nodes"], document["cluster"]["gpus_per_node"]
+    distilled = document.get(DISTILLATION) or {}
+    apart = distilled.get("non_colocated_teachers") or {}
+    if apart.get("enabled"):
+        teachers = {*distilled["teacher_model_by_agent_name"].values()}
+        nodes -= len(teachers) * apart["default_teacher_cfg"]["num_nodes"]
     engines = (document["policy"].get("generation") or {}).get("colocated") or {}
     if engines.get("enabled", True):
         return nodes * gpus

@@ -20,8 +20,6 @@ from tests.hosts.real.recipes import checkout, for_our_worker, sections
 
 NOT_SUPPORTED = {
     "megatron_cfg.fp8_cfg.enabled",
-    "megatron_cfg.freeze_vision_model",
-    "megatron_cfg.freeze_vision_projection",
     "megatron_cfg.optimizer.optimizer_cpu_offload",
     "draft.enabled",
     "quant_cfg",
