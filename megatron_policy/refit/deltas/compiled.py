@@ -14,7 +14,7 @@ from megatron_policy.refit.deltas import arrays
 _BLOCK = 1 << 17  # elements at a time: what is compared is still in the cache when it is copied
 _NONE, _ONE, _THREE, _SEVEN, _HALF = uint64(0), uint64(1), uint64(3), uint64(7), uint64(32)
 _WORDS, _SIZE = uint64(arrays.WORDS), uint64(1 << arrays.WORDS)
-_FIRST, _SECOND, _MOST = uint64(arrays.FIRST), uint64(arrays.SECOND), int(arrays.MOST)
+_FIRST, _SECOND, _MOST = uint64(arrays.FIRST), uint64(arrays.SECOND), uint64(arrays.MOST)
 
 
 @njit(nogil=True, cache=True)
@@ -22,8 +22,9 @@ def take_changes(now, kept, first, last):
     """See `arrays.take_changes`."""
     places, before = np.empty(_BLOCK + 2, np.uint32), np.empty(_BLOCK, now.dtype)
     values = np.empty(len(now), now.dtype)
-    gaps = np.empty(len(now) + (first + len(now) - last) // _MOST + 2, np.uint8)
-    count, packed, grown = 0, 0, _NONE
+    gaps = np.empty(len(now) + (first + len(now) - last) // 255 + 2, np.uint8)
+    steps, former = np.empty(_BLOCK, np.uint64), uint64(last)
+    count, packed, grown = 0, _NONE, _NONE
     for begin in range(0, len(now), _BLOCK):
         new, old = now[begin : begin + _BLOCK], kept[begin : begin + _BLOCK]
         found, start = _find(new, old, places), first + begin
@@ -38,19 +39,21 @@ def take_changes(now, kept, first, last):
             change = _mix(uint64(taken[at]) << shift) - _mix(uint64(before[at]) << shift)
             grown += change * _key(word & (_SIZE - _ONE)) * _key(_SIZE + (word >> _WORDS))
         for at in range(found):
-            position = start + np.int64(places[at])
-            gap, last = position - last - 1, position
-            gaps[packed] = _MOST  # which the next number replaces in most cases
-            packed += gap >= _MOST
-            gap -= _MOST * (gap >= _MOST)
+            position = uint64(start) + uint64(places[at])
+            steps[at], former = position - former - _ONE, position
+        for at in range(found):
+            gap, is_long = steps[at], uint64(steps[at] >= _MOST)
+            gaps[packed] = _MOST  # which is replaced unless the gap is long
+            packed += is_long
+            gap -= is_long * _MOST
             while gap >= _MOST:
                 gaps[packed] = _MOST
-                packed += 1
+                packed += _ONE
                 gap -= _MOST
             gaps[packed] = gap
-            packed += 1
+            packed += _ONE
         count += found
-    return values[:count].copy(), gaps[:packed].copy(), last, grown
+    return values[:count].copy(), gaps[:packed].copy(), np.int64(former), grown
 
 
 @njit(nogil=True, cache=True)
