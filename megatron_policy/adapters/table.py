@@ -27,6 +27,7 @@ from megatron_policy.adapters.stacks import (
 )
 from megatron_policy.adapters.stacks import PREFIX as PREFIX
 from megatron_policy.adapters.stacks import WEIGHT as WEIGHT
+from megatron_policy.adapters.towers import is_linear_of_tower
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.blocks import Role, Row, fill_shard
 from megatron_policy.converters.rows.expert_rows import (
@@ -127,8 +128,10 @@ def find_module(name: str) -> str:
 
 
 def is_adaptable(entry: Entry) -> bool:
-    """Whether it is the weight of a decoder layer's linear layer, or of an expert."""
-    return (
+    """Whether it is the weight of a linear layer of the decoder, of a tower or a projector, or of
+    an expert.
+    """
+    return is_linear_of_tower(entry) or (
         entry.where == LAYER
         and entry.row.role is Role.MATRIX
         and entry.megatron.endswith(WEIGHT)

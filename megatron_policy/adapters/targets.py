@@ -22,6 +22,7 @@ from megatron_policy.adapters.table import (
     name_parameter,
     strip_weight,
 )
+from megatron_policy.adapters.towers import is_of_tower
 from megatron_policy.config.model_table import bind_model, check_implementation, check_reference
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.config.param_groups import ParamGroups
@@ -55,7 +56,8 @@ def choose_adapters(config: PolicyConfig, table: Table) -> Table | None:
         ("exclude_modules", peft.exclude_modules),
     ):
         _refuse_unknown(f"{_KEY}.{key}", names, entries, table)
-    chosen = _choose(table, entries, peft.target_modules, peft.exclude_modules)
+    known = [each for each in entries if peft.target_modules or not is_of_tower(each)]
+    chosen = _choose(table, known, peft.target_modules, peft.exclude_modules)
     for parameter, experts in groupby(entries, key=lambda entry: name_parameter(entry, table)):
         if parameter and len({entry.megatron in chosen for entry in experts}) > 1:
             raise ConfigError(

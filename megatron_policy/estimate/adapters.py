@@ -74,6 +74,8 @@ class ModelAdapters:
     dropout: bool
     before: bool
     """Whether elements of an adapter's inputs are dropped, else of its outputs."""
+    towers: bool = False
+    """Whether towers have some too, so that all layers follow something trainable."""
 
     @classmethod
     def of(cls, rows: ModelRows, peft: PeftConfig) -> ModelAdapters | None:
@@ -81,7 +83,8 @@ class ModelAdapters:
         if not peft.enabled:
             return None
         layers = tuple(map(_of_layer, rows.layers))
-        return cls(layers, peft.dropout > 0, peft.dropout_position == "pre")
+        towers = any(entry.adapts for entry in rows.embedding)
+        return cls(layers, peft.dropout > 0, peft.dropout_position == "pre", towers)
 
     @classmethod
     def of_model(cls, config: PolicyConfig, table: Table) -> ModelAdapters | None:

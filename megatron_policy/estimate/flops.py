@@ -105,7 +105,7 @@ def forward_flops(
     outputs = architecture.vocab_size if architecture.head is None else 1
     head = _product(counted, architecture.hidden_size, outputs)
     if adapters is not None:
-        adapted, trained = [], False
+        adapted, trained = [], adapters.towers
         for layer, linears in zip(architecture.layers, adapters.layers, strict=True):
             adapted.append(layer_flops(architecture, layer, lengths, linears, trained))
             trained |= bool(linears)

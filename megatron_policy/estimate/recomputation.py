@@ -42,7 +42,8 @@ def chunk_activations(
     most = kept
     # A frozen embedding's output needs gradients only where `Pipeline` in
     # `engines/megatron/pipeline.py` has it need them.
-    needed = not first or model.adapters is None or model.topology.pp > 1
+    needed = not first or model.adapters is None or model.adapters.towers
+    needed = needed or model.topology.pp > 1
     needed = needed or settings.recompute_granularity is not None
     units = [*_units(layers, model, settings, batch, needed)]
     if last:

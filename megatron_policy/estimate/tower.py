@@ -17,8 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from megatron_policy.adapters.table import strip_weight
+from megatron_policy.adapters.towers import is_of_tower
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.param_groups import ParamGroups
+from megatron_policy.config.trained import PeftConfig
 from megatron_policy.converters.architecture import Architecture, Shell
 from megatron_policy.converters.families.shared.pictures import PARAMETERS
 from megatron_policy.converters.formats.hf_config import (
@@ -100,14 +103,16 @@ def count_tower(config: PolicyConfig, rows: ModelRows, media: RowMedia) -> Tower
     shell = rows.architecture.shell
     if shell is None:
         return NO_TOWERS
-    groups, adapted = ParamGroups.of(config.megatron_cfg), config.megatron_cfg.peft.enabled
-    own = [entry for entry in rows.embedding if entry.megatron.startswith(PARAMETERS)]
+    groups = ParamGroups.of(config.megatron_cfg)
+    own = [entry for entry in rows.embedding if is_of_tower(entry)]
     frozen = frozenset(
-        each.megatron.removeprefix(PARAMETERS) for each in own if adapted or groups.frozen(each)
+        each.megatron.removeprefix(PARAMETERS) for each in own if groups.frozen(each)
     )
+    adapted = frozenset(strip_weight(e.adapts.removeprefix(PARAMETERS)) for e in own if e.adapts)
+    peft = config.megatron_cfg.peft if adapted else None
     overrides = json.dumps(config.hf_config_overrides, sort_keys=True)
     runs = [
-        _run(config.model_name, overrides, config.precision, shell, frozen, each)
+        _run(config.model_name, overrides, config.precision, shell, frozen, adapted, peft, each)
         for each in (RowMedia(patches=media.patches), RowMedia(frames=media.frames))
         if each != NO_MEDIA
     ]
@@ -136,13 +141,20 @@ def _run(
     precision: str,
     shell: Shell,
     frozen: frozenset[str],
+    adapted: frozenset[str],
+    peft: PeftConfig | None,
     media: RowMedia,
 ) -> tuple[int, int, int, int]:
-    """The numbers of `TowerCost` of a picture or a clip, beside these `frozen` parameters."""
+    """The numbers of `TowerCost` of a picture or a clip, beside these `frozen` parameters
+    and adapters on the modules `adapted`.
+    """
     settings, dtype = transformers_config(model, json.loads(overrides)), dtype_named(precision)
     composite = build_without_values(settings, dtype=dtype, attn_implementation="sdpa")
     for name, parameter in composite.named_parameters():
         parameter.requires_grad_(name not in frozen)
+    for name in adapted:
+        assert peft is not None
+        _adapt(composite.get_submodule(name), peft)
     known = {parameter.untyped_storage()._cdata for parameter in composite.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -165,6 +177,21 @@ def _run(
     flops = int(counter.get_total_flops())
     trained = any(isinstance(e, torch.Tensor) and e.requires_grad for e in tree_iter(dict(found)))
     return patches, flops, flops * trained, bytes_kept
+
+
+def _adapt(linear: torch.nn.Module, peft: PeftConfig) -> None:
+    """Add what a low-rank adapter computes to that of a linear layer."""
+    weight: Any = linear.weight
+    before = peft.dropout_position == "pre"
+    for name, shape in (("a", (peft.dim, weight.size(1))), ("b", (weight.size(0), peft.dim))):
+        linear.register_parameter(name, torch.nn.Parameter(weight.new_empty(shape)))
+
+    def add(module: Any, given: tuple[torch.Tensor, ...], result: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(given[0], peft.dropout * before)
+        more = F.linear(F.linear(x, module.a) * 1.0, module.b)
+        return result + F.dropout(more, peft.dropout * (not before))
+
+    linear.register_forward_hook(add)
 
 
 def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

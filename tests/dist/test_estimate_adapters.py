@@ -12,6 +12,7 @@ from megatron_policy.config.model_table import bind_model
 from megatron_policy.converters.architecture import attention
 from megatron_policy.estimate.adapters import ModelAdapters
 from megatron_policy.estimate.flops import model_flops
+from megatron_policy.estimate.tower import RowMedia
 from tests.dist.cases import open_policy
 from tests.dist.layouts import EXPERT_LAYOUTS, LAYOUTS, Layout, layout
 from tests.dist.test_estimate import (
@@ -112,6 +113,15 @@ CASES = {
     },
     "norms over heads of all ranks": Case("olmo3", adapted(LAYOUTS["TP2+SP"]), 128, 4),
     **{
+        f"towers, {name}": Case(family, adapted(of, *modules), 96, 4, media=media)
+        for name, family, of, modules, media in (
+            ("alone", "qwen3_vl", layout(1), ("qkv", "merger.linear_fc1"), RowMedia(256)),
+            ("TP2+SP", "qwen3_vl", LAYOUTS["TP2+SP"], ("attn.proj", "q_proj"), RowMedia(256)),
+            ("PP2", "qwen2_5_vl", LAYOUTS["PP2"], ("qkv", "o_proj"), RowMedia(256)),
+            ("hearing", "qwen2_5_omni_thinker", layout(1), ("fc2",), RowMedia(frames=300)),
+        )
+    },
+    **{
         f"dropout, {position}, {name}": Case("qwen3", adapted(of, **dropped))
         for position in ("pre", "post")
         for dropped in ({"dropout": 0.1, "dropout_position": position},)
@@ -124,7 +134,7 @@ CASES = {
 def test_plan_says_what_ranks_hold_beside_adapters(ranks, checkpoint, case: str) -> None:
     of = CASES[case]
     raw = of.config(checkpoint(of.family, **of.sizes))
-    found = ranks.run(of.layout.world, measure, raw, of.rows, of.length)
+    found = ranks.run(of.layout.world, measure, raw, of.rows, of.length, of.media)
     assert_plan(PolicyConfig.parse(raw), of, found)
 
 

@@ -192,6 +192,26 @@ def test_stacked_experts_have_the_adapters_of_a_parameter(checkpoint, asked, exp
     )
 
 
+def test_towers_have_adapters_where_they_are_named(checkpoint) -> None:
+    model = bind(read_config(checkpoint("qwen3_vl", layers=2)))
+    prefix = "base_model.model.model.visual."
+
+    def of_tower(**asked: Any) -> set[str]:
+        names = (n for n in adapters(model, **asked).hf_shapes() if n.startswith(prefix))
+        return {name.removeprefix(prefix).rpartition(".lora_")[0] for name in names}
+
+    assert of_tower() == of_tower(target_modules=["q_proj"]) == set()
+    assert of_tower(target_modules=["merger.linear_fc1"]) == {"merger.linear_fc1"}
+    assert of_tower(target_modules=["*.blocks.0.*", "o_proj"], exclude_modules=["qkv"]) == {
+        f"blocks.0.{name}" for name in ("attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    }
+    own = adapters(model, target_modules=["qkv", "q_proj"])
+    assert adapters(model, target_modules=[*name_targets(own, model)]) == own
+    for name in ("patch_embed.proj", "pos_embed", "merger.norm"):
+        with pytest.raises(ConfigError, match=f"that can be adapted is called '{name}'; legal are"):
+            adapters(model, target_modules=[name])
+
+
 def test_experts_of_a_stack_are_adapted_together(checkpoint) -> None:
     table = bind(read_config(checkpoint("gpt_oss", layers=2)))
     with pytest.raises(ConfigError, match=r"experts.down_proj are in one tensor.*put \*"):

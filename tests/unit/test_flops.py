@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.model_table import bind_model
 from megatron_policy.converters.architecture import Architecture, Recurrence
@@ -188,6 +189,20 @@ def test_towers_that_hear_cost_what_torch_counts_on_the_reference(
     assert both.patches == seen.patches + found.patches
     other = count_tower(frozen, rows, RowMedia(64, frames))
     assert (other.flops, other.trained_flops, other.kept) == (both.flops, seen.flops, seen.kept)
+
+
+def test_adapters_of_towers_cost_what_torch_counts_with_peft(checkpoint) -> None:
+    path, modules = checkpoint("qwen3_vl"), ["qkv", "merger.linear_fc1"]
+    section = {"peft": {"enabled": True, "dim": RANK, "alpha": 8, "target_modules": modules}}
+    config = PolicyConfig.parse(policy_config(path, section))
+    rows = ModelRows.of(bind_tables(config)[1])
+    shell = rows.architecture.shell
+    picture = shell.make_picture((8, 12), torch.randn)
+    model = adapted(reference(path), modules)
+    with FlopCounterMode(display=False) as counter:
+        model.base_model.model.model.get_image_features(**picture)
+    found = count_tower(config, rows, RowMedia(shell.pictures.count_patches(picture)))
+    assert found.flops == found.trained_flops == counter.get_total_flops() and found.kept > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", *WINDOWED])

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
-from megatron_policy.adapters.table import name_module, strip_weight
+from megatron_policy.adapters.table import is_adaptable, name_module, strip_weight
+from megatron_policy.adapters.towers import is_of_tower
 from megatron_policy.convert import convert
 from megatron_policy.converters.architecture import Moe, Scoring, TileMedium
 from megatron_policy.converters.architecture.media import SeenMedium
@@ -42,6 +43,7 @@ from tests.picture_models import (
     TILED,
     TINY,
     TOKENS,
+    load_model,
     make_model,
     stack_experts,
 )
@@ -160,6 +162,25 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
 
 def bound(path: Path) -> Table:
     return bind(read_config(path))
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_adapters_can_be_on_every_linear_layer_of_a_tower(tmp_path: Path, family: str) -> None:
+    path = make_model(tmp_path, family)
+    table = open_model(path).table
+    names = {
+        name_module(entry.hf[0], table)
+        for entry in table.entries
+        if is_of_tower(entry) and is_adaptable(entry)
+    }
+    linears = {
+        name
+        for name, module in load_model(path).named_modules()
+        if type(module) is torch.nn.Linear
+        and not re.search("language_model|text_model|lm_head", name)
+    }
+    # Of others files have the names of their makers.
+    assert names == (set() if family in ("kimi_k25", "nemotron_h_omni") else linears)
 
 
 def test_names_and_shapes_are_those_of_transformers(checkpoint: Path) -> None:

@@ -34,10 +34,13 @@ from megatron_policy.adapters.table import (
     name_module,
     number_outputs,
 )
+from megatron_policy.adapters.towers import is_of_tower
 from megatron_policy.config.trained import PeftConfig
 from megatron_policy.converters.canonical import canonical_name
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device import current_device
+from megatron_policy.engines.megatron.layers.norm import mark_replica
+from megatron_policy.errors import ConfigError
 from megatron_policy.memory.host_copies import HostCopies
 from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import Held
@@ -237,6 +240,10 @@ def install_adapters(
                 own = isinstance(into.row, Concatenated)
                 parts = _parts(table, bases[name], out, place) if own else None
                 adapter = LowRank(module, config, peft, shapes, parts, switch)
+                if is_of_tower(into):
+                    _check_linear(module, bases[name])
+                    for parameter in adapter.parameters():
+                        mark_replica(config, parameter)
                 module.add_module("adapter", adapter)
                 module.register_forward_hook(_add_adapter)
                 found[name] = adapter
@@ -259,10 +266,22 @@ def _parts(table: Table, base: Entry, out: Entry, place: Placement) -> OutputPar
     return OutputParts(of_part_QN.to(device), places_Q.to(device), len(all_O2))
 
 
+def _check_linear(module: torch.nn.Module, base: Entry) -> None:
+    """ConfigError unless a module of a tower is a plain linear layer."""
+    if type(module) is not torch.nn.Linear:
+        raise ConfigError(
+            f"policy.megatron_cfg.peft names the module of {base.hf[0]}, which is a "
+            f"{type(module).__name__}: adapters are on linear layers, so leave it out or put it "
+            "into exclude_modules"
+        )
+
+
 def _add_adapter(linear: Any, given: tuple[torch.Tensor, ...], result: Any) -> Any:
     """The layer's result with that of its adapter. Megatron-Core returns a bias besides."""
     adapter = linear.adapter
     if not adapter.switch.on:
         return result
+    if isinstance(result, torch.Tensor):  # of a tower
+        return result + adapter(given[0])
     output, bias = result
     return output + adapter(given[0]), bias

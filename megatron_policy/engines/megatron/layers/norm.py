@@ -45,8 +45,13 @@ def make_replica(config: TransformerConfig, shape: tuple[int, ...]) -> torch.nn.
     whole on each, it is averaged: kernels need not compute it alike on all of them.
     """
     parameter = replicated(config, *shape)
-    cast(Any, parameter).average_gradients_across_tp_domain = not config.sequence_parallel
+    mark_replica(config, parameter)
     return parameter
+
+
+def mark_replica(config: TransformerConfig, parameter: torch.nn.Parameter) -> None:
+    """Have the gradient of such a parameter averaged where it is whole on each rank."""
+    cast(Any, parameter).average_gradients_across_tp_domain = not config.sequence_parallel
 
 
 def make_shard(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
