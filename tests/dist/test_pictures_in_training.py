@@ -493,6 +493,7 @@ def read_answers(
         pytest.param("qwen2_5_vl", [IMAGE], marks=pytest.mark.daily),
         ("qwen2_5_omni_thinker", [START, SOUND, SOUND_START, IMAGE]),
         ("qwen3_omni_moe_thinker", [SOUND_START, START]),
+        ("nemotron_h_omni", [SOUND, IMAGE]),
     ],
 )
 def test_a_picture_is_read_once_for_all_its_answers_and_a_drawn_placeholder_is_text(
@@ -503,8 +504,8 @@ def test_a_picture_is_read_once_for_all_its_answers_and_a_drawn_placeholder_is_t
     """
     path, other = make_model(tmp_path / "hf", family), 5
     weights = load_file(path / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        if name in weights:
+    for name in weights:
+        if name.endswith(("embed_tokens.weight", "lm_head.weight", "backbone.embeddings.weight")):
             weights[name][drawn] = weights[name][other].clone()
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     prompts = make_rows(family).select_indices([1, 4])
