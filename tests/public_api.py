@@ -66,7 +66,7 @@ MODULES = {
     "megatron_policy.refit.probe": ("EngineProbe",),
     "megatron_policy.refit.receive.receiver": ("Receiver",),
     "megatron_policy.refit.transports.collective.transport": ("Collective",),
-    "megatron_policy.refit.transports.delta_stream": ("DeltaStream",),
+    "megatron_policy.refit.transports.delta_stream": ("DeltaShards", "DeltaStream"),
     "megatron_policy.refit.transports.deltas": ("DeltaDirectory",),
     "megatron_policy.refit.transports.disk": ("HfDirectory",),
     "megatron_policy.refit.transports.ipc.handles": ("IpcHandles",),

@@ -17,7 +17,7 @@ from megatron_policy.refit.detached import DetachedRefits, WholeSets
 from megatron_policy.refit.exporter import stream_tensors
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.collective.shards import ShardRefits
-from megatron_policy.refit.transports.delta_stream import DeltaStream
+from megatron_policy.refit.transports.delta_stream import DeltaShards, DeltaStream
 from megatron_policy.refit.transports.deltas import DeltaDirectory
 from megatron_policy.refit.transports.disk import (
     DEFAULT_MAX_SHARD_BYTES,
@@ -26,7 +26,7 @@ from megatron_policy.refit.transports.disk import (
 )
 from megatron_policy.refit.transports.peft import PeftDirectory
 
-Destination = Transport | DeltaDirectory | DeltaStream | ShardRefits
+Destination = Transport | DeltaDirectory | DeltaStream | ShardRefits | DeltaShards
 """To where weights are sent, and whether all of them or what has changed."""
 
 
@@ -89,7 +89,7 @@ class WeightExports:
         self.finish_refit()
         exporter = self._session.exporter.select(adapters=adapters)
         steps = self._session.state.steps
-        if isinstance(transport, DeltaDirectory | ShardRefits):
+        if isinstance(transport, DeltaDirectory | ShardRefits | DeltaShards):
             sent = transport.deliver(exporter, steps)
         elif isinstance(transport, DeltaStream):
             sent = self._detached.deliver(exporter, transport, steps)
@@ -105,7 +105,7 @@ class WeightExports:
         memory. RefitError, on every rank, if one has not enough of it.
         """
         self._session.memory.ready("begin_refit()", SEND_WEIGHTS)
-        if isinstance(transport, DeltaDirectory | ShardRefits):
+        if isinstance(transport, DeltaDirectory | ShardRefits | DeltaShards):
             raise ConfigError(
                 f"{type(transport).__name__} sends while the weights stay as they are: call "
                 "refit() with it, or begin_refit() with an HfDirectory or a transport"

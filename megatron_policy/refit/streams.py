@@ -54,10 +54,9 @@ class Streams(NamedTuple):
     def keep(self, exchange: Exchange, stage: int) -> Sequence[tuple[int, tuple[Tensor, ...]]]:
         """What a rank of that stage has for each round of the exchange; see `Rounds.keep`."""
         own, at = np.zeros(self.longest[stage], np.uint8), 0
-        for message in self.messages:
-            for part in (len(message).to_bytes(_LENGTH_BYTES, "little"), message):
-                own[at : at + len(part)] = np.frombuffer(part, np.uint8)
-                at += len(part)
+        for part in write_stream(self.messages):
+            own[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            at += len(part)
         first = next((item.start for item in exchange.items if item.tensor.stage == stage), 0)
         kept = []
         for number in range(exchange.rounds):
@@ -70,6 +69,13 @@ class Streams(NamedTuple):
 def measure_stream(messages: Sequence[bytes]) -> int:
     """Bytes of a stream of these messages, which ends with a length of 0."""
     return sum(map(len, messages)) + _LENGTH_BYTES * (len(messages) + 1)
+
+
+def write_stream(messages: Sequence[bytes]) -> Iterator[bytes]:
+    """A stream of these messages, part after part."""
+    for message in messages:
+        yield from (len(message).to_bytes(_LENGTH_BYTES, "little"), message)
+    yield bytes(_LENGTH_BYTES)
 
 
 def read_streams(tensors: Mapping[str, Tensor]) -> list[bytes]:

@@ -20,6 +20,7 @@ from megatron_policy.refit.shards import place_on_grid
 from megatron_policy.refit.transports.collective import shards as transport_module
 from megatron_policy.refit.transports.collective.stream import Writer
 from megatron_policy.refit.transports.collective.transport import Collective
+from megatron_policy.refit.transports.delta_stream import DeltaShards
 from tests import collective_engine, refit_engine
 from tests.collective_engine import SECRET
 from tests.dist.cases import UNUSED, open_policy, policy_config
@@ -147,6 +148,81 @@ def run(
         assert not differing
         received = sum(len(bits) for each in own for _, _, bits in each.values())
         assert sum(of_rank["sent"][number] for of_rank in of_ranks) == received
+
+
+def send_changes(config: dict[str, Any], grid: Topology, port: int) -> dict[str, Any]:
+    """Refits of what has changed; the weights and what was sent in each, or what was said of it."""
+    with open_policy(config, **UNUSED) as policy:
+        held = held_by(policy, grid)
+        group = join(policy, port, grid.world_size)
+        refits, seen, sent = DeltaShards(group.shards(held)), [], list[Any]()
+        for number in range(CHANGES):
+            if number != 2:  # else nothing changes
+                disturb(policy, number, 0.05)
+            seen.append(bits_of(policy))
+            try:
+                manifest = policy.refit(refits)
+            except RefitError as error:
+                sent.append(str(error))
+            else:
+                sent.append(manifest.total_bytes)
+        with pytest.raises(ConfigError, match="DeltaShards sends while"):
+            policy.begin_refit(refits)
+        group.close()
+        return {"seen": seen, "sent": sent, "held": held}
+
+
+CHANGES, FORGETS, DIFFERS = 8, 3, 5
+"""How many refits, before which an engine rank is new, and before which it has other weights."""
+
+
+def forget() -> None:
+    """As if this engine rank had been started again."""
+    refit_engine._here["receiver"].release()
+
+
+def differ() -> None:
+    """Its staged weights are not those that the trainer has sent."""
+    for kept in refit_engine._here["receiver"]._engine.kept.values():
+        kept.view(-1).view(torch.uint8)[0] ^= 1
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.daily] * (c in DAILY)) for c in ENGINES]
+)
+def test_each_engine_rank_gets_what_has_changed_of_its_own_elements(
+    ranks: RankPool, checkpoint: Any, engines: list[OtherProcess], case: str
+) -> None:
+    family, layout, grid, more = ENGINES[case]
+    world, section = LAYOUTS[layout]
+    top = {"refit_bucket_bytes": BUCKET, "refit_timeout_s": TIMEOUT_S}
+    config = policy_config(checkpoint(family, **SIZES), section | more, **top)
+    heard = []
+    with reserved_port() as port, ThreadPoolExecutor(1) as pool:
+        trainers = pool.submit(ranks.run, world, send_changes, config, grid, port)
+        for number, process in enumerate(engines):
+            process.call(start_empty, {"expected": None, "timeout_s": TIMEOUT_S})
+            place = (port, world + number, world + len(engines), world, TIMEOUT_S)
+            process.call(collective_engine.join, *place)
+        for number in range(CHANGES):
+            if number in (FORGETS, DIFFERS):
+                engines[1].call(forget if number == FORGETS else differ)
+            for process in engines:
+                process.begin(receive)
+            heard.append([process.result() for process in engines])
+        first, *_ = of_ranks = trainers.result()
+    for number, (results, whole) in enumerate(zip(heard, first["seen"], strict=True)):
+        sent = [of_rank["sent"][number] for of_rank in of_ranks]
+        if number == DIFFERS:
+            assert all("another digest" in words for words in (*results, *sent))
+            continue
+        own = [shards_of(whole, first["held"], rank) for rank in range(len(engines))]
+        assert results == own, number
+        whole_bytes = sum(len(bits) for each in own for _, _, bits in each.values())
+        if number in (0, FORGETS, DIFFERS + 1):
+            assert sum(sent) == whole_bytes, number
+        else:
+            assert sum(sent) < whole_bytes / 2, number
 
 
 def start_empty(options: dict[str, Any]) -> None:

@@ -79,6 +79,7 @@ class WeightAssembler:
         self._begun = False
         self._version: WeightVersion | None = None
         self._streams: dict[str, Tensor] = {}  # of what has changed, in place of weights
+        self.patches = Patches({})  # what was changed of the staged set
 
     @property
     def receives_in_place(self) -> bool:
@@ -90,7 +91,7 @@ class WeightAssembler:
     @property
     def kept(self) -> dict[str, Tensor]:
         """The staged tensors of the last refit or this one."""
-        return self._streams if self._of_changes else self._engine.kept
+        return self._streams if self.of_changes else self._engine.kept
 
     @property
     def version(self) -> StagedVersion:
@@ -98,7 +99,7 @@ class WeightAssembler:
         return self._engine.version if self._engine.staged else None
 
     @property
-    def _of_changes(self) -> bool:
+    def of_changes(self) -> bool:
         """Whether this refit is of what has changed."""
         return self._version is not None and self._version.since is not None
 
@@ -108,7 +109,7 @@ class WeightAssembler:
         """
         expected, model = self._engine.expected, getattr(announced, "model", None)
         self._version = None if model is None else model.version
-        if self._of_changes:
+        if self.of_changes:
             self._check_version()
         else:
             self._engine.version = None  # a transport may now fill what is kept
@@ -137,15 +138,14 @@ class WeightAssembler:
     def finish(self, manifest: RefitManifest) -> RefitManifest:
         """Check that the whole set arrived as it was sent, and let the engine load it."""
         self.stage(manifest)
-        if self._of_changes:
-            self.patch(self._read_streams(), manifest.step)
+        if self.of_changes:
+            self.patch(self.read_changes(), manifest.step)
         else:
             self.check_step(manifest.step)
             if self._engine.staged:
                 self._load(list(self._engine.kept.items()))
             self._accept(manifest.step, manifest.model)
-        if self._version is not None:
-            self._engine.version = self._version.chain, self._version.number
+            self.end_version()
         return manifest
 
     def stage(self, manifest: RefitManifest) -> RefitManifest:
@@ -155,7 +155,7 @@ class WeightAssembler:
             raise self.refusal(
                 f"the trainer has announced {self._version} and sent {manifest.model.version}"
             )
-        if engine.expected is not None and not self._of_changes:
+        if engine.expected is not None and not self.of_changes:
             sent = manifest.tensors.items()
             self._compare(engine.expected, {n: (tuple(s.shape), s.dtype) for n, s in sent})
         self._agree(manifest.model)
@@ -173,7 +173,7 @@ class WeightAssembler:
             manifest.check(with_digests(self.arrived, found))
         except RefitError as error:
             raise self.refusal(str(error)) from error
-        if engine.staged and not self._of_changes:
+        if engine.staged and not self.of_changes:
             engine.kept = {name: engine.kept[name] for name in manifest.tensors}
         return manifest
 
@@ -181,28 +181,45 @@ class WeightAssembler:
         """Change the staged set to that of a later step, and let the engine load it; after a
         failure what is staged is what it was.
         """
-        engine, patches = self._engine, Patches(self._engine.kept)
+        self.apply(messages, step)
+        self.load_applied(step)
+
+    def apply(self, messages: Iterable[bytes], step: int) -> None:
+        """Change the staged set to that of a later step, for `load_applied`, unless `patches` are
+        undone; after a failure it is what it was.
+        """
+        engine, self.patches = self._engine, Patches(self._engine.kept)
         try:
             for message in messages:
-                patches.apply(decode_message(message))
-            patches.check()
+                self.patches.apply(decode_message(message))
+            self.patches.check()
             self.check_step(step)
         except BaseException as error:
-            patches.undo()
+            self.patches.undo()
             if isinstance(error, OtherWeightsError):
                 engine.version = None  # whole ones are taken next
             if isinstance(error, RefitError):
                 raise self.refusal(str(error)) from error
             raise
-        self._model = self._model or engine.model
+
+    def load_applied(self, step: int) -> None:
+        """Let the engine load the staged set, which was changed; after a failure that is undone."""
+        self._model = self._model or self._engine.model
         try:
-            self._load(list(engine.kept.items()))
+            self._load(list(self._engine.kept.items()))
             self._accept(step, self._model)
         except BaseException:
-            patches.undo()
+            self.patches.undo()
             raise
+        self.end_version()
 
-    def _read_streams(self) -> Iterable[bytes]:
+    def end_version(self) -> None:
+        """The staged set is of the version that was announced, if one was."""
+        if self._version is not None:
+            self._engine.version = self._version.chain, self._version.number
+
+    def read_changes(self) -> Iterable[bytes]:
+        """The messages that were taken, of what has changed."""
         try:
             return read_streams(self._streams)
         except ValueError as error:
@@ -228,7 +245,7 @@ class WeightAssembler:
         if self._engine.staged:  # in the memory of the last refit if it fits
             kept, old = self.kept, self.kept.get(name)
             where = tensor.device if self._version is None else torch.device("cpu")
-            if not self._of_changes:
+            if not self.of_changes:
                 self._engine.version = None
             if old is None or (old.shape, old.dtype, old.device) != (*form, where):
                 kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
@@ -346,10 +363,21 @@ class ShardAssembler:
                 raise RefitError(describe_problems({"not sent whole": wrong}))
         except RefitError as error:
             raise self._assembler.refusal(str(error)) from error
-        self._assembler.check_step(sent.step)  # other ranks load as soon as this one has checked
+        # Other ranks load as soon as this one has checked.
+        self._assembler.check_step(sent.step)
+        if self._assembler.of_changes:
+            self._assembler.take(list(self._tensors.items()))
+            self._assembler.apply(self._assembler.read_changes(), sent.step)
+
+    def undo(self) -> None:
+        """Some rank has not got what it should, so that none loads, after `check`."""
+        self._assembler.patches.undo()
 
     def finish(self, sent: RefitManifest) -> RefitManifest:
         """Let the engine load it, after `check`."""
+        if self._assembler.of_changes:
+            self._assembler.load_applied(sent.step)
+            return sent
         self._assembler.take(list(self._tensors.items()))
         digests = Digests(sent.algorithm)
         for name, tensor in self._tensors.items():

@@ -266,17 +266,27 @@ class CollectiveGroup:
         sent = self._manifest(call, limit)
         whole.check(sent)
         # Ranks of one engine load all or none: it is called off, or they load.
-        self._store.put(note_key(call.number, "checked", self._engine), ACCEPTED)
-        deadline, off = time.monotonic() + limit, note_key(call.number, OFF)
+        try:
+            self._wait_for_engines(call.number, limit)
+        except BaseException:
+            whole.undo()
+            raise
+        return whole.finish(sent)
+
+    def _wait_for_engines(self, number: int, limit: float) -> None:
+        """Wait until all ranks of the engine have checked what they received, as this one has;
+        RefitError if that is called off.
+        """
+        self._store.put(note_key(number, "checked", self._engine), ACCEPTED)
+        deadline, off = time.monotonic() + limit, note_key(number, OFF)
         missing = f"engine {{}} has not said within {limit:g} s what arrived"
         for other in range(self._engines if self._engine == 0 else 0):
-            key = note_key(call.number, "checked", other)
+            key = note_key(number, "checked", other)
             self._store.get(key, _left(deadline), missing.format(other), off)
-        load = note_key(call.number, "load")
+        load = note_key(number, "load")
         if self._engine == 0:
             self._store.put(load, ACCEPTED, unless=off)
         self._store.get(load, _left(deadline), missing.format(0), off)
-        return whole.finish(sent)
 
     def _manifest(self, call: _Call, limit: float) -> RefitManifest:
         """The manifest of what all senders have sent."""

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit.delivery import Transport, carry_out
-from megatron_policy.refit.deltas.changes import SentCopy, list_group_shares
+from megatron_policy.refit.deltas.changes import OwnShare, SentCopy, list_group_shares
 from megatron_policy.refit.deltas.message import encode_message
 from megatron_policy.refit.manifest import RefitManifest, StagedVersion, WeightVersion, read_version
-from megatron_policy.refit.plan import RefitPlan
+from megatron_policy.refit.plan import RefitPlan, RefitTensor
+from megatron_policy.refit.shards import ShardPlan
 from megatron_policy.refit.streams import Streams, measure_stream
+from megatron_policy.refit.transports.collective.shards import ShardRefits
 
 if TYPE_CHECKING:
     from megatron_policy.memory.pinned_pool import PinnedMemoryPool
@@ -33,34 +35,24 @@ _MOST_FAILURES = 2  # in turn; then an engine gets whole weights
 _FAILED, _WHOLE = "failed", "whole"
 
 
-class AskingTransport(Transport, Protocol):
-    """A transport whose engines can be asked."""
+class AsksEngines(Protocol):
+    """What reaches engines that can be asked."""
 
     def ask(self, exporter: Exporter) -> list[StagedVersion]:
         """Which weights the engines have that this rank serves. RefitError if one is silent."""
 
 
-class _Sent:
-    """What a rank has of the weights that were sent: a copy, and the changes that led to it."""
+class AskingTransport(AsksEngines, Transport, Protocol):
+    """A transport whose engines can be asked."""
 
-    def __init__(self, exporter: Exporter, plan: RefitPlan | None) -> None:
-        """`plan` is what the transport gathers on this rank: its own shares of it are copied."""
-        self.plan = plan
+
+class _Sent:
+    """What a rank has of the weights that were sent: copies, and the changes that led to them."""
+
+    def __init__(self, plan: object, copies: Sequence[SentCopy]) -> None:
+        """The copies are of what the `plan` has this rank send, each with messages of its own."""
+        self.plan, self.copies = plan, copies
         self.chain, self.number = "", 0
-        self._kinds = [False, *([True] if exporter.topology.experts_apart else [])]
-        architecture, at = exporter.table.architecture, (exporter.topology, exporter.rank)
-        self.copies = [
-            SentCopy(
-                [
-                    share
-                    for exchange in (plan.exchanges if plan else ())
-                    if exchange.of_experts == kind
-                    for share in list_group_shares(exchange, architecture, *at)
-                ],
-                exporter.view,
-            )
-            for kind in self._kinds
-        ]
         self._changes: list[list[bytes]] = []
         self.failed = 0
         """How many refits in turn that sent changes have failed."""
@@ -86,10 +78,10 @@ class _Sent:
         self._changes.clear()
 
     def since(self, number: int) -> list[list[bytes]]:
-        """The messages of each kind of group that lead from that version on."""
+        """The messages of each copy that lead from that version on."""
         later = self._changes[number - self.oldest :]
         return [list(messages) for messages in zip(*later, strict=True)] or [
-            [] for _ in self._kinds
+            [] for _ in self.copies
         ]
 
     @property
@@ -110,11 +102,11 @@ class DeltaStream:
         """`transport` is an `IpcStream`, that of a `Collective`, or vLLM's `WeightPatches`.
         ConfigError for one that cannot ask.
         """
-        if not hasattr(transport, "ask"):
+        if not hasattr(transport, "ask") or isinstance(transport, ShardRefits):
             raise ConfigError(
                 f"{type(transport).__name__} cannot ask its engines which weights they have: "
                 "give DeltaStream an IpcStream or a Collective's transport; for a directory there "
-                "is DeltaDirectory"
+                "is DeltaDirectory, for shards DeltaShards"
             )
         self.transport = transport
 
@@ -142,7 +134,7 @@ class DeltaStream:
                     sent.advance()
                 else:
                     sent = None  # before another copy is made
-                    sent = _Sent(exporter, plan)
+                    sent = _Sent(plan, _copy_shares(exporter, plan))
                 frozen = exporter.freeze(planned if beside else None, ranks, pool)
         except Exception as error:
             failure = error
@@ -152,7 +144,7 @@ class DeltaStream:
         exporter.published[DeltaStream] = sent
 
         def send() -> RefitManifest:
-            since = self._agree_on_version(frozen, sent)
+            since = _agree_on_version(frozen, sent, self.transport)
             version = WeightVersion(sent.chain, sent.number, since)
             if since is None:
                 frozen.ranks.leave_together()
@@ -170,30 +162,109 @@ class DeltaStream:
 
         return send
 
-    def _agree_on_version(self, exporter: Exporter, sent: _Sent) -> int | None:
-        """Since which version to send what has changed; None for all weights. Collective; begins an
-        operation.
+
+class DeltaShards:
+    """An engine that is split, each rank of which gets only the elements whose bits have changed
+    since its version; and all of its elements, as every other rank, if one has none of this policy,
+    or if the changes are half as large as the weights.
+
+    A trainer keeps, in host memory, a copy of what it sends, for each engine rank.
+    """
+
+    def __init__(self, refits: ShardRefits) -> None:
+        """`refits` are those of all elements: what `Collective.shards` has returned, and the same
+        at every refit.
         """
-        ranks, failure, asked = exporter.ranks, None, list[StagedVersion]()
+        self._refits = refits
+
+    def deliver(self, exporter: Exporter, step: int) -> RefitManifest:
+        """Send the weights as they are after `step` optimizer steps.
+
+        Collective over all ranks. RefitError on all of them if any failed.
+        """
+        began, failure = time.perf_counter(), None
+        plan, _ = self._refits.plan(exporter)
+        sent: _Sent | None = exporter.published.pop(DeltaShards, None)
         exporter.begin()
         try:
-            with ranks.alive():
-                asked = self.transport.ask(exporter)
+            with exporter.ranks.alive():
+                if sent is not None and sent.plan is plan:
+                    sent.advance()
+                else:
+                    sent = None  # before other copies are made
+                    sent = _Sent(plan, _copy_shards(exporter, plan))
         except Exception as error:
             failure = error
-        # The engine that takes part may be another than the one that was asked.
-        oldest = sent.oldest if sent.failed < _MOST_FAILURES else sent.number + 1
-        own = [failure is not None, [sent.chain, sent.number], oldest, asked]
-        words = ranks.gather_text(json.dumps(own))
-        decided = ranks.broadcast_text(_decide(words) if exporter.rank == 0 else None)
-        if decided == _FAILED:
-            exporter.agree(failure)  # raises on every rank
-        kind, _, value = decided.partition(" ")
-        if kind != _WHOLE:
-            return int(value)
-        if value:
-            sent.begin_chain(value)
-        return None
+        exporter.agree(failure)
+        assert sent is not None
+        exporter.published[DeltaShards] = sent
+        since = _agree_on_version(exporter, sent, self._refits)
+        versioned = exporter.versioned(WeightVersion(sent.chain, sent.number, since))
+        if since is None:
+            exporter.ranks.leave_together()
+            sent.failed = 0
+            return self._refits.deliver(versioned, step)
+        sent.failed += 1
+        changes = zip(sent.copies, sent.since(since), strict=True)
+        messages = [of_engine if copy.nbytes else [] for copy, of_engine in changes]
+        carried = self._refits.deliver_changes(versioned, messages, step, began)
+        sent.failed = 0
+        return carried
+
+
+def _copy_shards(exporter: Exporter, plan: ShardPlan) -> list[SentCopy]:
+    """Copies of what this rank sends to each engine rank, by places in that rank's tensors."""
+    shares: list[list[OwnShare]] = [[] for _ in range(plan.engine_ranks)]
+    for each in plan.by_source.get(exporter.rank, ()):
+        shape = each.shape if each.tensor.shape else ()
+        part = RefitTensor(each.tensor.name, shape, each.tensor.dtype, each.tensor.stage)
+        pieces = tuple((to, own) for own, to in each.moves)
+        shares[each.target].append(OwnShare(part, each.entry, pieces))
+    return [SentCopy(of_engine, exporter.view) for of_engine in shares]
+
+
+def _agree_on_version(exporter: Exporter, sent: _Sent, engines: AsksEngines) -> int | None:
+    """Since which version to send what has changed; None for all weights. Collective; begins an
+    operation.
+    """
+    ranks, failure, asked = exporter.ranks, None, list[StagedVersion]()
+    exporter.begin()
+    try:
+        with ranks.alive():
+            asked = engines.ask(exporter)
+    except Exception as error:
+        failure = error
+    # The engine that takes part may be another than the one that was asked.
+    oldest = sent.oldest if sent.failed < _MOST_FAILURES else sent.number + 1
+    own = [failure is not None, [sent.chain, sent.number], oldest, asked]
+    words = ranks.gather_text(json.dumps(own))
+    decided = ranks.broadcast_text(_decide(words) if exporter.rank == 0 else None)
+    if decided == _FAILED:
+        exporter.agree(failure)  # raises on every rank
+    kind, _, value = decided.partition(" ")
+    if kind != _WHOLE:
+        return int(value)
+    if value:
+        sent.begin_chain(value)
+    return None
+
+
+def _copy_shares(exporter: Exporter, plan: RefitPlan | None) -> list[SentCopy]:
+    """Copies of this rank's own shares of a plan, for each kind of group."""
+    kinds = [False, *([True] if exporter.topology.experts_apart else [])]
+    architecture, at = exporter.table.architecture, (exporter.topology, exporter.rank)
+    return [
+        SentCopy(
+            [
+                share
+                for exchange in (plan.exchanges if plan else ())
+                if exchange.of_experts == kind
+                for share in list_group_shares(exchange, architecture, *at)
+            ],
+            exporter.view,
+        )
+        for kind in kinds
+    ]
 
 
 def _decide(words: Sequence[str]) -> str:

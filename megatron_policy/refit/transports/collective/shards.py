@@ -10,23 +10,31 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
 
 from megatron_policy.converters.rows.regions import Region
 from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.digest import Digests, algorithm_for
-from megatron_policy.refit.manifest import Form, RefitManifest, with_digests
+from megatron_policy.refit.manifest import Form, RefitManifest, StagedVersion, with_digests
 from megatron_policy.refit.plan import RefitTensor
 from megatron_policy.refit.shards import EngineShards, ShardPlan, ShardTransfer, plan_shards
+from megatron_policy.refit.streams import write_stream
 from megatron_policy.refit.transports.collective.handshake import Sender, raise_peer_failure
 from megatron_policy.refit.transports.collective.stream import Stream, Writer
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
+
+
+Fill = Callable[[int, int, Tensor], None]
+"""Fills the elements of a run, `[N]`: of which engine rank, and which of its runs."""
 
 
 class ShardRun(NamedTuple):
@@ -110,13 +118,57 @@ class ShardRefits:
 
         Collective over all ranks. RefitError on all of them if any failed.
         """
-        began, failure, nbytes = time.perf_counter(), None, 0
-        self._plan(exporter)  # a layout that does not fit is refused before engines hear of a refit
+        began = time.perf_counter()
+        plan, layouts = self.plan(exporter)  # refuses what does not fit before engines hear of it
         exporter.begin()
+        by_target: defaultdict[int, list[ShardTransfer]] = defaultdict(list)
+        for transfer in plan.by_source.get(self._member.sender, ()):
+            by_target[transfer.target].append(transfer)
+
+        def fill(engine: int, number: int, flat: Tensor) -> None:
+            transfer, at = by_target[engine][number], 0
+            for own, _ in transfer.moves:
+                part = flat[at : at + own.elements].view(own.size)
+                part.copy_(exporter.view(transfer.entry, own))
+                at += own.elements
+
+        return self._carry_out(exporter, layouts, fill, step, began)
+
+    def deliver_changes(
+        self, exporter: Exporter, messages: Sequence[Sequence[bytes]], step: int, began: float
+    ) -> RefitManifest:
+        """Send each engine rank what has changed of its elements: the `messages` for each, of this
+        trainer. Ends an operation of all ranks that has begun.
+        """
+        ranks = exporter.ranks
+        own = [b"".join(write_stream(each)) if each else b"" for each in messages]
+        lengths = ranks.gather_text(json.dumps([len(stream) for stream in own]))
+        found = json.loads(ranks.broadcast_text(json.dumps(lengths) if lengths else None))
+        layouts = _lay_out_streams([json.loads(each) for each in found])
+
+        def fill(engine: int, number: int, flat: Tensor) -> None:
+            flat.copy_(torch.frombuffer(bytearray(own[engine]), dtype=torch.uint8))
+
+        return self._carry_out(exporter, layouts, fill, step, began)
+
+    def ask(self, exporter: Exporter) -> list[StagedVersion]:
+        """The engine ranks' versions, on rank 0."""
+        self._member.begin()
+        return self._member.ask() if self._member.sender == 0 else []
+
+    def _carry_out(
+        self,
+        exporter: Exporter,
+        layouts: Sequence[ShardLayout],
+        fill: Fill,
+        step: int,
+        began: float,
+    ) -> RefitManifest:
+        failure, nbytes = None, 0
         self._member.begin()
         try:
             with exporter.ranks.alive():
-                nbytes = self._send(exporter, step)
+                nbytes = self._send(exporter, layouts, fill, step)
         except Exception as error:
             failure = error
             self._member.give_up(str(error))
@@ -125,7 +177,7 @@ class ShardRefits:
         algorithm = algorithm_for(exporter.probe)
         return RefitManifest(step, algorithm, {}, exporter.served_model, nbytes, seconds)
 
-    def _plan(self, exporter: Exporter) -> tuple[ShardPlan, list[ShardLayout]]:
+    def plan(self, exporter: Exporter) -> tuple[ShardPlan, list[ShardLayout]]:
         """The plan, which is made once."""
         plan = exporter.plan()
         if self._planned is None or self._planned[0] is not plan:
@@ -134,22 +186,19 @@ class ShardRefits:
             self._planned = plan, shards, make_layouts(shards)
         return self._planned[1:]
 
-    def _send(self, exporter: Exporter, step: int) -> int:
-        member, (plan, layouts) = self._member, self._plan(exporter)
+    def _send(
+        self, exporter: Exporter, layouts: Sequence[ShardLayout], fill: Fill, step: int
+    ) -> int:
+        member, trainers = self._member, exporter.topology.world_size
         if member.sender == 0:
             contents = [layout.encode() for layout in layouts]
-            member.offer_shards(
-                contents, plan.trainers, exporter.bucket_bytes, exporter.served_model
-            )
+            member.offer_shards(contents, trainers, exporter.bucket_bytes, exporter.served_model)
         channel = member.meet()
-        by_target: defaultdict[int, list[ShardTransfer]] = defaultdict(list)
-        for transfer in plan.by_source.get(member.sender, ()):
-            by_target[transfer.target].append(transfer)
         digests, forms = Digests(algorithm_for(exporter.probe)), dict[str, Form]()
         with raise_peer_failure(member.find_failure):
             for engine in order_engines(member.sender, self._engines):
                 runs = layouts[engine].runs[member.sender]
-                _send_runs(exporter, channel, engine, by_target[engine], runs, digests)
+                _send_runs(exporter, channel, engine, runs, fill, digests)
                 forms |= {
                     f"{engine}/{r.tensor.name}": (r.tensor.shape, r.tensor.dtype) for r in runs
                 }
@@ -163,8 +212,8 @@ def _send_runs(
     exporter: Exporter,
     channel: BoundedProcessGroup,
     engine: int,
-    transfers: Sequence[ShardTransfer],
     runs: Sequence[ShardRun],
+    fill: Fill,
     digests: Digests,
 ) -> None:
     """Send one engine rank what this rank has for it."""
@@ -174,16 +223,31 @@ def _send_runs(
     writer = Writer(
         stream, exporter.bucket_bytes, exporter.device, lambda c: channel.send(c, engine + 1)
     )
-    for transfer, run in zip(transfers, runs, strict=True):
-        name, target, at = run.tensor.name, writer.place(run.tensor.name), 0
-        flat = target.tensor(run.tensor.shape, run.tensor.dtype)
-        for own, _ in transfer.moves:
-            part = flat[at : at + own.elements].view(own.size)
-            part.copy_(exporter.view(transfer.entry, own))
-            at += own.elements
+    for number, run in enumerate(runs):
+        name, target = run.tensor.name, writer.place(run.tensor.name)
+        fill(engine, number, target.tensor(run.tensor.shape, run.tensor.dtype))
         digests.add(f"{engine}/{name}", target.bytes(run.tensor.nbytes))
         writer.filled(name, target)
     writer.settle()
+
+
+def _lay_out_streams(lengths: Sequence[Sequence[int]]) -> list[ShardLayout]:
+    """The layout of each engine rank, where each trainer sends a stream of so many bytes to each:
+    the names are those of `read_streams`.
+    """
+    layouts = []
+    for of_engine in zip(*lengths, strict=True):
+        forms: dict[str, Form] = {}
+        runs: list[list[ShardRun]] = []
+        for sender, length in enumerate(of_engine):
+            name, form = f"0.{sender}.0", ((1, length), torch.uint8)
+            if length:
+                forms[name] = form
+            runs.append(
+                [_run(sender, 0, name, form, (Region((length,), (1,), 0),))] if length else []
+            )
+        layouts.append(ShardLayout(forms, runs))
+    return layouts
 
 
 def _run(sender: int, at: int, name: str, form: Form, regions: tuple[Region, ...]) -> ShardRun:
