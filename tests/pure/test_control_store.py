@@ -115,7 +115,6 @@ def host() -> Iterator[ControlStore]:
         reserved_port() as port,
         closing(ControlStore("127.0.0.1", port, 20.0, SECRET, host=True)) as own,
     ):
-        own.port = port
         own.put("note", b"here")
         yield own
 
