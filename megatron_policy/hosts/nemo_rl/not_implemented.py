@@ -12,9 +12,15 @@ _FP8 = "an fp8 key-value cache is not supported"
 _HTTP = "refits to SGLang over HTTP are not supported; use vLLM"
 _CROSS_TOKENIZER = "the teacher needs the same tokenizer, and is then read by get_topk_logits"
 _MEGATRON_GENERATION = "generation by Megatron's inference engine is not supported; use vLLM"
-_RESHARD = "this transport needs a map of both models' layouts; use the default transport"
+_RESHARD = (
+    "its map of layouts is the host's own; use the default transport, or without the host "
+    "Collective.join(..., of_shards=True)"
+)
 _ENGINES = "checkpoint engines as a refit transport are not supported; use the default transport"
-_SPARSE = "refits of differences are not supported; use the default transport"
+_SPARSE = (
+    "the host's own format of differences is not supported; use the default transport, or without "
+    "the host DeltaStream"
+)
 
 NOT_IMPLEMENTED: dict[str, str] = {
     "calibrate_qkv_fp8_scales": _FP8,
