@@ -160,12 +160,15 @@ def check_room(final: Path, needed: int) -> None:
     """ExportError unless the file system of `final` has that many bytes left."""
     there, free = _room(final)
     if free < needed:
-        raise ExportError(f"{final} needs {needed:,} bytes, but {there} has {free:,} left")
+        raise ExportError(
+            f"{final} needs {needed:,} bytes, but {there} has {free:,} left: free "
+            f"{needed - free:,} bytes there, or choose another path"
+        )
 
 
 def not_written(final: Path, error: OSError, needed: int) -> ExportError:
     """The error for a directory of `needed` bytes of which a file could not be written."""
-    where = f" ({error.filename})" if error.filename else ""
+    where = f" ({error.filename})" if error.filename not in (None, str(final)) else ""
     said = f"{final} cannot be written: {error.strerror or error}{where}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         there, free = _room(final)

@@ -4,6 +4,7 @@ is damaged, lost, late or of another run is refused, and the next refit works.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -30,6 +31,7 @@ from tests.dist.test_detached_refit import PEFT, SIZES, bits_of, step_on
 from tests.dist.test_export import tensors_of
 from tests.ranks import RankFailure, RankPool
 from tests.refit_engine import Bits, SmallEngine, bits, zeros
+from tests.small_disk import free, small_disk
 
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "tp2": ("qwen2", "tp2", {}, {}),
@@ -176,10 +178,16 @@ def edit(how: Callable[[bytes], bytes], path: Path) -> None:
     path.write_bytes(how(path.read_bytes()))
 
 
+def make_unreadable(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 DAMAGE: dict[str, tuple[int | str, Callable[[Path], object]]] = {
     "is not what the trainer has written": (2, partial(edit, lambda b: b[:-1] + b"?")),
     "what the trainer has written": (2, partial(edit, lambda b: b[:-9])),
     "is gone": (2, Path.unlink),
+    "gone or cannot be read: .* a directory": (2, make_unreadable),
     "contradicts its digest": (MANIFEST, partial(edit, lambda b: b.replace(b"0", b"1", 1))),
     "cannot be read": (MANIFEST, partial(edit, lambda b: b[:40])),
     "has no chain.json": (MANIFEST, Path.unlink),
@@ -200,7 +208,8 @@ def test_what_is_damaged_or_lost_is_refused_until_it_is_whole_again(
         with pytest.raises(RefitError, match=said):
             late.receive()
         assert not late.engine.loads and not late.receiver.mixed
-        shutil.copytree(root, copy, dirs_exist_ok=True)
+        shutil.rmtree(copy)
+        shutil.copytree(root, copy)
         assert late.receive() == seen[2]
 
 
@@ -230,6 +239,83 @@ def test_a_whole_version_leads_past_a_damaged_file_and_a_lost_one_begins_a_new_c
     ranks: RankPool, checkpoint: Any, tmp_path: Path
 ) -> None:
     ranks.run(1, publish_past_damage, checkpoint("qwen2", **SIZES), tmp_path / "chain")
+
+
+def publish_on_a_full_disk(path: Path, section: dict[str, Any], root: Path) -> None:
+    """Refits that find no room, on all ranks and on one, for what has changed and for a whole
+    version; when there is room again the chain goes on.
+    """
+
+    def fill(but: int = 0) -> None:
+        if policy.rank == 0:
+            ballast.write_bytes(bytes(free(str(root.parent)) - but))
+
+    def check(name: str, number: int, *, whole: int = 0) -> None:
+        """The directory has that chain alone, and engines have its newest weights."""
+        if policy.rank > 0:
+            return
+        chain = chain_in(root)
+        assert (chain.name, chain.newest.number, chain.whole[-1].number) == (name, number, whole)
+        sizes = open_folder(root).list_sizes()
+        assert {each for each in sizes if each.endswith(".delta")} == set(chain.files)
+        assert len([each for each in sizes if each.endswith(MANIFEST)]) == 1
+        assert len({each.split("/")[1] for each in sizes if each.count("/") == 2}) == 1 + (
+            whole > 0
+        )
+        for follower in (late, Follower(forms, root)):
+            assert follower.receive() == now
+
+    def fail_on_rank_1(write: Callable[..., Any]) -> Callable[..., Any]:
+        def act(file: Path, content: bytes) -> None:
+            if policy.rank == 1:
+                raise OSError(errno.ENOSPC, "No space left on device", str(file))
+            write(file, content)
+
+        return act
+
+    forms = {name: (tuple(t.shape), t.dtype) for name, t in tensors_of(path).items()}
+    to, late, ballast = DeltaDirectory(root, whole_every=2), Follower(forms, root), root / "../fill"
+    room = r"No space left on device; it takes [\d,]+ bytes, and .* has [\d,]+ left: make room"
+    with open_policy(policy_config(path, section), **UNUSED) as policy:
+        policy.refit(to)
+        now, name = bits_of(policy), chain_in(root).name
+        check(name, 0)
+        fill()
+        disturb(policy, 1, 0.1)
+        with pytest.raises(RefitError, match=room):
+            policy.refit(to)
+        check(name, 0)
+        ballast.unlink(missing_ok=True)
+        disturb(policy, 2, 0.1)
+        with (
+            replaced(folder_module, "write_file", fail_on_rank_1),
+            pytest.raises(RefitError, match=f"rank 1: .*{room}"),
+        ):
+            policy.refit(to)
+        check(name, 0)
+        disturb(policy, 3, 0.1)
+        policy.refit(to)
+        now = bits_of(policy)
+        check(name, 1)
+        fill(but=48 * 1024)  # enough for a delta
+        disturb(policy, 4, 0.01)
+        with pytest.raises(RefitError, match=r"free [\d,]+ bytes there, or choose another path"):
+            policy.refit(to)
+        now = bits_of(policy)
+        check(name, 2)
+        ballast.unlink(missing_ok=True)
+        disturb(policy, 5, 0.01)
+        policy.refit(to)
+        now = bits_of(policy)
+        check(name, 3, whole=3)
+
+
+def test_a_full_disk_costs_the_refits_that_it_has_no_room_for(
+    ranks: RankPool, checkpoint: Any, tmp_path: Path
+) -> None:
+    path, section = checkpoint("qwen2", **SIZES), LAYOUTS["tp2"][1]
+    with small_disk(tmp_path / "disk") as disk:
+        ranks.run(2, publish_on_a_full_disk, path, section, Path(disk, "chain"))
 
 
 def test_an_engine_with_other_weights_takes_whole_ones(start: Any) -> None:

@@ -17,7 +17,11 @@ from typing import Protocol
 import fsspec
 
 from megatron_policy.converters.files.contained import expanded, inside
-from megatron_policy.converters.files.publishing import flush_directory, write_file
+from megatron_policy.converters.files.publishing import (
+    flush_directory,
+    not_written,
+    write_file,
+)
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.extras import require
 
@@ -84,14 +88,19 @@ class Directory:
         return (self.root / name).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
-        """Wait until it is on the disk."""
-        write_file(self.root / name, content)
+        """Wait until it is on the disk. RefitError, and nothing is left of it, if that fails."""
+        path = self.root / name
+        try:
+            write_file(path, content)
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()
+            raise RefitError(str(not_written(path, error, len(content)))) from error
 
     def replace(self, name: str, content: bytes, beside: str) -> None:
         """Write it in the folder `beside`, and rename it."""
-        written = self.root / beside / name
-        write_file(written, content)
-        written.replace(self.root / name)
+        self.write(f"{beside}/{name}", content)
+        (self.root / beside / name).replace(self.root / name)
         flush_directory(self.root)
 
     def keep_only(self, kept: Collection[str]) -> None:
@@ -103,7 +112,8 @@ class Directory:
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
-                    path.unlink(missing_ok=True)
+                    with suppress(OSError):
+                        path.unlink()
             with suppress(OSError):  # it is not empty
                 folder.rmdir()
 

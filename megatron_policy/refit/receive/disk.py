@@ -74,11 +74,14 @@ def receive_deltas(
             raise RefitError(f"{path} has no {CHAIN}: the trainer has published nothing there")
         try:
             return _follow(engine, assembler_of, folder, chain)
-        except FileNotFoundError as error:
+        except OSError as error:
             failure = error
             if read_chain(folder) == chain:
                 break
-    raise assembler_of().refusal(f"a file of the newest version is gone: {failure}")
+    raise assembler_of().refusal(
+        f"a file of the newest version is gone or cannot be read: {failure}. Bring it back, or "
+        f"remove {CHAIN} to have the next refit write whole weights"
+    )
 
 
 def _follow(

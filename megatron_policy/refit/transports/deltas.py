@@ -10,7 +10,8 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from megatron_policy.refit.deltas.chain import (
 )
 from megatron_policy.refit.deltas.changes import SentCopy, list_shares
 from megatron_policy.refit.deltas.folder import Directory, ObjectFolder, open_folder
-from megatron_policy.refit.deltas.message import encode_message
+from megatron_policy.refit.deltas.message import Fragment, encode_message
 from megatron_policy.refit.digest import HOST
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.disk import DirectoryTransport, HfDirectory
@@ -49,6 +50,13 @@ class _Published:
 
     chain: Chain
     copy: SentCopy
+    unwritten: Sequence[Fragment] = ()
+    """What the copy has beside that version, of refits that could not be written."""
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether this is less than a whole version."""
+        return sum(len(of.encoded.content) for of in self.unwritten) < self.copy.nbytes
 
 
 class DeltaDirectory:
@@ -75,18 +83,27 @@ class DeltaDirectory:
     def deliver(self, exporter: Exporter, step: int) -> RefitManifest:
         """Publish the weights as they are after `step` optimizer steps.
 
-        Collective over all ranks. RefitError on all of them if any failed: engines keep what they
-        have, and the next refit begins a new chain. ConfigError if something else is at the path.
+        Collective over all ranks. RefitError on all of them if any failed: what was published
+        stays, what else was written is removed, and the next refit continues the chain if it can.
+        ConfigError if something else is at the path.
         """
+        try:
+            return self._deliver(exporter, step)
+        except RefitError:
+            if exporter.rank == 0:
+                self._remove_unpublished()
+            raise
+
+    def _deliver(self, exporter: Exporter, step: int) -> RefitManifest:
         began = time.perf_counter()
-        published: _Published | None = exporter.published.pop(
-            self.path, None
-        )  # unless all goes well
+        published: _Published | None = exporter.published.get(self.path)
         name = self._begin(exporter, published)
+        exporter.published.pop(self.path, None)  # unless all goes well
         if published is not None and published.chain.name == name:
             copy = published.copy
             chain, nbytes = self._publish_delta(exporter, published, step)
             sent = RefitManifest(step, HOST, {}, exporter.served_model, nbytes)
+            exporter.published[self.path] = _Published(chain, copy)
             if chain.newest.number - chain.whole[-1].number >= self._whole_every:
                 chain = chain.with_whole()
                 copy.forget_sums()  # an engine may have refused what follows from them
@@ -155,23 +172,29 @@ class DeltaDirectory:
         ranks, number = exporter.ranks, last.chain.newest.number + 1
         file: DeltaFile | None = None
         failure: Exception | None = None
+        kept: _Published | None = None
         try:
             with ranks.alive():
-                file = self._write_file(last, number, exporter.rank)
+                kept = replace(last, unwritten=[*last.unwritten, *last.copy.advance()])
+                file = self._write_file(kept, number, exporter.rank)
         except Exception as error:
             failure = error
-        words = ranks.gather_text(json.dumps(file and astuple(file)))
-        found = [json.loads(each) for each in words]
-        whole = tuple(DeltaFile(*each) for each in found if each is not None)
+        if kept is not None and kept.is_worth_keeping and exporter.rank > 0:
+            exporter.published[self.path] = kept
+        own = [kept is not None and kept.is_worth_keeping, file and astuple(file)]
+        found = [json.loads(each) for each in ranks.gather_text(json.dumps(own))]
+        whole = tuple(DeltaFile(*each) for _, each in found if each is not None)
         chain = last.chain.with_delta(Version(number, step, whole))
-        if found and None not in found:
+        if found and all(keeps for keeps, _ in found):  # rank 0 decides on the next chain
+            exporter.published[self.path] = kept
+        if found and len(whole) == len(found):
             failure = _attempt(lambda: self._publish(chain))
         exporter.agree(failure)
         assert file is not None
         return chain, file.nbytes
 
     def _write_file(self, last: _Published, number: int, rank: int) -> DeltaFile:
-        content = encode_message(last.copy.advance())
+        content = encode_message(last.unwritten)
         self._folder.write(last.chain.name_file(number, rank), content)
         return DeltaFile(rank, len(content), digest_bytes(content))
 
@@ -204,6 +227,12 @@ class DeltaDirectory:
 
     def _publish(self, chain: Chain) -> None:
         self._folder.replace(MANIFEST, chain.encode(), chain.name)
+
+    def _remove_unpublished(self) -> None:
+        """Remove what a refit has left that failed: it may have filled the disk."""
+        with suppress(RefitError):  # the store does not answer, or the manifest is damaged
+            if (published := read_chain(self._folder)) is not None:
+                self._remove_others(published)
 
     def _remove_others(self, chain: Chain) -> None:
         """Remove what is not in the chain, as far as that is possible."""
