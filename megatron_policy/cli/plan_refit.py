@@ -273,7 +273,10 @@ def refit_of(
     if engine_layout is None:
         return planned
     engine, architecture = parse_grid(engine_layout), table.architecture
-    placements = place_on_grid(plan, architecture, engine)
+    try:
+        placements = place_on_grid(plan, architecture, engine)
+    except ValueError as error:
+        raise ConfigError(f"--engine-layout {engine_layout}: {error}") from error
     shards = plan_shards(plan, architecture, topology, placements, engine.world_size)
     return replace(planned, engine=engine, shards=shards, port=port)
 
@@ -288,4 +291,7 @@ def parse_grid(sizes: str) -> Topology:
                 "in tp=8,dp=2"
             )
         given[axis] = int(size)
-    return Topology(**given)
+    try:
+        return Topology(**given)
+    except ConfigError as error:
+        raise ConfigError(f"--engine-layout {sizes}: {error}") from error

@@ -241,3 +241,25 @@ def describe_problems(problems: Mapping[str, Sequence[str]]) -> str:
         for what, names in problems.items()
         if names
     )
+
+
+def compare_forms(expected: Mapping[str, Form], found: Mapping[str, Form]) -> str:
+    """How the tensors that were found differ from those that an engine expects; empty if not."""
+    differing = {
+        name: form for name, form in expected.items() if name in found and found[name] != form
+    }
+    problems = describe_problems(
+        {
+            "missing": [name for name in expected if name not in found],
+            "unknown to it": [name for name in found if name not in expected],
+            "of another shape or dtype": [
+                f"{name} {found[name]} instead of {form}" for name, form in differing.items()
+            ],
+        }
+    )
+    if any(found[name][1] != dtype for name, (_, dtype) in differing.items()):
+        problems += (
+            ". Directories have the checkpoint's dtypes, whatever refit_dtype is: for those expect "
+            "what exporter.plan(as_stored=True).info() returns"
+        )
+    return problems

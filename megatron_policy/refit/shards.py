@@ -135,6 +135,16 @@ def plan_shards(
     elements the one sends that has sent least. ConfigError for a tensor that the engine does not
     place whole.
     """
+    if not isinstance(placements, Mapping):
+        raise ConfigError(
+            f"the engine's layout is {placements!r:.80}: give an EngineShards for each tensor"
+        )
+    names = {tensor.name for tensor in plan.tensors}
+    if unknown := [name for name in placements if name not in names]:
+        raise ConfigError(
+            f"the engine's layout has {', '.join(unknown[:8])}, which the trainer does not send: "
+            "name the tensors as prepare_refit_info does"
+        )
     replicas = _Replicas(topology)
     holding = {rank for of in placements.values() for part in of.holders for rank in part}
     if holding != set(range(engine_ranks)):

@@ -5,6 +5,7 @@ is damaged, lost, late or of another run is refused, and the next refit works.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import torch
 
 from megatron_policy.converters.formats import hf_writing
 from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.formats.digests import UNSEALED, seal
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.deltas import folder as folder_module
 from megatron_policy.refit.deltas.chain import MANIFEST, Chain, read_chain
@@ -183,11 +185,21 @@ def make_unreadable(path: Path) -> None:
     path.mkdir()
 
 
+def make_newer(path: Path) -> None:
+    fields = json.loads(path.read_bytes()) | {"digest": UNSEALED, "format": 2}
+    path.write_bytes(seal(json.dumps(fields).encode()))
+
+
 DAMAGE: dict[str, tuple[int | str, Callable[[Path], object]]] = {
     "is not what the trainer has written": (2, partial(edit, lambda b: b[:-1] + b"?")),
     "what the trainer has written": (2, partial(edit, lambda b: b[:-9])),
     "is gone": (2, Path.unlink),
     "gone or cannot be read: .* a directory": (2, make_unreadable),
+    r"gone or cannot be read: .*\.safetensors\. Bring it back": (
+        "*/00000000/model.safetensors",
+        Path.unlink,
+    ),
+    "is of format 2, .* use the same version": (MANIFEST, make_newer),
     "contradicts its digest": (MANIFEST, partial(edit, lambda b: b.replace(b"0", b"1", 1))),
     "cannot be read": (MANIFEST, partial(edit, lambda b: b[:40])),
     "has no chain.json": (MANIFEST, Path.unlink),
@@ -204,7 +216,7 @@ def test_what_is_damaged_or_lost_is_refused_until_it_is_whole_again(
         late, name = Follower(forms, copy), what
         if isinstance(what, int):
             name = chain_in(copy).name_file(what, 0)
-        damage(copy / name)
+        damage(next(copy.glob(str(name))))
         with pytest.raises(RefitError, match=said):
             late.receive()
         assert not late.engine.loads and not late.receiver.mixed
@@ -325,10 +337,31 @@ def test_an_engine_with_other_weights_takes_whole_ones(start: Any) -> None:
     with torch.no_grad():
         state.kept[name].view(-1)[0] += 1
     state.version = (state.version[0], 1)  # the same chain, as if one delta had not come
-    with pytest.raises(RefitError, match="have another digest"):
+    with pytest.raises(RefitError, match=r"have another digest.*All weights are taken next"):
         follower.receive()
     assert bits(follower.engine.weights) == seen[2] and state.version is None
     assert follower.receive() == seen[2] and len(follower.engine.loads) == 2
+
+
+def test_a_refusal_says_what_to_do(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "chain").mkdir()
+    (tmp_path / "chain" / ".nfs0001").touch()  # as NFS leaves it
+    seen, follower = start([0])
+    root, forms = follower.root, {name: of[:2] for name, of in seen[0].items()}
+    whole = root / chain_in(root).name_whole(0)
+    wider = {name: (shape, torch.float64) for name, (shape, _) in forms.items()}
+    ahead = Follower(forms, root)
+    ahead.receiver.step = 50
+    refusals: dict[str, Callable[[], object]] = {
+        "has no chain.json yet: .* Call again": Follower(forms, tmp_path / "later").receive,
+        "call receive_directory$": Follower(forms, whole).receive,
+        "call receive_deltas": partial(follower.receiver.receive_directory, root),
+        r"expect what exporter.plan\(as_stored=True\)": Follower(wider, root).receive,
+        r"^[^.]* accepted\. If [^.]* to None\. The engine keeps [^.]*$": ahead.receive,
+    }
+    for said, refuse in refusals.items():
+        with pytest.raises(RefitError, match=said):
+            refuse()
 
 
 def test_an_engine_that_fails_to_load_is_mixed_until_it_loads_again(start: Any) -> None:

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.digest import DEVICE, algorithm_for, digest
-from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel, TensorDigest
+from megatron_policy.refit.manifest import (
+    RefitInfo,
+    RefitManifest,
+    ServedModel,
+    TensorDigest,
+    WeightVersion,
+)
 from megatron_policy.refit.receive.receiver import Receiver
 from tests.refit_engine import SmallEngine, bits, zeros
 from tests.refit_trainer import FORMS, weights
@@ -45,6 +51,29 @@ def give(receiver: Receiver, tensors: dict[str, torch.Tensor], step: int = 1) ->
 
 
 OLD, NEW = weights(1), weights(2)
+
+
+def announce(receiver: Receiver, since: int | None) -> None:
+    receiver.assembler().announce(
+        RefitInfo(FORMS, ServedModel(version=WeightVersion("chain", 12, since)))
+    )
+
+
+def test_changes_of_weights_that_an_engine_lacks_are_refused_with_the_cause() -> None:
+    _, receiver = make()
+    with pytest.raises(RefitError, match=r"another engine was asked before.* at each address"):
+        announce(receiver, 11)
+
+
+def test_an_engine_that_stages_nothing_warns_once_that_it_gets_all_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for staged in (True, False):
+        _, receiver = make(staged=staged)
+        for _ in range(3):
+            announce(receiver, None)
+    (said,) = caplog.messages
+    assert "prepare vLLM, with staged=True" in said
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

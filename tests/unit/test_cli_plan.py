@@ -236,3 +236,11 @@ def test_the_time_of_a_refit_between_shards_is_bound_by_the_busiest_port(checkpo
 def test_a_layout_of_an_engine_that_cannot_be_read_is_refused(checkpoint, sizes: str) -> None:
     code, _, said = plan(checkpoint("qwen2"), "--engine-layout", sizes)
     assert code == 2 and f"--engine-layout {sizes}: give sizes of tp, pp" in said
+
+
+@pytest.mark.parametrize(("sizes", "why"), [("tp=3", "cannot be split"), ("ep=2", "ep 2 does not")])
+def test_a_layout_that_the_model_or_the_ranks_do_not_fit_is_named(
+    checkpoint, sizes: str, why: str
+) -> None:
+    code, _, said = plan(checkpoint("qwen2"), "--engine-layout", sizes)
+    assert code and f"--engine-layout {sizes}: " in said and why in said

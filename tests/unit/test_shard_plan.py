@@ -126,6 +126,21 @@ def test_a_layout_that_lacks_something_is_refused(
         plan_shards(plan, architecture, model.topology, held, 1)
 
 
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (None, "the engine's layout is None: give an EngineShards"),
+        ({"model.nrom.weight": EngineShards(0, 64, ((0,),))}, "has model.nrom.weight, which the"),
+    ],
+)
+def test_a_layout_of_other_tensors_is_refused(checkpoint: Any, held: Any, said: str) -> None:
+    model = model_of(checkpoint("llama"))
+    plan, architecture = plan_refit(model), model.table.architecture
+    held = held and place_on_grid(plan, architecture, Topology()) | held
+    with pytest.raises(ConfigError, match=said):
+        plan_shards(plan, architecture, model.topology, held, 1)
+
+
 @pytest.mark.nightly
 def test_512_ranks_send_a_trillion_parameters_evenly_to_128() -> None:
     """Counted, of Kimi K2: each engine rank gets what it has, and the trainers of a stage send

@@ -133,6 +133,11 @@ def read_chain(folder: Folder) -> Chain | None:
         fields = json.loads(content)
         if not is_sealed(content, xxh3(fields["digest"])):
             raise ValueError("its content contradicts its digest")
+        if fields["format"] != FORMAT:
+            raise RefitError(
+                f"{path} is of format {fields['format']}, but this version reads {FORMAT}: use the "
+                "same version of megatron-policy on both sides"
+            )
         return _chain(fields)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise RefitError(f"{path} cannot be read: {error}; refit again") from error
@@ -156,8 +161,6 @@ def is_name(name: str) -> bool:
 
 
 def _chain(fields: dict[str, Any]) -> Chain:
-    if fields["format"] != FORMAT:
-        raise ValueError(f"it is of format {fields['format']}, but this version reads {FORMAT}")
     name = text(fields["chain"])
     whole = tuple(Version(count(number), count(step)) for number, step in fields["whole"])
     deltas = tuple(

@@ -4,6 +4,7 @@ arrives, checks that the set is complete, and only then hands it to the engine.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from megatron_policy.refit.manifest import (
     ServedModel,
     StagedVersion,
     WeightVersion,
+    compare_forms,
     describe_problems,
     with_digests,
 )
@@ -30,6 +32,8 @@ from megatron_policy.refit.streams import read_streams
 
 if TYPE_CHECKING:
     from megatron_policy.refit.transports.collective.shards import ShardLayout, ShardRun
+
+_log = logging.getLogger(__name__)
 
 Load = Callable[[list[tuple[str, Tensor]]], object]
 """Copies weights, by Hugging Face name, into an engine, which must not keep the tensors."""
@@ -63,6 +67,17 @@ class EngineState:
     kept: dict[str, Tensor] = field(default_factory=dict)
     version: StagedVersion = None
     """The chain of deltas that the staged set is of, and its version; None if it is of none."""
+    warned: bool = False
+    """Whether it was said that the trainer cannot send what has changed alone."""
+
+    def warn_unless_staged(self) -> None:
+        """Warn once that a trainer that would send what has changed sends all weights."""
+        if not self.staged and not self.warned:
+            self.warned = True
+            _log.warning(
+                "a DeltaStream sends this engine all weights in every refit, since it stages none "
+                "that could be changed: make the Receiver, or prepare vLLM, with staged=True"
+            )
 
 
 class WeightAssembler:
@@ -113,6 +128,8 @@ class WeightAssembler:
             self._check_version()
         else:
             self._engine.version = None  # a transport may now fill what is kept
+            if self._version is not None:
+                self._engine.warn_unless_staged()
             if expected is not None:
                 self._compare(expected, announced)
         self._forms = dict(announced)
@@ -188,16 +205,17 @@ class WeightAssembler:
         """Change the staged set to that of a later step, for `load_applied`, unless `patches` are
         undone; after a failure it is what it was.
         """
+        self.check_step(step)
         engine, self.patches = self._engine, Patches(self._engine.kept)
         try:
             for message in messages:
                 self.patches.apply(decode_message(message))
             self.patches.check()
-            self.check_step(step)
         except BaseException as error:
             self.patches.undo()
             if isinstance(error, OtherWeightsError):
-                engine.version = None  # whole ones are taken next
+                engine.version = None
+                raise self.refusal(f"{error}. All weights are taken next time") from error
             if isinstance(error, RefitError):
                 raise self.refusal(str(error)) from error
             raise
@@ -232,7 +250,9 @@ class WeightAssembler:
         if own is None or own[0] != sent.chain or not sent.since <= own[1] <= sent.number:
             raise self.refusal(
                 f"the trainer sends what has changed since version {sent.since} of its weights, "
-                f"which this engine lacks (it has {own})"
+                f"which this engine lacks (it has {own}): another engine was asked before. Let one "
+                "engine receive at each address, and refit again: after two such failures in turn "
+                "all weights are sent"
             )
 
     def _keep(self, name: str, tensor: Tensor) -> Tensor:
@@ -296,19 +316,7 @@ class WeightAssembler:
         self._model = model or self._model
 
     def _compare(self, expected: Mapping[str, Form], found: Mapping[str, Form]) -> None:
-        differing = [
-            f"{name} {found[name]} instead of {form}"
-            for name, form in expected.items()
-            if name in found and found[name] != form
-        ]
-        problems = describe_problems(
-            {
-                "missing": [name for name in expected if name not in found],
-                "unknown to it": [name for name in found if name not in expected],
-                "of another shape or dtype": differing,
-            }
-        )
-        if problems:
+        if problems := compare_forms(expected, found):
             raise self.refusal(f"these are not the weights of the engine's model: {problems}")
 
     def refusal(self, why: str) -> RefitError:

@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_policy.adapters.peft_files import (
@@ -71,7 +72,7 @@ def receive_deltas(
     for _ in range(_ATTEMPTS):
         chain = read_chain(folder)
         if chain is None:
-            raise RefitError(f"{path} has no {CHAIN}: the trainer has published nothing there")
+            raise RefitError(_describe_missing_chain(folder, path))
         try:
             return _follow(engine, assembler_of, folder, chain)
         except OSError as error:
@@ -114,10 +115,32 @@ def _receive_whole(
     if isinstance(folder, Directory):
         if not (folder.root / name).is_dir():
             raise FileNotFoundError(folder.root / name)
+        _check_files(folder.root / name, folder.locate(name))
         return receive_directory(assembler_of, folder.root / name, WeightAssembler.stage)
     with tempfile.TemporaryDirectory() as copy:
         folder.download(name, Path(copy))
+        _check_files(Path(copy), folder.locate(name))
         return receive_directory(assembler_of, copy, WeightAssembler.stage)
+
+
+def _check_files(root: Path, place: str) -> None:
+    """FileNotFoundError for a file that the manifest of `root` names and that is not there."""
+    stated = None
+    with suppress(ConversionError):  # who reads it refuses it
+        stated = read_manifest(root)
+    for name in (MANIFEST, *(stated.files if stated else ())):
+        if not (root / name).is_file():
+            raise FileNotFoundError(f"{place}/{name}")
+
+
+def _describe_missing_chain(folder: Directory | ObjectFolder, path: object) -> str:
+    with suppress(OSError):
+        folder.read(MANIFEST)
+        return f"{path} is of an HfDirectory or a PeftDirectory: call receive_directory"
+    return (
+        f"{path} has no {CHAIN} yet: the trainer has published nothing there until now. Call again "
+        "after its first refit to this DeltaDirectory"
+    )
 
 
 def _can_read(folder: Directory | ObjectFolder, chain: Chain, pending: Sequence[Version]) -> bool:
@@ -151,6 +174,8 @@ def _read_manifest(root: Path) -> RefitManifest:
     if not root.is_dir():
         raise RefitError(f"{root} is not a directory: the trainer has published nothing there")
     stated = read_manifest(root)
+    if stated is None and (root / CHAIN).exists():
+        raise RefitError(f"{root} is of a DeltaDirectory: call receive_deltas")
     if stated is None or stated.step is None:
         raise RefitError(
             f"{root} has no {MANIFEST} that names a step: write it with policy.export_hf or "

@@ -145,7 +145,8 @@ class DeltaDirectory:
         self._folder.prepare()
         sizes = self._folder.list_sizes()
         names = {name.partition("/")[0] for name in sizes}
-        others = sorted(name for name in names if not is_name(name))
+        # NFS gives names such as .nfs0001 to what a process still reads that another replaces.
+        others = sorted(n for n in names if not is_name(n) and not n.startswith(".nfs"))
         if others not in ([], [MANIFEST]):
             raise ConfigError(
                 f"{self.path} has {others[0]}, which is of no DeltaDirectory: give it a "
