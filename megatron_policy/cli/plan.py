@@ -64,6 +64,7 @@ def plan(
     precision: options.TrainedDtype = None,
     tensors: options.Tensors = False,
     engine_layout: options.EngineLayout = None,
+    delta: options.Delta = None,
     picture: PictureFile = None,
     timeline: TimelineFile = None,
 ) -> None:
@@ -80,7 +81,7 @@ def plan(
         options.refuse_unread(given)
         check_files(picture, timeline)
         if refit is not None:
-            said = (bucket_size, dtype, trained, engine_layout, gpu, tensors, as_json)
+            said = (bucket_size, dtype, trained, engine_layout, delta, gpu, tensors, as_json)
             return _show_refit(refit, layout, gpus, *said, picture)
         from megatron_policy.cli import plan_inputs as inputs
 
@@ -91,8 +92,7 @@ def plan(
         else:
             base = inputs.make_section(model, rows or 512, seq_len, mb_tokens, trained)
             found = inputs.plan_model(base, layout, gpus, device, of_rows, recompute)
-    name = f"{(gpu or 'H100').upper()} of {show_gib(device.memory_bytes)}"
-    _show_step(found, name, None if config else base, as_json, picture, timeline)
+    _show_step(found, gpu or "H100", device, None if config else base, as_json, picture, timeline)
     _advise(found, base, config is not None, device, seq_len, as_json)
 
 
@@ -104,6 +104,7 @@ def _show_refit(
     dtype: Dtype | None,
     precision: Precision,
     engine_layout: str | None,
+    changed: float | None,
     gpu: str | None,
     tensors: bool,
     as_json: bool,
@@ -116,7 +117,7 @@ def _show_refit(
         sizes = complete_sizes(layout)
         ranks = count_ranks(sizes, layout["dp"], gpus)
         port = None if gpu is None else device_of(gpu, None, None).network_link
-        to = (engine_layout, port)
+        to = (engine_layout, port, changed)
         planned = refit_of(source, sizes, ranks, bucket_bytes, dtype, precision, *to)
         show(report_refit(planned, tensors), as_json)
         draw_refit(planned, picture, as_json)
@@ -124,7 +125,8 @@ def _show_refit(
 
 def _show_step(
     found: StepPlan | SearchResult,
-    device: str,
+    gpu: str,
+    device: DeviceFigures,
     base: Mapping[str, Any] | None,
     as_json: bool,
     picture: Path | None,
@@ -132,10 +134,11 @@ def _show_step(
 ) -> None:
     from megatron_policy.cli.plan_report import plans_of, report_plans
 
-    show(report_plans(found, device, base), as_json)
+    name = f"{gpu.upper()} of {show_gib(device.memory_bytes)}"
+    show(report_plans(found, name, base), as_json)
     if plans := plans_of(found):
         with one_line_errors(as_json):
-            draw_step(plans[0], device, picture, timeline, as_json)
+            draw_step(plans[0], name, picture, timeline, as_json)
 
 
 def _advise(

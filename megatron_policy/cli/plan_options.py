@@ -94,6 +94,15 @@ EngineLayout = Annotated[
         help="With --refit: the engine's ranks, as tp=8,dp=2,ep=16: what each gets of its own.",
     ),
 ]
+Delta = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0001,
+        max=1.0,
+        metavar="SHARE",
+        help="With --refit: what a refit sends of which this share of all elements has changed.",
+    ),
+]
 Tensors = Annotated[
     bool, typer.Option("--tensors", help="With --refit: print a line for every tensor.")
 ]
@@ -113,13 +122,25 @@ Refit = Annotated[
 
 _OF_REFIT = (
     *("refit", "gpus", "bucket-size", "dtype", "precision", "tensors", "json", "picture"),
-    *("engine-layout", "tp", "pp", "vpp", "dp", "cp", "ep", "etp", "first-layers", "last-layers"),
+    *(
+        "engine-layout",
+        "delta",
+        "tp",
+        "pp",
+        "vpp",
+        "dp",
+        "cp",
+        "ep",
+        "etp",
+        "first-layers",
+        "last-layers",
+    ),
 )
 _OF_CONFIG = (
     *("config", "overrides", "gpus", "gpu", "gpu-memory", "beside-engine", "seq-len"),
     *("patches", "frames", "json", "picture", "timeline"),
 )
-_OF_REFIT_ALONE = ("bucket-size", "dtype", "tensors", "engine-layout")
+_OF_REFIT_ALONE = ("bucket-size", "dtype", "tensors", "engine-layout", "delta")
 _KEYS = {
     "model": "model_name",
     "rows": "train_global_batch_size",

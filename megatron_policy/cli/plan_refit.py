@@ -23,6 +23,7 @@ from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.sizes import show_size
 from megatron_policy.parallel.topology import LayerSplit, Topology, ranges
+from megatron_policy.refit.deltas.codec import expect_bytes
 from megatron_policy.refit.plan import RefitPlan, RefitTensor, pack_tensors
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.shards import ShardPlan, place_on_grid, plan_shards
@@ -45,6 +46,16 @@ class PlannedRefit:
     """The engine's grid, and what is sent from shards to its shards."""
     port: float | None = None
     """Bytes per second of each rank's network port, if the time over it is wanted."""
+    changed: float | None = None
+    """The share of all elements that a refit of what has changed sends, if that is wanted."""
+
+    @property
+    def changed_bytes(self) -> int:
+        """What is expected to be sent of what has changed, in random places, without headers."""
+        assert self.changed is not None
+        each = {tensor.dtype: tensor.dtype.itemsize for tensor in self.plan.tensors}
+        of_element = {dtype: expect_bytes(self.changed, size) for dtype, size in each.items()}
+        return round(sum(t.nbytes / each[t.dtype] * of_element[t.dtype] for t in self.plan.tensors))
 
 
 def report_refit(planned: PlannedRefit, tensors: bool) -> CommandReport:
@@ -77,6 +88,8 @@ def _lines(planned: PlannedRefit) -> Iterator[str]:
                 f"  over the network at least {bound_time(planned.shards, planned.port):.3g} s: "
                 f"{_name_busiest(planned.shards)} at {show_size(int(planned.port))}/s"
             )
+    if planned.changed is not None:
+        yield from _delta_lines(planned)
     what = " and ".join(sorted({"rounds" if e.gathers else "packs" for e in plan.exchanges}))
     yield f"buckets ({what} of at most {show_size(plan.bucket_bytes)}) and their tensors"
     for number, tensors in enumerate(_in_buckets(plan)):
@@ -84,6 +97,24 @@ def _lines(planned: PlannedRefit) -> Iterator[str]:
         if len(tensors) > 1:
             names += f" to {tensors[-1].name}"
         yield f"  {number}: {len(tensors)} tensor{'s' * (len(tensors) > 1)}, {names}"
+
+
+def _delta_lines(planned: PlannedRefit) -> Iterator[str]:
+    """What is sent of what has changed, to an engine rank and in which time."""
+    share = planned.changed_bytes / planned.plan.total_bytes
+    yield (
+        f"where {planned.changed:.4g} of all elements has changed, in random places: about "
+        f"{show_size(planned.changed_bytes)}, {share:.1%} of all bytes"
+    )
+    if planned.shards is None:
+        return
+    most = round(max(planned.shards.received) * share)
+    yield f"  to an engine rank, from shards to its shards, about {show_size(most)} at most"
+    if planned.port is not None:
+        yield (
+            "  over the network at least about "
+            f"{bound_time(planned.shards, planned.port) * share:.3g} s"
+        )
 
 
 def _name_ranks(table: Table, grid: Topology) -> str:
@@ -216,6 +247,8 @@ def _as_data(planned: PlannedRefit, tensors: bool) -> dict[str, Any]:
         "deltas": {"kept_bytes": plan.kept_bytes},
         "collectives": plan.collectives if plan.gathers else 0,
     }
+    if planned.changed is not None:
+        data["deltas"] |= {"changed": planned.changed, "sent_bytes": planned.changed_bytes}
     if planned.shards is not None:
         shards = planned.shards
         data["shards"] = {
@@ -250,10 +283,12 @@ def refit_of(
     precision: Precision,
     engine_layout: str | None,
     port: float | None = None,
+    changed: float | None = None,
 ) -> PlannedRefit:
     """Plan a refit of `source` under a layout of these `sizes` over so many `ranks`, and to the
     shards of an engine with that layout, if there is one, whose ranks and the trainer's have
-    network ports of so many bytes per second.
+    network ports of so many bytes per second; and, if told, one of the share of all elements that
+    has `changed`.
     """
     source = with_config(source)
     seen, table = open_headers(source)
@@ -269,7 +304,7 @@ def refit_of(
         bucket_bytes=parse_size("512MiB") if bucket_bytes is None else bucket_bytes,
         dtype=None if dtype is None else dtype_named(dtype.value),
     )
-    planned = PlannedRefit(table, topology, split, plan, seen.config_only)
+    planned = PlannedRefit(table, topology, split, plan, seen.config_only, changed=changed)
     if engine_layout is None:
         return planned
     engine, architecture = parse_grid(engine_layout), table.architecture

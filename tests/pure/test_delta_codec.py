@@ -62,6 +62,18 @@ def test_the_smallest_encoding_is_chosen(gap: int, encoding: str) -> None:
     assert abs(len(encoded.content) - 2 * encoded.changes - index) <= 1  # the first gap is shorter
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32])
+@pytest.mark.parametrize("changed", [0.0001, 0.001, 0.01, 0.03, 0.2, 0.7, 1.0])
+def test_random_changes_take_the_bytes_that_are_expected(changed: float, kind: type) -> None:
+    before = np.zeros(1 << 22, kind)
+    now = (np.random.default_rng(0).random(len(before)) < changed).astype(kind)
+    content = encode(now, before).content
+    # A binomial number of changes; of the 419 of the fewest, four standard deviations are 0.2.
+    spread = 0.01 + 4 / np.sqrt(changed * len(before))
+    expected = codec.expect_bytes(changed, before.itemsize) * len(before)
+    assert abs(len(content) / expected - 1) < spread
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.lists(

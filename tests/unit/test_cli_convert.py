@@ -102,7 +102,7 @@ def test_a_dry_run_says_first_what_is_in_the_way(checkpoint, tmp_path, monkeypat
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     code, said, noise = run(*arguments)
     assert code == 1 and said.startswith("qwen3: ")
-    assert noise.startswith("error: ") and noise.endswith(f", but {tmp_path} has 1,000 left\n")
+    assert noise.startswith("error: ") and f", but {tmp_path} has 1,000 left: free " in noise
     monkeypatch.undo()
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "thesis").write_text("x")

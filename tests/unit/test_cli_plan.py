@@ -232,6 +232,20 @@ def test_the_time_of_a_refit_between_shards_is_bound_by_the_busiest_port(checkpo
     assert code == 2 and "--gpu cannot be given with --refit" in said
 
 
+def test_a_refit_of_what_has_changed_is_planned(checkpoint) -> None:
+    options = (checkpoint("qwen2", dtype="bfloat16"), "--tp", "2", "--delta", "0.03")
+    to = ("--engine-layout", "tp=2", "--gpu", "A100")
+    code, said, _ = plan(*options, *to)
+    assert code == 0 and "where 0.03 of all elements has changed" in said
+    assert ", 4.5% of all bytes" in said
+    assert re.search(r"to an engine rank, .* at most\n  over the network at least about", said)
+    found = json.loads(plan(*options, *to, "--json")[1])
+    # Values of 2 bytes, and a byte for each gap, of which 0.97 ** 255 take another.
+    assert found["deltas"]["sent_bytes"] == pytest.approx(found["bytes"] * 0.015 * 3, rel=1e-3)
+    code, _, said = plan(options[0], "--delta", "0")
+    assert code == 2 and "--delta" in said
+
+
 @pytest.mark.parametrize("sizes", ["tp", "tp=2,tp=2", "cp=2", "tp=two", ""])
 def test_a_layout_of_an_engine_that_cannot_be_read_is_refused(checkpoint, sizes: str) -> None:
     code, _, said = plan(checkpoint("qwen2"), "--engine-layout", sizes)

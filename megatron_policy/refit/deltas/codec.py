@@ -96,6 +96,20 @@ def encode(values: Bits, gaps: Bits, run: Bits) -> Encoded:
     return Encoded(encoding, count, b"".join((values.data, index.data)))
 
 
+def expect_bytes(changed: float, itemsize: int) -> float:
+    """The bytes that `encode` makes for each element of a long run, on average, of which this share
+    has changed in random places, above 0.
+    """
+
+    def count_gaps(kind: np.dtype[Any]) -> float:
+        most = np.iinfo(kind).max
+        longer = (1.0 - changed) ** most  # the share of gaps that go on after a largest number
+        return changed * (itemsize + kind.itemsize / (1.0 - longer))
+
+    whole, bitmap = float(itemsize), changed * itemsize + 1 / 8
+    return min(whole, bitmap, *map(count_gaps, _NUMBERS.values()))
+
+
 def decode(encoded: Encoded, elements: int, itemsize: int) -> Change:
     """The change of a run of so many elements; of `WHOLE`, all of them. ValueError for bytes that
     `encode` does not make.
