@@ -62,7 +62,19 @@ def join(policy: Any, port: int, engines: int, timeout_s: float = TIMEOUT_S) -> 
 
 def send(config: dict[str, Any], grid: Topology, port: int, fault: str) -> dict[str, Any]:
     """Three refits, of which the second fails if there is a `fault`."""
-    with open_policy(config, **UNUSED) as policy:
+    encoded: list[Any] = []
+
+    def note(encode: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+        def act(layout: Any) -> bytes:
+            encoded.append(layout)
+            return encode(layout)
+
+        return act
+
+    with (
+        replaced(transport_module.ShardLayout, "encode", note),
+        open_policy(config, **UNUSED) as policy,
+    ):
         held = held_by(policy, grid)
         group = join(policy, port, grid.world_size)
         refits, seen, sent = group.shards(held), [], []
@@ -80,7 +92,7 @@ def send(config: dict[str, Any], grid: Topology, port: int, fault: str) -> dict[
         with pytest.raises(ConfigError, match="join it with train_world_size and of_shards=True"):
             group.shards(held)
         group.close()
-        return {"seen": seen, "sent": sent, "held": held}
+        return {"seen": seen, "sent": sent, "held": held, "encoded": len(encoded)}
 
 
 def fail_once(policy: Any, refits: Any, fault: str) -> None:
@@ -137,6 +149,7 @@ def run(
                 heard.append(results)
         first, *_ = of_ranks = trainers.result()
     assert len(heard) == len(first["seen"])
+    assert first["encoded"] == len(engines)  # once for all refits
     for number, (results, whole) in enumerate(zip(heard, first["seen"], strict=True)):
         own = [shards_of(whole, first["held"], rank) for rank in range(len(engines))]
         differing = [

@@ -191,8 +191,7 @@ class ShardRefits:
     ) -> int:
         member, trainers = self._member, exporter.topology.world_size
         if member.sender == 0:
-            contents = [layout.encode() for layout in layouts]
-            member.offer_shards(contents, trainers, exporter.bucket_bytes, exporter.served_model)
+            member.offer_shards(layouts, trainers, exporter.bucket_bytes, exporter.served_model)
         channel = member.meet()
         digests, forms = Digests(algorithm_for(exporter.probe)), dict[str, Form]()
         with raise_peer_failure(member.find_failure):
