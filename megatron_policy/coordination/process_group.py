@@ -6,16 +6,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_policy.coordination.timeouts import run_with_timeout
 from megatron_policy.device.process_groups import private_group
 from megatron_policy.errors import RefitError
 from megatron_policy.parallel.topology import Coords, Topology
 
+_GRACE_S = 0.5  # how much longer to wait than gloo: its message says more
 _IN_TIME = 0.9  # of the timeout: an earlier failure is not a timeout
 
 
@@ -39,6 +42,10 @@ class BoundedProcessGroup:
         self.name, self.rank, self.size, self.calls = name, rank, size, 0
         self._store, self._leave = store, leave  # torch does not keep a store of Python's alive
         self._timeout_s = timeout_s
+        self.watch: Callable[[], object] | None = None
+        """Called now and then during a wait for host memory, which ends when it raises: gloo can
+        miss that a process has left, and keeps the connections of one that has given up a wait.
+        """
         self._group: Any = None
         self._under_way: WeakSet[PendingCollective] = WeakSet()
         if size > 1:
@@ -89,6 +96,13 @@ class BoundedProcessGroup:
         self._under_way.add(started)
         return started
 
+    def _await(self, work: Any, timeout: timedelta) -> None:
+        if self.watch is None or not isinstance(self._group, dist.ProcessGroupGloo):
+            work.wait(timeout)
+            return
+        limit_s = timeout.total_seconds() + _GRACE_S
+        run_with_timeout(limit_s, lambda: work.wait(timeout), self.watch)
+
     def _bounded(self, step: Callable[[], Any]) -> Any:
         """What `step` returns; a failure in it means that a process is slow, stopped or gone."""
         started = time.monotonic()
@@ -117,7 +131,7 @@ class PendingCollective:
         try:
             if self.work is not None:
                 timeout = timedelta(seconds=self._channel._timeout_s)
-                self._channel._bounded(lambda: self.work.wait(timeout))
+                self._channel._bounded(partial(self._channel._await, self.work, timeout))
         finally:
             self.work = None
 

@@ -220,7 +220,13 @@ class CollectiveGroup:
             off = note_key(call.number, OFF)
             with raise_peer_failure(lambda: find_failure(self._store, call.number)):
                 channel = self._store.process_group(name, self._engine + 1, size, limit, off)
+            channel.watch = self._check_failure
             self._joined[sender] = (made_in, channel)
+
+    def _check_failure(self) -> None:
+        """RefitError if the refit has failed, or if the store is lost."""
+        if words := find_failure(self._store, self._last):
+            raise RefitError(words)
 
     def _take(self, call: _Call, assembler: WeightAssembler) -> None:
         """Receive all chunks, one of each sender in turn, in the same order on all engines."""

@@ -232,6 +232,7 @@ class Sender:
             limit_s, off = self._timeout_s, self._key(OFF)
             with raise_peer_failure(self.find_failure):
                 self._channel = self._store.process_group(name, 0, size, limit_s, off)
+            self._channel.watch = self.check_failure
         return self._channel
 
     def finish(self, manifest: bytes) -> None:
@@ -258,6 +259,11 @@ class Sender:
         """Leave for good."""
         self._leave()
         self._store.close()
+
+    def check_failure(self) -> None:
+        """RefitError if this handshake has failed, or if the store is lost."""
+        if words := self.find_failure():
+            raise RefitError(words)
 
     def find_failure(self) -> str:
         """Why this handshake has failed; empty if it has not."""
