@@ -28,7 +28,10 @@ _BASE = ParamGroupConfig(roles=tuple(r for r in _ROLES if r != "adapter"), freez
 """What adapters leave as it is: all else but a scalar head."""
 _ROUTERS = ParamGroupConfig(roles=("router",), freeze=True)
 _TOWER = ParamGroupConfig(roles=("vision",), freeze=True)
-_OF_PROJECTORS = ("*merger*", "*multi_modal_projector*", "*.connector.*", "mlp1.*")
+_OF_PROJECTORS = (
+    *("*merger*", "*multi_modal_projector*", "*.connector.*", "*mm_projector.*", "mlp1.*"),
+    "*image_newline",
+)
 _OF_EARS, _OF_SOUND_PROJECTORS = ("*audio_tower.*", "sound_encoder.*"), ("sound_projection.*",)
 _BESIDE_TOWER = (*_OF_PROJECTORS, *_OF_EARS, *_OF_SOUND_PROJECTORS)
 _EARS = ParamGroupConfig(names=_OF_EARS, roles=("vision",), freeze=True)

@@ -149,7 +149,7 @@ def _run(
     and adapters on the modules `adapted`.
     """
     settings, dtype = transformers_config(model, json.loads(overrides)), dtype_named(precision)
-    composite = build_without_values(settings, dtype=dtype, attn_implementation="sdpa")
+    composite = build_without_values(settings, dtype=dtype, attn_implementation="sdpa").eval()
     for name, parameter in composite.named_parameters():
         parameter.requires_grad_(name not in frozen)
     for name in adapted:

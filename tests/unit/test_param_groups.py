@@ -22,7 +22,7 @@ from megatron_policy.converters.rows import Role
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConfigError
 from tests.dist.cases import policy_config
-from tests.picture_models import make_model
+from tests.picture_models import TINY, make_model
 
 
 def groups_of(*groups: dict[str, Any], **settings: Any) -> ParamGroups:
@@ -158,6 +158,24 @@ def test_parts_are_frozen_by_the_keys_of_the_host(
     text = table_of(checkpoint("qwen3"))
     both.check(text)
     assert not any(map(both.frozen, text.entries))
+
+
+def test_keys_of_the_host_freeze_the_projectors_of_every_family_apart_from_its_towers(
+    tmp_path: Path,
+) -> None:
+    towers = r"visual\.|vision_(tower|model)\.|(audio_tower|sound_(encoder|projection))\."
+    for family in TINY:
+        table = table_of(make_model(tmp_path / family, family))
+        both = groups_of(
+            freeze_config={"freeze_vision_model": True, "freeze_vision_projection": True}
+        )
+        beside = groups_of(freeze_config={"freeze_vision_projection": True})
+        seeing = {e.hf[0] for e in table.entries if both.frozen(e)}
+        projector = {e.hf[0] for e in table.entries if beside.frozen(e)}
+        assert projector and seeing > projector, family
+        # What is in no module of a tower's name belongs to a projector.
+        others = {name for name in seeing if not re.search(rf"(^|\.)({towers})", name)}
+        assert others <= projector, (family, others - projector)
 
 
 @pytest.mark.parametrize(
