@@ -158,6 +158,9 @@ OTHERWISE: dict[str, str] = {
     """,
     "what a model's code passes to its attention": "engines.hugging_face.attention:*",
     "what a family's code declares and no engine reads": "engines.shared:check_embedder",
+    "what the modules of a model's towers are, which are made with it": """
+        engines.megatron.adapters:_check_linear
+    """,
     "a file of keys, which the check reads too": "config.composed:* config.yaml_file:*",
     "the model's files, which the check reads too": """
         config.model_table:_make_unlisted_table converters.formats.*:*
