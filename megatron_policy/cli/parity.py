@@ -24,6 +24,14 @@ class EngineName(StrEnum):
     vllm = "vllm"
 
 
+Tokens = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Length of the random sequences; if not given 64, and without --engine also what "
+        "pictures and clips take.",
+    ),
+]
 Reference = Annotated[
     str | None,
     typer.Option(
@@ -57,7 +65,7 @@ def parity(
     dtype: Annotated[
         Precision, typer.Option(help="Dtype that both models compute in.")
     ] = Precision.float32,
-    tokens: Annotated[int, typer.Option(min=2, help="Length of the random sequences.")] = 64,
+    tokens: Tokens = None,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens.")] = 0,
     per_layer: Annotated[
         bool, typer.Option("--per-layer", help="Also compare the output of every decoder layer.")
@@ -80,7 +88,9 @@ def parity(
     engine's logprobs of what it samples itself. Exits with 1 beyond the tolerance.
     """
     sizes = dict[str, Any](tp=tp, pp=pp, ep=ep, etp=etp, sequence_parallel=sequence_parallel)
-    common = dict[str, Any](dtype=dtype.value, tokens=tokens, seed=seed, tolerance=tolerance)
+    common = dict[str, Any](dtype=dtype.value, seed=seed, tolerance=tolerance)
+    if tokens is not None:
+        common["tokens"] = tokens
     with one_line_errors(as_json), keys_as_options():
         _check_engine(engine, engine_python, per_layer)
         _be_quiet()
@@ -141,10 +151,12 @@ def _lines(result: Parity) -> Iterator[str]:
     layout = f"tp {job.tp} x pp {job.pp}" + (", sequence parallel" * job.sequence_parallel)
     if job.ep > 1 or job.etp is not None:
         layout += f", experts ep {job.ep} x etp {job.etp or job.tp}"
+    counts = "".join(f", {name} in {count} of them" for name, count in result.media.items())
     yield (
         f"{result.family}, {job.num_layers} layers, {layout}, {job.dtype}: "
-        f"{job.rows} rows of {job.tokens} random tokens, seed {job.seed}"
+        f"{job.rows} rows of {job.tokens} random tokens{counts}, seed {job.seed}"
     )
+    yield from (f"WARNING: {warning}" for warning in result.warnings)
     yield f"{'':<12}{'max':>10}{'mean':>10}{'relative':>10}{'limit':>10}"
     yield _row("logits", result.logits, result.logits_limit)
     yield _row("logprobs", result.logprobs, result.logprobs_limit)
@@ -164,6 +176,8 @@ def _as_data(result: Parity, error: str | None) -> dict[str, Any]:
         "rows": job.rows,
         "tokens": job.tokens,
         "seed": job.seed,
+        "media": result.media,
+        "warnings": list(result.warnings),
         "holds": result.holds,
         "logits": _numbers(result.logits) | {"limit": result.logits_limit},
         "logprobs": _numbers(result.logprobs) | {"limit": result.logprobs_limit},

@@ -14,10 +14,21 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.parity.policy_side import join_outputs, make_policy_section, read_policy
 from megatron_policy.parity.ranks import read_on_ranks
 from megatron_policy.parity.reference import read_reference
-from megatron_policy.parity.result import Deviation, Job, ModelOutputs, Parity
+from megatron_policy.parity.result import (
+    Deviation,
+    Job,
+    ModelOutputs,
+    Parity,
+    count_media,
+    count_room,
+)
 
 ROWS = 2
 """Sequences: more than one, so that rows cannot be mistaken for positions."""
+TOKENS = 64
+"""Of a row, beside those of its picture and clip."""
+MOST = 4096
+"""Tokens of a row with them, unless more are asked for."""
 
 LIMITS = {"float32": 1e-4}
 """Largest difference of a logit and of a logprob. Two summation orders of the same fp32 sums differ
@@ -42,14 +53,15 @@ def compare(
     etp: int | None = None,
     sequence_parallel: bool = False,
     dtype: str = "float32",
-    tokens: int = 64,
+    tokens: int | None = None,
     seed: int = 0,
     per_layer: bool = False,
     tolerance: float | None = None,
     reference: str | None = None,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> Parity:
-    """Differences between transformers and the Megatron-Core model over two rows of random tokens.
+    """Differences between transformers and the Megatron-Core model over two rows of random tokens,
+    without `tokens` of 64 and as many more as their pictures and clips take.
 
     One rank runs in this process, several in separate processes on this machine: `tp * pp`, over
     which the experts of each stage split by `ep` times `etp` (`tp` if None). `tolerance`
@@ -61,6 +73,7 @@ def compare(
         raise ConfigError(f"tolerance is {tolerance}: give a finite number, 0 or more")
     _, table = open_headers(model)
     arch = table.architecture
+    tokens = _choose_length(arch) if tokens is None else tokens
     _check(arch, tokens, tp * pp)
     job = Job(
         model=model,
@@ -78,21 +91,35 @@ def compare(
         per_layer=per_layer,
         timeout_s=timeout_s,
     )
-    config = PolicyConfig.parse(make_policy_section(job))
-    checked_topology(config, arch, tp * pp)
+    checked_topology(PolicyConfig.parse(make_policy_section(job)), arch, tp * pp)
     theirs = read_reference(reference or model, job, dtype, per_layer)
     limits = _limits(job, reference or model, theirs, tolerance)
     ours = read_policy(job) if tp * pp == 1 else join_outputs(job, read_on_ranks(job))
     _check_vocabulary(ours, theirs)
-    layers = {n: Deviation.between(ours.layers[n], theirs.layers[n]) for n in sorted(ours.layers)}
     return Parity(
         job,
         table.family,
+        *_measure(ours, theirs),
+        *limits,
+        count_media(job, arch.shell),
+        count_room(arch.shell, ROWS),
+    )
+
+
+def _measure(
+    ours: ModelOutputs, theirs: ModelOutputs
+) -> tuple[Deviation, Deviation, dict[int, Deviation]]:
+    """How far apart the logits, the logprobs and the layers' outputs are."""
+    return (
         Deviation.between(ours.logits, theirs.logits),
         Deviation.between(ours.logprobs, theirs.logprobs),
-        layers,
-        *limits,
+        {n: Deviation.between(ours.layers[n], theirs.layers[n]) for n in sorted(ours.layers)},
     )
+
+
+def _choose_length(arch: Architecture) -> int:
+    """Tokens of rows in which text and all that the model sees and hears have room."""
+    return min(TOKENS + count_room(arch.shell, ROWS), MOST, arch.positions)
 
 
 def _check(arch: Architecture, tokens: int, world: int) -> None:

@@ -5,8 +5,8 @@ Shapes: B rows, S positions, V vocabulary, D model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.architecture import Medium, Shell
+from megatron_policy.converters.architecture.media import Found, Make, SoundMedium
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
 """Largest unsuspicious error of a layer's output, relative to its largest value."""
@@ -68,12 +69,8 @@ def draw_batch(job: Job, shell: Shell | None) -> BatchedDataDict:
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(job.seed))
     found: dict[str, list[torch.Tensor | None]] = {}
     for row, tokens_S in enumerate(tokens_BS):
-        side, place = shell.pictures.side, 1
-        drawn: list[tuple[Medium, dict[str, torch.Tensor]]] = [
-            (shell.pictures, shell.make_picture((2 * side, 2 * side * (row + 1)), draw)),
-            *((medium, medium.make_clip(_FRAMES, draw)) for medium in shell.sounds),
-        ]
-        for medium, given in drawn:
+        place = 1
+        for medium, given in _make_media(shell, row, draw):
             tokens = medium.count_tokens(given)
             if fits := place + tokens < len(tokens_S):
                 if medium.start is not None:
@@ -83,6 +80,34 @@ def draw_batch(job: Job, shell: Shell | None) -> BatchedDataDict:
             for key, values in given.items():
                 found.setdefault(key, []).append(values if fits else None)
     return BatchedDataDict({**data, **found})
+
+
+def _make_media(shell: Shell, row: int, make: Make) -> Iterator[tuple[Medium, Found]]:
+    """The picture of row number `row`, and its clips if the model hears."""
+    side = shell.pictures.side
+    yield shell.pictures, shell.make_picture((2 * side, 2 * side * (row + 1)), make)
+    yield from ((medium, medium.make_clip(_FRAMES, make)) for medium in shell.sounds)
+
+
+def count_room(shell: Shell | None, rows: int) -> int:
+    """The least tokens of rows that all have room for the pictures and clips of `draw_batch`."""
+    if shell is None:
+        return 0
+    made = (_make_media(shell, row, torch.zeros) for row in range(rows))
+    return max(sum(medium.count_tokens(given) + 2 for medium, given in row) for row in made)
+
+
+def count_media(job: Job, shell: Shell | None) -> dict[str, int]:
+    """How many rows of the job have a picture and, if the model hears, a clip of sound."""
+    if shell is None:
+        return {}
+    data = draw_batch(job, shell)
+    return {
+        "clips" if isinstance(medium, SoundMedium) else "pictures": sum(
+            given is not None for given in data[medium.values]
+        )
+        for medium in (shell.pictures, *shell.sounds)
+    }
 
 
 @dataclass(frozen=True)
@@ -149,11 +174,26 @@ class Parity:
     layers: Mapping[int, Deviation]
     logits_limit: float
     logprobs_limit: float
+    media: Mapping[str, int] = field(default_factory=dict)
+    """Rows that have `pictures`, and those that have `clips`, of models that see and hear."""
+    room: int = 0
+    """The least tokens of rows that all have them."""
 
     @property
     def holds(self) -> bool:
         """Whether logits and logprobs are within their limits."""
         return self.logits.max <= self.logits_limit and self.logprobs.max <= self.logprobs_limit
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Which of what the model sees and hears was not compared, and how it is."""
+        rows, tokens = self.job.rows, self.job.tokens
+        return tuple(
+            f"{rows - count} of {rows} rows have no {name.removesuffix('s')}: "
+            f"a row of {tokens} tokens has no room for one, give --tokens {self.room}"
+            for name, count in self.media.items()
+            if count < rows
+        )
 
     @property
     def first_layer_apart(self) -> int | None:

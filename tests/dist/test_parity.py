@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megatron_policy.parity import LIMITS, Deviation, Parity
 from megatron_policy.parity import ranks as parity_ranks
 from megatron_policy.parity.policy_side import join_outputs, read_policy
 from megatron_policy.parity.reference import read_reference
-from megatron_policy.parity.result import Job, ModelOutputs, draw_batch
+from megatron_policy.parity.result import Job, ModelOutputs, count_media, count_room, draw_batch
 from tests.dist.test_launch import run_python
 from tests.exact import Exact, InDouble, assert_equal
 from tests.picture_models import CLIPS, drop_constants, make_model
@@ -97,14 +98,15 @@ def read(job: Job) -> ModelOutputs:
 def test_both_sides_read_the_same_logits_logprobs_and_layers(
     ranks, checkpoint, tmp_path: Path, family: str, layouts: dict[str, dict[str, Any]]
 ) -> None:
-    """In longer rows of models that hear sound is a clip."""
+    """Rows have room for a picture of models that see, and for a clip of those that hear."""
     hears = family in CLIPS
     path = make_model(tmp_path, family) if hears else checkpoint(family, vocab=200)
     if family == "nemotron_h_omni":
         drop_constants(path)
-    job = job_for(path, tokens=29 if hears else 13)
-    given = draw_batch(job, open_headers(job.model)[1].architecture.shell)
-    assert any(clip is not None for clip in given.get("input_features", ())) == hears
+    shell = open_headers(str(path))[1].architecture.shell
+    job = job_for(path, tokens=13 + count_room(shell, 2))
+    seen = {} if shell is None else {"pictures": 2}
+    assert count_media(job, shell) == seen | ({"clips": 2} if hears else {})
     rounded = read_reference(str(path), job, "float32", per_layer=True)
     with InDouble():
         theirs = read_reference(str(path), job, "float64", per_layer=True)
@@ -147,6 +149,39 @@ def test_a_weight_that_differs_is_found_with_its_layer_on_several_ranks(
     seen = numbers(done.stdout)
     assert max(seen["layer 0"], seen["layer 1"]) < 1e-5
     assert min(seen["layer 2"], seen["logits"]) > 1e-3
+
+
+def test_rows_have_room_for_pictures_or_a_line_says_that_none_was_compared(
+    checkpoint, monkeypatch
+) -> None:
+    """A picture of this model is 4 tokens."""
+    path, given = checkpoint("gemma3", vocab=200), []
+
+    def read(job: Job) -> ModelOutputs:
+        given.append(draw_batch(job, open_headers(job.model)[1].architecture.shell))
+        return ModelOutputs(torch.ones(2, job.tokens, 200), torch.ones(2, job.tokens - 1), {})
+
+    module = sys.modules["megatron_policy.parity.compare"]
+    monkeypatch.setattr(module, "read_policy", read)
+    monkeypatch.setattr(module, "read_reference", lambda model, job, *how: read(job))
+    lost = "2 of 2 rows have no picture: a row of 5 tokens has no room for one, give --tokens 6"
+    for words, tokens, count in (((), 70, 2), (("--tokens", 5), 5, 0), (("--tokens", 6), 6, 2)):
+        done, listed = (
+            CliRunner().invoke(app, ["parity", str(path), *map(str, words), *form])
+            for form in ((), ("--json",))
+        )
+        assert done.exit_code == 0, done.output
+        first, second, *_ = done.stdout.splitlines()
+        head = f"2 rows of {tokens} random tokens, pictures in {count} of them, seed 0"
+        assert first.endswith(head)
+        assert second == f"WARNING: {lost}" if count == 0 else "WARNING" not in done.stdout
+        report = json.loads(listed.stdout)
+        assert report["media"] == {"pictures": count}
+        assert report["warnings"] == ([] if count else [lost])
+        assert [sum(row is not None for row in each["pixel_values"]) for each in given] == [
+            count
+        ] * 4
+        given.clear()
 
 
 @pytest.mark.nightly
