@@ -64,8 +64,8 @@ _STANDS_FOR = {
     "topk_group": "moe.groups_chosen",
 }
 _PARTS = ("", "mla.", "moe.", "rope.scaling.")
-_BLOCK = re.compile(r"\.(\d+)\.")
-"""The number of a block among the names of a tower."""
+_NUMBER = re.compile(r"\.(\d+)\.")
+"""Of a module, in the name of a tower's parameter."""
 
 
 @dataclass(frozen=True)
@@ -201,18 +201,16 @@ def folded(weights: Iterable[Weight]) -> list[Weight]:
 def _weights(
     table: Table, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[Weight]:
-    arch = table.architecture
+    arch, numbers = table.architecture, _number_layers(table)
     for entry in table.entries:
-        expected, layer = entry.row.hf_shapes(arch), entry.layer
-        if entry.megatron.startswith(PARAMETERS) and (block := _BLOCK.search(entry.megatron)):
-            layer = int(block[1])
+        expected, layer = entry.row.hf_shapes(arch), numbers.get(entry.megatron, entry.layer)
         yield Weight(
-            megatron=_template(entry.row.megatron, entry, arch),
+            megatron=_template(entry.row.megatron, entry, layer, arch),
             shape=unpadded_shape(entry.row, arch),
             padding=entry.row.pad_rows(arch, 0, 1),
             row=type(entry.row).__name__,
             split=_split(entry, arch),
-            hf=tuple(_template(name, entry, arch) for name in entry.row.hf),
+            hf=tuple(_template(name, entry, layer, arch) for name in entry.row.hf),
             hf_shapes=expected,
             found=tuple(_short(dtypes[n]) if n in dtypes else "" for n in entry.hf),
             wrong=tuple(
@@ -224,10 +222,29 @@ def _weights(
         )
 
 
-def _template(name: str, entry: Entry, arch: Architecture) -> str:
-    """A row's name with no other marks than {layer}, or of a block of a tower, and {expert}."""
+def _number_layers(table: Table) -> dict[str, int]:
+    """The number of the layer that a tower's parameter is of, by its name. Layers are modules that
+    are numbered from 0 on and have the same parameters, unlike those of a projector.
+    """
+    lists: dict[str, dict[int, dict[str, Shape]]] = {}
+    owners: dict[str, tuple[str, int]] = {}
+    for name, row in ((entry.megatron, entry.row) for entry in table.entries):
+        if name.startswith(PARAMETERS) and (found := _NUMBER.search(name)):
+            of_list, number = owners[name] = name[: found.start()], int(found[1])
+            own = lists.setdefault(of_list, {}).setdefault(number, {})
+            own[name[found.end() :]] = unpadded_shape(row, table.architecture)
+    alike = {
+        of_list: len(modules) > 1
+        and all(modules.get(number) == modules.get(0) for number in range(len(modules)))
+        for of_list, modules in lists.items()
+    }
+    return {name: number for name, (of_list, number) in owners.items() if alike[of_list]}
+
+
+def _template(name: str, entry: Entry, layer: int | None, arch: Architecture) -> str:
+    """A row's name with no other marks than {layer}, or of a layer of a tower, and {expert}."""
     if entry.megatron.startswith(PARAMETERS):
-        return _BLOCK.sub(".{layer}.", name, count=1)
+        return name.replace(f".{layer}.", ".{layer}.", 1)
     number = (entry.layer or 0) - arch.num_layers
     return name.replace("{mtp}", str(number)).replace("{predicting}", "{layer}")
 

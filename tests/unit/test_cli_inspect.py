@@ -40,6 +40,32 @@ def test_both_parts_of_a_model_that_sees_pictures_are_shown(checkpoint) -> None:
     assert "      model.visual.blocks.1.attn.qkv.weight  [48, 16]  float32" in every.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("family", "layers", "single"),
+    [
+        ("qwen2_5_vl", "visual.blocks.{layer}.", ("visual.merger.mlp.0.", "visual.merger.mlp.2.")),
+        (
+            "nemotron_h_omni",
+            "vision_model.radio_model.model.blocks.{layer}.",
+            (*(f"mlp1.{n}." for n in (0, 1, 3)), "sound_encoder.encoder.subsampling.layers.2."),
+        ),
+    ],
+)
+def test_only_runs_of_layers_are_folded(
+    checkpoint, family: str, layers: str, single: tuple[str, ...]
+) -> None:
+    """What is numbered otherwise has its name in the file, and no word of layers."""
+    path = checkpoint(family)
+    said = inspect(path)[1]
+    assert f"      {layers}" in said
+    names = [name for name in bind(read_config(path)).hf_shapes() if name.startswith(single)]
+    assert all(any(name.startswith(part) for name in names) for part in single)
+    assert [name for name in names if f"      {name}  " not in said] == []
+    for weight in json.loads(inspect(path, "--json")[1])["weights"]:
+        templates = [name for name in (weight["megatron"], *weight["hf"]) if "{layer}" in name]
+        assert weight["layers"] or not templates
+
+
 @pytest.mark.parametrize("family", DENSE)
 def test_every_weight_and_field_of_a_family_is_shown(checkpoint, family: str) -> None:
     path = checkpoint(family)
