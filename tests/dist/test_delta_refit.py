@@ -401,8 +401,10 @@ PHASES: dict[str, tuple[Any, str, int, int]] = {
 """When a rank dies: in a call of this, which rank, and after how many or twice or thrice that."""
 
 
-def die(path: Path, section: dict[str, Any], root: Path, phase: str, calls: int) -> None:
-    """Publish, and die in that phase after so many calls; what is published is put beside it."""
+def die(
+    path: Path, section: dict[str, Any], root: Path | str, phase: str, calls: int, seen: Path
+) -> None:
+    """Publish, and die in that phase after so many calls; what is published is in `seen` too."""
     holder, name, culprit, unit = PHASES[phase]
     left = [calls * unit]
 
@@ -415,13 +417,13 @@ def die(path: Path, section: dict[str, Any], root: Path, phase: str, calls: int)
 
         return act
 
-    config = policy_config(path, section, refit_timeout_s=20.0)
+    config = policy_config(path, section, refit_timeout_s=900.0)
     with replaced(holder, name, deadly), open_policy(config, **UNUSED) as policy:
         for number in range(100):
             disturb(policy, number, 0.1)
             now = bits_of(policy)
             if policy.rank == 0:
-                torch.save(now, root.with_name(f"{number}.bits"))
+                torch.save(now, seen / f"{number}.bits")
             policy.refit(DeltaDirectory(root, whole_every=2))
 
 
@@ -436,7 +438,7 @@ def test_a_trainer_killed_in_any_phase_leaves_a_chain_that_can_be_followed(
     follower, seen = Follower(forms, root), list[Bits]()
     for calls in (0, 1, 3):
         with pytest.raises(RankFailure, match="died: exit code -9"):
-            ranks.run(2, die, path, section, root, phase, calls)
+            ranks.run(2, die, path, section, root, phase, calls, tmp_path)
         # Who has died before its first version leaves those of the trainer before it.
         moments = [torch.load(file) for file in tmp_path.glob("*.bits")] + seen[-1:]
         try:

@@ -4,8 +4,6 @@ costs no more than a refit.
 
 from __future__ import annotations
 
-import os
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +30,7 @@ from tests.dist.test_delta_refit import (
     PHASES,
     Follower,
     chain_in,
+    die,
     disturb,
     follow,
     publish,
@@ -206,30 +205,6 @@ def test_urls_that_name_no_place_are_refused() -> None:
             DeltaDirectory("s3://bucket/run")
 
 
-def die_in_store(path: Path, root: str, phase: str, seen: Path) -> None:
-    """Publish in a store, and die in that phase, of the first whole version or the third one."""
-    holder, name, culprit, unit = PHASES[phase]
-    left = [2 * unit]
-
-    def deadly(call: Callable[..., Any]) -> Callable[..., Any]:
-        def act(*args: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0 and policy.rank == culprit:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args)
-
-        return act
-
-    config = policy_config(path, LAYOUTS["tp2"][1], refit_timeout_s=900.0)
-    with replaced(holder, name, deadly), open_policy(config, **UNUSED) as policy:
-        for number in range(100):
-            disturb(policy, number, 0.1)
-            now = bits_of(policy)
-            if policy.rank == 0:
-                torch.save(now, seen / f"{number}.bits")
-            policy.refit(DeltaDirectory(root, whole_every=2))
-
-
 @pytest.mark.parametrize("phase", [p for p in PHASES if p != "after a version is published"])
 def test_a_trainer_killed_in_any_phase_leaves_a_store_that_can_be_followed(
     ranks: RankPool, checkpoint: Any, tmp_path: Path, phase: str
@@ -237,7 +212,7 @@ def test_a_trainer_killed_in_any_phase_leaves_a_store_that_can_be_followed(
     path, root = checkpoint("qwen2", **SIZES), f"{RANKS_SHARE}{tmp_path}/chain"
     follower = Follower(forms_of(path), root)
     with pytest.raises(RankFailure, match="died: exit code -9"):
-        ranks.run(2, share_folders, die_in_store, path, root, phase, tmp_path)
+        ranks.run(2, share_folders, die, path, LAYOUTS["tp2"][1], root, phase, 2, tmp_path)
     moments = [torch.load(file) for file in tmp_path.glob("*.bits")]
     try:
         assert share_folders(follower.receive) in moments
