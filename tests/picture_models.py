@@ -471,7 +471,7 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
             **{key: rows for key, rows in found.items() if any(row is not None for row in rows)},
             "input_ids": ids_BS,
             "input_lengths": lengths,
-            "token_mask": (inside & (ids_BS < IMAGE)).long(),
+            "token_mask": (inside & (ids_BS < IMAGE)).long() * (torch.arange(ids_BS.size(1)) > 0),
             "sample_mask": torch.ones(len(tokens)),
         }
     )

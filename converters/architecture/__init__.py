@@ -19,7 +19,7 @@ from .moe import Moe
 from .part import LayerPart
 from .recurrence import HeadRows, Recurrence
 from .rotary import Rope
-from .shell import Shell, join_rows, pick_row
+from .shell import Shell, find_drawn, join_rows, pick_row
 from .short_convolution import ShortConvolution
 from .tiles import FilmMedium, FrameMedium, TileMedium
 from .traits import Activation, Norm, QkNorm, ScalarHead, Scoring
@@ -58,6 +58,7 @@ __all__ = [
     "SoundMedium",
     "TileMedium",
     "VocabShard",
+    "find_drawn",
     "join_rows",
     "padded_vocab",
     "pick_row",

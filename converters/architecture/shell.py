@@ -58,11 +58,10 @@ class Shell:
 
     def find_types(self, batch: Mapping[str, Any], text_BS: torch.Tensor) -> torch.Tensor:
         """Int64 `[B, S]`: the number of the medium, from 1 on, whose feature takes the place of a
-        token, and 0 for text. `text_BS` is False behind rows' ends. Placeholders that `token_mask`
-        says were drawn are text; without it, those behind the first ones that features need.
+        token, and 0 for text. `text_BS` is False behind rows' ends. Placeholders that were drawn,
+        see `find_drawn`, are text.
         """
-        tokens_BS = batch["input_ids"]
-        drawn_BS = batch["token_mask"] != 0 if "token_mask" in batch else text_BS
+        tokens_BS, drawn_BS = batch["input_ids"], find_drawn(batch)
         types_BS = torch.zeros_like(tokens_BS)
         for number, medium in enumerate(self.media, start=1):
             for row, at_S in enumerate((tokens_BS == medium.placeholder) & text_BS):
@@ -130,6 +129,18 @@ class Shell:
 def pick_row(medium: Medium, batch: Mapping[str, Any], row: int) -> OfRow:
     """What a row of a batch has for a medium."""
     return {key: batch[key][row] if key in batch else None for key in medium.keys}
+
+
+def find_drawn(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Bool `[B, S]`: the tokens that are text even if they are placeholders, as the policy has
+    drawn them. `token_mask` counts these, unless it also counts the row's first token, which nobody
+    has drawn; without it, `mm_token_type_ids` are 0 there, and without both there are none.
+    """
+    if "token_mask" in batch:
+        counted_BS: torch.Tensor = batch["token_mask"] != 0
+        return counted_BS & ~counted_BS[:, :1]
+    types_BS: torch.Tensor = batch.get("mm_token_type_ids", torch.ones_like(batch["input_ids"]))
+    return types_BS == 0
 
 
 def choose_placeholders(at_S: torch.Tensor, drawn_S: torch.Tensor, count: int) -> torch.Tensor:

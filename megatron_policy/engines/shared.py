@@ -75,7 +75,8 @@ class GrowingRows:
     ) -> GrowingRows:
         """For `prompts` and `positions` as `NewCache` has them."""
         missing = positions - prompts["input_ids"].size(1)
-        read = ("input_ids", *(["token_mask"] if embedder.attachments else []))
+        masks = ("token_mask", "mm_token_type_ids") if embedder.attachments else ()
+        read = ("input_ids", *masks)
         wide = {key: F.pad(prompts[key], (0, missing)) for key in read if key in prompts}
         rows = BatchedDataDict({**prompts, **wide})
         alone = Multiples(row=1, sequence=1, context_ranks=1)

@@ -60,8 +60,10 @@ def draw_batch(job: Job, shell: Shell | None) -> BatchedDataDict:
     """
     tokens_BS = job.draw()
     data = BatchedDataDict(input_ids=tokens_BS)
-    if shell is None or job.sequences is not None:
+    if shell is None:
         return data
+    if job.sequences is not None:  # of which all is text
+        return BatchedDataDict({**data, "mm_token_type_ids": torch.zeros_like(tokens_BS)})
     for medium in shell.media:
         named = {medium.placeholder, medium.placeholder if medium.start is None else medium.start}
         for token in named:

@@ -72,7 +72,13 @@ class EngineProbing:
         tokens_BS = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
         for row, tokens in enumerate(rows):
             tokens_BS[row, : len(tokens)] = torch.tensor(tokens)
-        batch = BatchedDataDict({"input_ids": tokens_BS, "input_lengths": torch.tensor(lengths)})
+        batch = BatchedDataDict(
+            {
+                "input_ids": tokens_BS,
+                "input_lengths": torch.tensor(lengths),
+                "mm_token_type_ids": torch.zeros_like(tokens_BS),  # all is text
+            }
+        )
         found_BS = self._scorer.logprobs(with_temperature(batch, 1.0), None)
         return [found_BS[row, 1:n].tolist() for row, n in enumerate(lengths)]
 

@@ -21,6 +21,7 @@ from megatron_policy.packing.batching import Batching
 from megatron_policy.packing.microbatch import count_patches, inside
 from megatron_policy.training.media_checks import check_pictures
 from megatron_policy.training.transformers_keys import (
+    TYPES,
     check_labels,
     check_token_types,
     refuse_masked_pixels,
@@ -71,7 +72,7 @@ def check_batch(
     take_model_inputs(batch)
     batch["input_ids"] = check_tokens(batch, vocab_size)
     check_temperature(batch)
-    if shell is not None or {"mm_token_type_ids", "token_type_ids"} & batch.keys():
+    if shell is not None or TYPES & batch.keys():
         _check_masks(batch)
     if shell is not None:
         check_pictures(batch, shell)
@@ -135,10 +136,8 @@ def check_prompts(
     for generation.
 
     BatchError as `check_batch`, or naming the first row whose prompt is empty or leaves no room
-    below `max_length` positions. Without `token_mask`, the policy has drawn nothing in prompts.
+    below `max_length` positions.
     """
-    if shell is not None and isinstance(tokens := data.get("input_ids"), torch.Tensor):
-        data = BatchedDataDict({"token_mask": torch.zeros_like(tokens), **data})
     data = check_batch(data, vocab_size, attachments, shell)
     width = data["input_ids"].size(1)
     longest = min(width, max_length - 1)
@@ -149,7 +148,7 @@ def check_prompts(
                 f"and {longest} (input_ids are {width} wide, and by max_total_sequence_length and "
                 f"the model's positions a text has at most {max_length} tokens)"
             )
-    keys = ("input_ids", "input_lengths", "token_mask", *attachments)
+    keys = ("input_ids", "input_lengths", "token_mask", "mm_token_type_ids", *attachments)
     return BatchedDataDict({key: data[key] for key in keys if key in data})
 
 

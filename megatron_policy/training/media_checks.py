@@ -7,20 +7,17 @@ from itertools import groupby
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import Medium, Shell, pick_row
+from megatron_policy.converters.architecture import Medium, Shell, find_drawn, pick_row
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.microbatch import PATCHES, inside
 
 
 def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
     """BatchError, naming the row, unless what each row of a checked `batch` has for the model's
-    towers fits the grids beside it, and these its placeholders. What the policy has drawn is text,
-    placeholders too: by `token_mask` or, without it, all behind those that the grids count. Adds
-    the number of patches of each row.
+    towers fits the grids beside it, and these its placeholders. What the policy has drawn, see
+    `find_drawn`, is text, placeholders too. Adds the number of patches of each row.
     """
-    tokens_BS = batch["input_ids"]
-    text_BS = inside(batch)
-    drawn_BS = batch["token_mask"] != 0 if "token_mask" in batch else text_BS
+    tokens_BS, text_BS, drawn_BS = batch["input_ids"], inside(batch), find_drawn(batch)
     patches_B = torch.zeros(len(tokens_BS), dtype=torch.long)
     for medium in shell.media:
         at_BS = (tokens_BS == medium.placeholder) & text_BS
@@ -37,12 +34,15 @@ def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
                     f"{medium.placeholder}: give those of one kind to a row"
                 )
             wanted, found = medium.count_tokens(given), int(at_BS[row].sum())
-            if not found - int((at_BS[row] & drawn_BS[row]).sum()) <= wanted <= found:
+            drawn = int((at_BS[row] & drawn_BS[row]).sum())
+            if not found - drawn <= wanted <= found:
                 raise BatchError(
-                    f"row {row} has {found} tokens {medium.placeholder}, whose place features of "
-                    f"{medium.values!r} take, but its {medium.keys[-1]!r} make {wanted}: "
-                    "expand placeholders as the model's processor does, pass what belongs to them, "
-                    "and do not cut a row within a picture or a clip of sound"
+                    f"row {row} has {found} tokens {medium.placeholder}, {drawn} of them drawn by "
+                    f"the policy, whose place features of {medium.values!r} take, but its "
+                    f"{medium.keys[-1]!r} make {wanted}: expand placeholders as the model's "
+                    "processor does, pass what belongs to all of them, and do not cut a row within "
+                    "a picture or a clip of sound. Those that the policy has drawn are text where "
+                    "token_mask counts them, and not the row's first token"
                 )
     batch[PATCHES] = patches_B
     _check_groups(batch, shell)

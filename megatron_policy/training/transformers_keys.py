@@ -31,6 +31,8 @@ _REFUSED = {
     "head_mask": "no head of attention is left out here",
     "shift_labels": "the tokens that a loss counts are those of token_mask",
 }
+TYPES = {"mm_token_type_ids", "token_type_ids"}
+"""Keys with the kind of each token."""
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
 
 
@@ -60,9 +62,9 @@ def refuse_masked_pixels(batch: BatchedDataDict) -> None:
 
 
 def take_model_inputs(batch: BatchedDataDict) -> None:
-    """Take `input_lengths` from a right-padded `attention_mask`. BatchError, naming the row, for
-    any other mask, one that contradicts `input_lengths`, and for `position_ids` that a model would
-    not compute with.
+    """Take `input_lengths` from a right-padded `attention_mask`, and types of tokens as int64.
+    BatchError, naming the row, for any other mask, one that contradicts `input_lengths`, and for
+    `position_ids` that a model would not compute with.
 
     The rows of `batch` are those of its checked `input_ids`.
     """
@@ -76,6 +78,8 @@ def take_model_inputs(batch: BatchedDataDict) -> None:
                 f"{given_B[row]}: make both agree, or leave one of them out"
             )
         batch["input_lengths"] = lengths_B
+    for key in TYPES & batch.keys():
+        batch[key] = _of_tokens(batch, key)
     text_BS = inside(batch)
     if "position_ids" in batch:
         positions_BS = _of_tokens(batch, "position_ids")
@@ -99,7 +103,7 @@ def check_token_types(batch: BatchedDataDict, shell: Shell | None) -> None:
     for key, finds in (("mm_token_type_ids", shell), ("token_type_ids", seeing)):
         if key not in batch:
             continue
-        types_BS, compared_BS = _of_tokens(batch, key), inside(batch)
+        types_BS, compared_BS = batch[key], inside(batch)
         wanted_BS = finds.find_types(batch, compared_BS) if finds else torch.zeros_like(types_BS)
         wrong_BS = types_BS != wanted_BS
         for number, medium in enumerate(finds.media if finds else (), start=1):

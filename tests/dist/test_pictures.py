@@ -4,15 +4,19 @@ gives values, sends what was learnt, and keeps a reference.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.engines.shell import PictureEmbedder
+from megatron_policy.errors import BatchError
 from megatron_policy.refit.transports.disk import HfDirectory
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
 from tests.dist.layouts import (
@@ -20,6 +24,7 @@ from tests.dist.layouts import (
     FSDP2_LAYOUTS,
     FSDP2_TENSOR_LAYOUTS,
     SP,
+    Layout,
     layout,
 )
 from tests.dist.resuming import TOKENIZER
@@ -183,6 +188,68 @@ def test_values_of_pictures_are_those_of_transformers_hidden_states(
         inside = torch.arange(values.size(1)) <= last
         assert_equal("values", values[inside], exact[inside])
         assert_equal("scores", scores, Exact(exact.value.gather(1, last)[:, 0], exact.rounding))
+
+
+HEAD = {"reward_model_cfg": {"enabled": True, "reward_model_type": "bradley_terry"}}
+
+
+def refuse_rows(config: dict[str, Any], rows: BatchedDataDict) -> dict[str, str]:
+    """What each verb says of rows, of which nothing enters the model."""
+    texts, said = texts_of(rows), dict[str, str]()
+    with open_policy(config, tokenizer=TOKENIZER) as policy, patch.object(PictureEmbedder, "enter"):
+        verbs: dict[str, Callable[[], Any]] = {
+            "logprobs": lambda: policy.logprobs(texts),
+            "reference": lambda: policy.reference_logprobs(texts),
+            "entropy": lambda: policy.entropy(texts),
+            "top-k": lambda: policy.topk_logits(texts, 2),
+            "host's": lambda: policy.get_logprobs(texts),
+            "generate": lambda: policy.generate(texts, greedy=True),
+            "dry run": lambda: policy.dry_run(rows, LOSSES["token"]()),
+            "part of a step": lambda: policy.train_microbatch(rows),
+        }
+        if "reward_model_cfg" in config:
+            verbs = {"values": lambda: policy.values(texts), "score": lambda: policy.score(texts)}
+        else:
+            policy.begin_train_step(LOSSES["token"](), gbs=8, mbs=1)
+        for verb, call in verbs.items():
+            with pytest.raises(BatchError) as error:
+                call()
+            said[verb] = str(error.value)
+        if "values" not in verbs:
+            policy.abort_train_step()
+            with pytest.raises(BatchError) as error:
+                policy.train(rows, LOSSES["token"](), gbs=8, mbs=1)
+            said["train"] = str(error.value)
+        entered: Any = PictureEmbedder.enter
+        assert not entered.called
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "further"), [("one process", {}), ("FSDP2", {}), ("one process", HEAD)]
+)
+@pytest.mark.daily
+def test_rows_without_their_pictures_are_refused_by_every_verb(
+    ranks, tmp_path: Path, name: str, further: dict[str, Any]
+) -> None:
+    """Row 4 has one of its two pictures, or none has any."""
+    path, whole = make_model(tmp_path, "qwen3_vl"), make_rows("qwen3_vl")
+    case = Layout(1, megatron={"dtensor_cfg": {}}) if name == "FSDP2" else layout(1)
+    config = policy_config(path, case.megatron, max_total_sequence_length=64) | further
+    config |= {"generation": {"max_new_tokens": NEW}}
+    grids = whole["image_grid_thw"]
+    half = {
+        "image_grid_thw": [each if row != 4 else each[:1] for row, each in enumerate(grids)],
+        "pixel_values": [
+            each if row != 4 else each[: int(grids[4][0].prod())]
+            for row, each in enumerate(whole["pixel_values"])
+        ],
+    }
+    nothing = BatchedDataDict({key: each for key, each in whole.items() if key not in KEYS})
+    makes = int(grids[4][0].prod()) // 4
+    for rows, words in ((whole | half, f"row 4 .* make {makes}"), (nothing, "row 1 .* make 0")):
+        (said,) = ranks.run(1, refuse_rows, config, rows)
+        assert all(re.search(f"{words}: .* token_mask", each) for each in said.values()), said
 
 
 def learn_and_send(

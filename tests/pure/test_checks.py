@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from megatron_policy.converters.architecture.shell import choose_placeholders
 from megatron_policy.errors import BatchError, ConversionError, LossError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.packing.batching import Batching
-from megatron_policy.packing.microbatch import PATCHES
+from megatron_policy.packing.microbatch import PATCHES, inside
 from megatron_policy.training.checks import (
     check_batch,
     check_lengths,
@@ -132,7 +134,8 @@ def pictured(**changes: object) -> BatchedDataDict:
 def test_pictures_that_fit_their_placeholders_pass_and_what_was_drawn_is_text() -> None:
     drawn = TYPES + torch.tensor([[0] * 6, [0] * 6, [0, 0, 0, 2, 1, 0]])
     for changes in (
-        *({}, {"token_mask": None}, {"mm_token_type_ids": TYPES}, {"mm_token_type_ids": drawn}),
+        *({}, {"mm_token_type_ids": TYPES}, {"mm_token_type_ids": drawn}),
+        {"mm_token_type_ids": TYPES, "token_mask": None},
         {"mm_token_type_ids": TYPES.flip(0), "sample_mask": torch.zeros(3)},
     ):
         check_batch(pictured(**changes), 9, SHELL.attachments, SHELL)
@@ -195,28 +198,76 @@ def test_what_was_drawn_before_a_picture_is_text_too() -> None:
     drawn_S = torch.tensor([1, 1, 0, 0, 0, 1]) == 1
     assert choose_placeholders(at_S, drawn_S, 2).tolist() == [0, 0, 1, 1, 0, 0]
     assert choose_placeholders(at_S, at_S, 3).tolist() == [1, 0, 1, 1, 0, 0]
-    tokens = torch.tensor([[7, 1, 7, 7, 1, 1]])
+    tokens = torch.tensor([[1, 7, 1, 7, 7, 1, 1]])
     row = {"pixel_values": [torch.ones(8, 5)], "image_grid_thw": [GRID[:1]]}
-    data = {"input_ids": tokens, "input_lengths": torch.tensor([6]), **row}
-    masked = BatchedDataDict(token_mask=drawn_S[None].long(), **data)
+    data = {"input_ids": tokens, "input_lengths": torch.tensor([7]), **row}
+    mask = torch.tensor([[0, 1, 1, 0, 0, 0, 1]])
+    masked = BatchedDataDict(token_mask=mask, **data)
     check_batch(masked, 9, SHELL.attachments, SHELL)
-    types = {"mm_token_type_ids": torch.tensor([[0, 0, 1, 1, 0, 0]])}
+    types = {"mm_token_type_ids": torch.tensor([[0, 0, 0, 1, 1, 0, 0]])}
     check_batch(masked | types, 9, SHELL.attachments, SHELL)
+    late = {"token_mask": mask.flip(1) * (tokens != 1)}  # as if one of the picture was drawn
     with pytest.raises(BatchError, match=r"groups of \[1, 1\].* of \[2\]"):
-        check_batch(BatchedDataDict(data), 9, SHELL.attachments, SHELL)
+        check_batch(masked | late, 9, SHELL.attachments, SHELL)
 
 
-def test_without_a_mask_the_first_placeholders_are_pictures_also_by_their_types() -> None:
+NOTHING: dict[str, object] = dict.fromkeys(("pixel_values", "image_grid_thw"), [None] * 3)
+ONE = {"pixel_values": [None, torch.ones(8, 5), None], "image_grid_thw": [None, GRID[:1], None]}
+ALL_OF_ROW_1 = torch.tensor([[0] * 6, [1] * 5 + [0], [0, 0, 0, 1, 1, 1]])
+
+
+VERBS: dict[str, Callable[..., object]] = {
+    "score": check_batch,
+    "train": check_training_data,
+    "generate": partial(check_prompts, max_length=20),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(("media", "makes"), [(NOTHING, 0), (ONE, 2)])
+@pytest.mark.parametrize("mask", [None, ALL_OF_ROW_1])
+def test_placeholders_that_nobody_says_were_drawn_need_all_their_pictures(
+    verb: str, media: dict[str, object], makes: int, mask: torch.Tensor | None
+) -> None:
+    """A mask that counts a row's first token says what is trained on, not what was drawn."""
+    rows = pictured(token_mask=mask, **media).select_indices([0, 1])
+    said = f"row 1 has 3 tokens 7, 0 of them drawn .* 'pixel_values' .* make {makes}: .* token_mask"
+    with pytest.raises(BatchError, match=said):
+        VERBS[verb](rows, 9, attachments=SHELL.attachments, shell=SHELL)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_mask_excuses_what_was_drawn_alone(verb: str) -> None:
+    mask = torch.tensor([[0] * 6, [0, 0, 0, 1, 1, 0]])
+    check = partial(VERBS[verb], vocab_size=9, attachments=SHELL.attachments, shell=SHELL)
+    check(pictured(**ONE).select_indices([0, 1]) | {"token_mask": mask})
+    with pytest.raises(BatchError, match=r"row 1 has 3 tokens 7, 1 of them drawn .* make 0"):
+        check(pictured(**NOTHING).select_indices([0, 1]) | {"token_mask": mask})
+
+
+def test_without_a_mask_types_say_which_placeholders_are_text() -> None:
     data = pictured(input_ids=torch.tensor([[1] * 6, [7, 7, 1, 7, 7, 1], [8, 1, 1, 8, 7, 1]]))
     del data["token_mask"]
-    for types in ([1, 1, 0, 1, 0, 0], [1, 1, 0, 1, 1, 0]):  # what is text too may be marked
-        given = TYPES.clone()
-        given[1] = torch.tensor(types)
-        check_batch(data | {"mm_token_type_ids": given}, 9, SHELL.attachments, SHELL)
-    for types in ([0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 1, 0], [1, 1, 1, 1, 0, 0]):
-        given[1] = torch.tensor(types)
-        with pytest.raises(BatchError, match=r"mm_token_type_ids has . in row 1"):
-            check_batch(data | {"mm_token_type_ids": given}, 9, SHELL.attachments, SHELL)
+
+    def check(types: list[int]) -> BatchedDataDict:
+        given = torch.stack([TYPES[0], torch.tensor(types), TYPES[2]])
+        given = data | {"mm_token_type_ids": given.int()}
+        return check_batch(given, 9, SHELL.attachments, SHELL)
+
+    for types in ([1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 1, 0]):
+        checked = check(types)
+        found = SHELL.find_types(checked, inside(checked))
+        assert found[1].tolist() == types and found[2].tolist() == TYPES[2].tolist()
+    for types, said in (
+        ([1, 1, 0, 1, 1, 0], "row 1 has 4 tokens 7, 0 of them drawn .* make 3"),
+        ([0, 1, 0, 1, 1, 0], r"row 1 .* groups of \[1, 2\].* of \[2, 1\]"),
+        ([1, 1, 1, 1, 0, 0], "mm_token_type_ids has 1 in row 1 at position 2"),
+        ([0, 0, 0, 0, 0, 0], "mm_token_type_ids has 0 in row 1 at position 0"),
+    ):
+        with pytest.raises(BatchError, match=said):
+            check(types)
+    with pytest.raises(BatchError, match="'mm_token_type_ids' is list of shape"):
+        check_batch(data | {"mm_token_type_ids": [[0]] * 3}, 9, SHELL.attachments, SHELL)
 
 
 def test_frames_of_a_video_stand_apart_where_the_model_wants_it() -> None:

@@ -102,6 +102,24 @@ def test_attachments_go_with_their_rows_and_without_those_of_others(training: Ba
             assert len(pickle.dumps(shard)) < 2 * 4000 * (shard.size + 1)
 
 
+def test_the_driver_names_the_row_whose_pictures_are_missing() -> None:
+    shell = Shell((("tower", (1,)),), "", (PatchMedium(9, "pixels", 4, "grids"),))
+    dealer = replace(dealer_of(PADDED), attachments=shell.attachments, shell=shell)
+    data = numbered(8, 3) | {"input_lengths": torch.full((8,), 3), "sample_mask": torch.ones(8)}
+    data["input_ids"][:, 0] = 9
+    data["pixels"] = [None if row == 6 else torch.rand(4, 5) for row in range(8)]
+    data["grids"] = [None if row == 6 else torch.tensor([[1, 2, 2]]) for row in range(8)]
+    for deal in (
+        lambda: dealer.to_score(data),
+        lambda: dealer.to_generate(data),
+        lambda: dealer.to_train(data, TokenNLL(), 8, 1),
+        lambda: dealer.to_train_part(data, TokenNLL(), 1),
+        lambda: dealer.to_dry_run(data, TokenNLL()),
+    ):
+        with pytest.raises(BatchError, match=r"row 6 has 1 tokens 9, 0 .* 'pixels' .* make 0"):
+            deal()
+
+
 def test_pixels_travel_once_for_all_rows_that_share_them_in_the_dtype_of_the_towers() -> None:
     shell = Shell((("tower", (1,)),), "", (PatchMedium(9, "pixels", 4, "grids"),))
     dealer = replace(dealer_of(PADDED), attachments=shell.attachments, shell=shell)
