@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from megatron_policy.errors import ConfigError
@@ -44,6 +48,39 @@ def start_thread(thread: threading.Thread) -> bool:
     return True
 
 
+class _Caller:
+    """A thread that makes calls for others, one after another: to start one for each call would
+    take many times as long as most calls.
+    """
+
+    def __init__(self) -> None:
+        self.calls, self.outcomes = SimpleQueue[Any](), SimpleQueue[tuple[Any, Any]]()
+        self.thread = threading.Thread(target=self._serve, daemon=True, name="bounded-calls")
+
+    def _serve(self) -> None:
+        while (step := self.calls.get()) is not None:
+            try:
+                outcome = step(), None
+            except BaseException as error:
+                outcome = None, error
+            self.outcomes.put(outcome)
+            del step, outcome  # nothing of a call stays alive here
+
+    def wait(self, timeout_s: float, watch: Callable[[], object] | None) -> tuple[Any, Any]:
+        """What a call returned, and what it raised."""
+        end = time.monotonic() + timeout_s
+        while (left := end - time.monotonic()) > 0:
+            with suppress(Empty):
+                return self.outcomes.get(timeout=left if watch is None else min(left, _WATCH_S))
+            if watch is not None:
+                watch()
+        raise TimeoutError(f"no answer within {timeout_s:g} s")
+
+
+_idle: list[_Caller] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a fork has no threads
+
+
 def run_with_timeout(
     timeout_s: float, step: Callable[[], T], watch: Callable[[], object] | None = None
 ) -> T:
@@ -54,25 +91,22 @@ def run_with_timeout(
     others use. Made for torch's store, whose client waits without end for a host that is stopped.
     Where no thread can be started, as while the interpreter is ending, `step` runs here, unbounded.
     """
-    outcome: list[tuple[Any, Exception | None]] = []
-
-    def attempt() -> None:
-        try:
-            outcome.append((step(), None))
-        except Exception as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=attempt, daemon=True, name="bounded-call")
-    if not start_thread(thread):
+    try:
+        caller = _idle.pop()
+    except IndexError:
+        caller = _Caller()
+    if sys.is_finalizing() or not (caller.thread.ident or start_thread(caller.thread)):
         return step()
-    end = time.monotonic() + timeout_s
-    while thread.is_alive() and (left := end - time.monotonic()) > 0:
-        thread.join(left if watch is None else min(left, _WATCH_S))
-        if watch is not None and thread.is_alive():
-            watch()
-    if not outcome:
-        raise TimeoutError(f"no answer within {timeout_s:g} s")
-    value, error = outcome[0]
+    next_one: _Caller | None = None
+    try:
+        caller.calls.put(step)
+        value, error = caller.wait(timeout_s, watch)
+        next_one = caller
+    finally:
+        if next_one is None:  # it is still at this call, and ends after it
+            caller.calls.put(None)
+        else:
+            _idle.append(caller)
     if error is not None:
         raise error
     return value  # type: ignore[no-any-return]
