@@ -4,6 +4,8 @@ malformed is refused.
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -35,11 +37,19 @@ def encode(now: codec.Bits, before: codec.Bits) -> Encoded:
     return codec.encode(taken.values, taken.gaps, kept)
 
 
+def decode(encoded: Encoded, run: codec.Bits) -> codec.Change:
+    """All parts together."""
+    parts = [*codec.decode(encoded, len(run), run.itemsize)]
+    if not parts:
+        return codec.Change(np.zeros(0, np.int64), run[:0])
+    return codec.Change(*map(np.concatenate, zip(*parts, strict=True)))
+
+
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(RUNS)
 def test_what_is_found_and_encoded_makes_the_old_elements_the_new_ones(run: tuple) -> None:
     now, before = make(run)
-    positions, values = codec.decode(encode(now, before), len(now), now.itemsize)
+    positions, values = decode(encode(now, before), now)
     changed = np.flatnonzero(now != before)
     assert np.array_equal(positions, changed) or len(positions) == len(now)
     after = before.copy()
@@ -74,6 +84,24 @@ def test_random_changes_take_the_bytes_that_are_expected(changed: float, kind: t
     assert abs(len(content) / expected - 1) < spread
 
 
+@pytest.mark.parametrize("changed", [0.01, 0.3, 0.9, 1.0])
+def test_what_encodes_and_decodes_takes_few_times_the_bytes_of_a_run(
+    changed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "_PART", 1 << 12)
+    now = (np.random.default_rng(0).random(1 << 20) < changed).astype(np.uint16)
+    taken = codec.take_changes(now, np.zeros_like(now))
+    tracemalloc.start()
+    encoded = codec.encode(taken.values, taken.gaps, now)
+    for_encoding = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    for _ in codec.decode(encoded, len(now), now.itemsize):
+        pass
+    for_decoding = tracemalloc.get_traced_memory()[1] - len(encoded.content)
+    tracemalloc.stop()
+    assert for_encoding < 2 * now.nbytes and for_decoding < now.nbytes / 4
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.lists(
@@ -86,7 +114,7 @@ def test_random_changes_take_the_bytes_that_are_expected(changed: float, kind: t
 def test_gaps_of_every_length_are_read_as_they_were_written(gaps: list[int], kind: str) -> None:
     positions = np.cumsum(np.array(gaps) + 1) - 1
     packed = codec.pack_gaps(positions, codec._NUMBERS[kind])
-    assert np.array_equal(codec._unpack_gaps(packed), positions)
+    assert np.array_equal(np.concatenate([*codec._unpack_gaps(packed)]), positions)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -103,7 +131,7 @@ def test_malformed_bytes_are_refused_or_are_a_change_of_that_run(
     own = encode(now, before)
     for encoded in (Encoded(encoding, count, content), own._replace(content=own.content[:-1])):
         try:
-            positions, values = codec.decode(encoded, len(now), now.itemsize)
+            positions, values = decode(encoded, now)
         except ValueError:
             continue
         assert len(positions) == len(values) == encoded.changes
@@ -124,7 +152,7 @@ def test_malformed_bytes_are_refused_or_are_a_change_of_that_run(
 )
 def test_gaps_that_are_cut_or_too_long_are_refused(encoding: str, index: bytes) -> None:
     with pytest.raises(ValueError, match=r"gap|positions|size"):
-        codec.decode(Encoded(encoding, 1, b"vv" + index), 10, 2)
+        decode(Encoded(encoding, 1, b"vv" + index), np.zeros(10, np.uint16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])

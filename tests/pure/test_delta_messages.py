@@ -51,7 +51,7 @@ def fragments(old: dict[str, Tensor], new: dict[str, Tensor]) -> Iterator[Fragme
                 dtype,
                 shape,
                 tuple(map(flatten, regions)),
-                encode(found.values, found.gaps, before),
+                encode(found.values, found.gaps, now),
                 f"{sum_elements(now):016x}",
             )
 
@@ -94,6 +94,20 @@ def test_messages_of_split_tensors_make_one_version_the_next_and_can_be_undone()
     patches.undo()
     assert same(held, V0)
     assert [*decode_message(FIRST)] == [*fragments(V0, V1)]
+
+
+def test_what_many_deltas_overwrite_is_kept_in_twice_the_bytes_of_the_weights_at_most() -> None:
+    held, now = copy_of(V0), V0
+    patches = Patches(held)
+    for seed in range(40):
+        before, now = now, changed(now, seed, (0.02, 0.3, 0.9)[seed % 3])
+        patches.apply(decode_message(encode_message([*fragments(before, now)])))
+    patches.check()
+    assert same(held, now)
+    kept = [each.nbytes for restore in patches._overwritten for each in restore.args]
+    assert sum(kept) <= 2 * sum(tensor.nbytes for tensor in held.values())
+    patches.undo()
+    assert same(held, V0)
 
 
 @pytest.mark.parametrize("messages", [(SECOND,), (SECOND, FIRST), (FIRST, SECOND, FIRST)])

@@ -181,9 +181,9 @@ def make_patches(fragments: Iterable[Fragment]) -> Iterator[Patch]:
         places: list[Positions] = []
         values = []
         for fragment in own:
-            change = fragment.decode()
-            places.append(fragment.locate(change.positions))
-            values.append(change.values)
+            for change in fragment.decode():
+                places.append(fragment.locate(change.positions))
+                values.append(change.values)
         # The first of equal ones is kept: the last one, backwards.
         where, last = np.unique(np.concatenate(places)[::-1], return_index=True)
         bits = np.concatenate(values)[::-1][last]

@@ -123,7 +123,7 @@ class SentCopy:
     def advance(self) -> list[Fragment]:
         """What has changed since, which the copy then has too; after a failure it is of no use."""
         synchronize()  # threads have streams of their own
-        with ThreadPoolExecutor(spare_cores()) as pool:
+        with ThreadPoolExecutor(min(spare_cores(), 1 + self.nbytes // _IN_PLACE)) as pool:
             found = pool.map(self._advance, self._shares)
             return [fragment for fragment in found if fragment is not None]
 
@@ -144,7 +144,7 @@ class SentCopy:
         if last < 0:
             return None
         share, of = kept.share, kept.share.tensor
-        changed = encode(np.concatenate(values), np.concatenate(gaps), kept.bits)
+        changed = encode(_join(values), _join(gaps), kept.bits)
         regions = tuple(flatten(hf) for hf, _ in share.pieces)
         return Fragment(of.name, of.dtype, of.shape, regions, changed, f"{kept.sum:016x}")
 
@@ -161,6 +161,13 @@ class SentCopy:
                 bits = view_bits(block.to(dtype).cpu().contiguous())
                 yield begin, bits
                 begin += len(bits)
+
+
+def _join(parts: list[Bits]) -> Bits:
+    """All of them together; the list is empty afterwards, to free them."""
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    parts.clear()
+    return joined
 
 
 def _cut(region: Tensor, elements: int) -> Iterator[Tensor]:

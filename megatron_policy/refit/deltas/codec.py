@@ -5,6 +5,7 @@ Pure. Elements are compared and sent as bits: -0.0 differs from 0.0, a NaN from 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ in two (lowest first). The largest number says that so many are unchanged and th
 
 SUMS = 1 << 64
 """How many sums there are: they are added up modulo this number."""
+
+_PART = 1 << 19  # positions that are found at a time
 
 _NUMBERS: dict[str, np.dtype[Any]] = {GAPS: np.dtype(np.uint8), WIDE_GAPS: np.dtype("<u2")}
 _UNSIGNED: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -76,23 +79,22 @@ def sum_elements(run: Bits) -> int:
 
 
 def encode(values: Bits, gaps: Bits, run: Bits) -> Encoded:
-    """The smallest encoding of what has been taken of a `run`, which is as it was before, or is
-    now; `decode` is its inverse.
+    """The smallest encoding of what has been taken of a `run`, which is as it is now; `decode` is
+    its inverse.
     """
     count, elements = len(values), len(run)
-    if gaps.nbytes <= min(2 * count, -(-elements // 8), (elements - count) * run.itemsize - 1):
-        return Encoded(GAPS, count, b"".join((values.data, gaps.data)))
-    encoding, index, positions = GAPS, gaps, _unpack_gaps(gaps)
-    if index.nbytes > 2 * count:
+    bitmap = -(-elements // 8)
+    if (elements - count) * run.itemsize <= min(gaps.nbytes, bitmap):
+        return Encoded(WHOLE, elements, run.tobytes())
+    encoding, index = GAPS, gaps
+    if gaps.nbytes > 2 * count:
+        positions = np.concatenate([*_unpack_gaps(gaps)])
         encoding, index = WIDE_GAPS, pack_gaps(positions, _NUMBERS[WIDE_GAPS])
-    if -(-elements // 8) < index.nbytes:
+    if bitmap < index.nbytes:
         encoding, flags = BITMAP, np.zeros(elements, np.uint8)
-        flags[positions] = 1
+        for positions in _unpack_gaps(gaps):
+            flags[positions] = 1
         index = np.packbits(flags, bitorder="little")
-    if (elements - count) * run.itemsize <= index.nbytes:
-        whole = run.copy()
-        whole[positions] = values
-        return Encoded(WHOLE, elements, whole.tobytes())
     return Encoded(encoding, count, b"".join((values.data, index.data)))
 
 
@@ -110,9 +112,10 @@ def expect_bytes(changed: float, itemsize: int) -> float:
     return min(whole, bitmap, *map(count_gaps, _NUMBERS.values()))
 
 
-def decode(encoded: Encoded, elements: int, itemsize: int) -> Change:
-    """The change of a run of so many elements; of `WHOLE`, all of them. ValueError for bytes that
-    `encode` does not make.
+def decode(encoded: Encoded, elements: int, itemsize: int) -> Iterator[Change]:
+    """The change of a run of so many elements, of `WHOLE` all of them, in parts that follow one
+    another: positions take several times the bytes of elements. ValueError, after parts that are
+    of no use then, for bytes that `encode` does not make.
     """
     encoding, count, content = encoded
     if not 0 <= count <= elements or len(content) < count * itemsize:
@@ -124,26 +127,43 @@ def decode(encoded: Encoded, elements: int, itemsize: int) -> Change:
     if encoding == WHOLE:
         if count != elements or len(index):
             raise ValueError("not all elements are there")
-        positions = np.arange(elements)
+        found = (np.arange(at, min(at + _PART, count)) for at in range(0, count, _PART))
     elif encoding == BITMAP:
         if len(index) != -(-elements // 8):
             raise ValueError(f"its bitmap has {len(index)} bytes for {elements} elements")
-        positions = np.flatnonzero(np.unpackbits(index, bitorder="little"))
+        found = (
+            np.flatnonzero(np.unpackbits(index[at : at + _PART // 8], bitorder="little")) + 8 * at
+            for at in range(0, len(index), _PART // 8)
+        )
     elif encoding in _NUMBERS:
-        positions = _unpack_gaps(index)
+        found = _unpack_gaps(index)
     else:
         raise ValueError(f"its encoding {encoding!r:.40} is unknown")
-    if len(positions) != count or (count and positions[-1] >= elements):
-        raise ValueError(f"its positions are not {count} of {elements} elements")
-    return Change(positions, values)
+    first = 0
+    for positions in found:
+        last = first + len(positions)
+        if last > count or (len(positions) and positions[-1] >= elements):
+            break
+        yield Change(positions, values[first:last])
+        first = last
+    else:
+        if first == count:
+            return
+    raise ValueError(f"its positions are not {count} of {elements} elements")
 
 
-def _unpack_gaps(packed: Bits) -> Positions:
-    is_end = packed < np.iinfo(packed.dtype).max
-    if len(packed) and not is_end[-1]:
+def _unpack_gaps(packed: Bits) -> Iterator[Positions]:
+    """The positions, in parts."""
+    most, last = np.iinfo(packed.dtype).max, -1
+    if len(packed) and packed[-1] == most:
         raise ValueError("its last gap does not end")
-    steps = packed.astype(np.int64) + is_end
-    return steps.cumsum()[is_end] - 1
+    for at in range(0, len(packed), _PART):
+        part = packed[at : at + _PART]
+        is_end = part < most
+        steps = (part.astype(np.int64) + is_end).cumsum()
+        steps += last
+        last = int(steps[-1])
+        yield steps[is_end]
 
 
 @cache

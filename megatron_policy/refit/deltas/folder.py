@@ -77,10 +77,11 @@ class Directory:
     def list_sizes(self) -> dict[str, int]:
         """See `Folder`; files that go meanwhile are left out."""
         found = {}
-        for path in self.root.rglob("*"):
-            with suppress(FileNotFoundError):
-                if path.is_file():
-                    found[path.relative_to(self.root).as_posix()] = path.stat().st_size
+        for folder, _, names in os.walk(self.root):
+            below = "" if folder == str(self.root) else f"{os.path.relpath(folder, self.root)}/"
+            for name in names:
+                with suppress(FileNotFoundError):
+                    found[f"{below}{name}"] = Path(folder, name).stat().st_size
         return found
 
     def read(self, name: str) -> bytes:

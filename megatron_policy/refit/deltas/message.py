@@ -47,8 +47,8 @@ class Fragment:
         """The number of elements, changed or not."""
         return sum(region.elements for region in self.regions)
 
-    def decode(self) -> Change:
-        """What has changed, by positions among all elements; ValueError if it is malformed."""
+    def decode(self) -> Iterator[Change]:
+        """What has changed, by positions among all elements; see `decode`."""
         return decode(self.encoded, self.elements, self.dtype.itemsize)
 
     def locate(self, positions: Positions) -> Positions:
@@ -126,6 +126,6 @@ def _region(fields: list[Any], elements: int) -> Region:
     size, stride, offset = fields
     region = Region(tuple(map(count, size)), tuple(map(count, stride)), count(offset))
     fits = len(region.size) == len(region.stride) > 0 < region.elements
-    if not fits or region.ends[1] >= elements:
+    if not fits or 0 in region.stride or region.ends[1] >= elements:
         raise ValueError(f"region {fields!r:.80} is not in a tensor of {elements} elements")
     return region
