@@ -59,6 +59,7 @@ class _Caller:
 
     def _serve(self) -> None:
         while (step := self.calls.get()) is not None:
+            outcome: tuple[Any, BaseException | None]
             try:
                 outcome = step(), None
             except BaseException as error:

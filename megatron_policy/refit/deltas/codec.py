@@ -124,6 +124,7 @@ def decode(encoded: Encoded, elements: int, itemsize: int) -> Iterator[Change]:
     index = np.frombuffer(
         content, _NUMBERS.get(encoding, np.dtype(np.uint8)), offset=count * itemsize
     )
+    found: Iterator[Positions]
     if encoding == WHOLE:
         if count != elements or len(index):
             raise ValueError("not all elements are there")
