@@ -28,9 +28,6 @@ _MARKS = (
 damaged one, or of PEFT. Other directories have none of them.
 """
 
-ANOTHER_PATH = "or choose another path"
-"""The end of what is said where there is no room."""
-
 
 class Staged:
     """Empty directories next to their final names, which they get when all are written, or never.
@@ -165,7 +162,7 @@ def check_room(final: Path, needed: int) -> None:
     if free < needed:
         raise ExportError(
             f"{final} needs {needed:,} bytes, but {there} has {free:,} left: free "
-            f"{needed - free:,} bytes there, {ANOTHER_PATH}"
+            f"{needed - free:,} bytes there, or choose another path"
         )
 
 
@@ -176,7 +173,8 @@ def not_written(final: Path, error: OSError, needed: int) -> ExportError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         there, free = _room(final)
         said += (
-            f"; it takes {needed:,} bytes, and {there} has {free:,} left: make room, {ANOTHER_PATH}"
+            f"; it takes {needed:,} bytes, and {there} has {free:,} left: make room, or choose "
+            "another path"
         )
     return ExportError(said)
 

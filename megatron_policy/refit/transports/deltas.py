@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_policy.converters.files.publishing import ANOTHER_PATH
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.formats.digests import digest_bytes
 from megatron_policy.refit.delivery import deliver
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 DEFAULT_WHOLE_EVERY = 64
+_NO_ROOM = "or choose another path"  # in what is said of a full disk
 _HOW_TO_SHORTEN = (
     f"Engines keep what they have loaded: to free all of {{}}, remove {MANIFEST} there and then "
     "the folders beside it, and the next refit writes whole weights. A smaller whole_every keeps "
@@ -98,7 +98,7 @@ class DeltaDirectory:
         except RefitError as error:
             if exporter.rank == 0:
                 self._remove_unpublished()
-            if ANOTHER_PATH in str(error) and isinstance(self._folder, Directory):
+            if _NO_ROOM in str(error) and isinstance(self._folder, Directory):
                 raise RefitError(f"{error}. {_HOW_TO_SHORTEN.format(self.path)}") from error
             raise
 
