@@ -267,7 +267,8 @@ PATCH = VISION["in_channels"] * VISION["temporal_patch_size"] * VISION["patch_si
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 SOUNDS = ("video_second_per_grid", "input_features", "feature_attention_mask")
 OF_OMNI = ("image_grid_hw", "input_features_mask")
-KEYS = (*MEDIA, "batch_num_images", "image_sizes", *SOUNDS, *OF_OMNI)
+SECONDS = ("second_per_grid_ts", "video_second_per_grid")
+KEYS = (*MEDIA, "batch_num_images", "image_sizes", SECONDS[0], *SOUNDS, *OF_OMNI)
 FIXED = dict.fromkeys(("idefics3", "internvl", "llava", "smolvlm"), 4) | {"gemma3": 16}
 """Families whose pictures are all of 8 x 8 pixels, and how many tokens one makes."""
 BY_ROW = ("idefics3", "smolvlm")
@@ -448,10 +449,11 @@ def make_rows(family: str, repeats: int = 1) -> BatchedDataDict:
             "image_grid_hw": [grid[1:] for grid in images],
             "image_sizes": [_measure(family, grid) for grid in images],
             "video_grid_thw": videos,
-            "video_second_per_grid": [0.3 + 0.1 * (row % 8)] * len(videos),
+            **dict.fromkeys(SECONDS, [0.3 + 0.1 * (row % 8)] * len(videos)),
         }
+        further = SOUNDS * (family in CLIPS) + SECONDS[:1] * (family == "qwen2_5_vl")
         for key, value in given.items():
-            read = key in WHOLE.get(family, MEDIA + SOUNDS * (family in CLIPS))
+            read = key in WHOLE.get(family, MEDIA + further)
             found[key].append(torch.tensor(value) if value and read else None)
         frames_N = torch.tensor([frames for frames, _ in clips])
         mask_NF = (torch.arange(max(frames_N, default=0) + 3) < frames_N.unsqueeze(1)).long()

@@ -68,12 +68,17 @@ class Medium(ABC):
         """The values of all rows in the form that the model's class takes."""
         return values
 
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Those of the keys that either all rows with values have, or none."""
+        return ()
+
     def check(self, row: int, given: OfRow) -> None:
         """BatchError, which names the `row`, unless what it has is legal, or nothing."""
         found = {key: value for key, value in given.items() if value is not None}
         if not found:
             return
-        if missing := [key for key in given if key not in found]:
+        if missing := [key for key in given if key not in (*found, *self.optional)]:
             has = f"row {row} has {next(iter(found))!r} without {missing[0]!r}"
             raise BatchError(f"{has}: pass both, or None for both")
         if not (values := found[self.values]).is_floating_point():
@@ -142,12 +147,18 @@ class PatchMedium(SeenMedium):
     """Whether grids say nothing of time, int `[pictures, 2]`."""
     seconds: str | None = None
     """The key with the seconds from patch to patch in time of each video, `[videos]`, if the class
-    needs them.
+    reads them.
     """
+    timeless: bool = False
+    """Whether the class computes without these seconds too."""
 
     @property
     def keys(self) -> tuple[str, ...]:
         return (self.values, *filter(None, [self.seconds]), self.grids)
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return (self.seconds,) if self.seconds and self.timeless else ()
 
     def count_patches(self, given: OfRow) -> int:
         values = given[self.values]

@@ -27,8 +27,6 @@ class Shell:
     prefix: str
     """What their names begin with in a checkpoint."""
     media: tuple[Medium, ...]
-    further: tuple[str, ...] = ()
-    """Keys of a batch that it reads beside those of its media: a tensor, or None, for each row."""
     deep: int = 0
     """How many of the decoder's first layers have features added to what they return."""
     both_ways: bool = False
@@ -49,7 +47,7 @@ class Shell:
     @property
     def attachments(self) -> tuple[str, ...]:
         """The keys of a batch that it reads."""
-        return (*(key for medium in self.media for key in medium.keys), *self.further)
+        return tuple(key for medium in self.media for key in medium.keys)
 
     def leave_out_optional(self) -> Shell:
         """The same without its `optional` tensors."""

@@ -32,7 +32,7 @@ def take_shell(fields: Fields) -> dict[str, Any]:
     for name in ("boi_token_index", "eoi_token_index"):
         fields.ignore(name, pictures.BY_CLASS)
     medium = PictureMedium(
-        fields.take("image_token_index"),
+        pictures.take_tokens(fields, "image_token_index")[0],
         "pixel_values",
         merged=side**2 // tokens,
         patch=vision["patch_size"],

@@ -29,7 +29,7 @@ def take_shell(fields: Fields) -> dict[str, Any]:
     fields.ignore("vocab_size", "that of the decoder's section counts")
     vision = fields.take("vision_config")
     medium = PictureMedium(
-        fields.take("image_token_id"),
+        pictures.take_tokens(fields, "image_token_id")[0],
         "pixel_values",
         merged=fields.take("scale_factor") ** 2,
         patch=vision["patch_size"],

@@ -28,7 +28,7 @@ def take_shell(fields: Fields) -> dict[str, Any]:
     for name in ("image_seq_length", "projector_hidden_act", "vision_feature_layer"):
         fields.ignore(name, pictures.BY_CLASS)
     medium = PictureMedium(
-        fields.take("image_token_id"),
+        pictures.take_tokens(fields, "image_token_id")[0],
         "pixel_values",
         merged=side**2,
         patch=_take_side(fields, vision, "patch_size"),

@@ -52,7 +52,7 @@ def take_shell(fields: Fields) -> dict[str, Any]:
     kernel, patch = vision["merge_kernel_size"], vision["patch_size"]
     if len({*kernel}) > 1:
         fields.refuse("vision_config.merge_kernel_size", kernel, "a token is made of a square")
-    image = fields.take("image_token_id")
+    (image,) = pictures.take_tokens(fields, "image_token_id")
     fields.expect("media_placeholder_token_id", (image,), "image_token_id is the same token")
     for name in ("vision_start_token_id", "vision_end_token_id", "projection_hidden_size"):
         fields.ignore(name, pictures.BY_CLASS)

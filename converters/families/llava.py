@@ -33,7 +33,7 @@ def take_shell(fields: Fields) -> dict[str, Any]:
     """What `Architecture` says of the pictures of a LlavaConfig."""
     vision, further = take_tower(fields)
     medium = PictureMedium(
-        fields.take("image_token_index"),
+        pictures.take_tokens(fields, "image_token_index")[0],
         "pixel_values",
         merged=1,
         patch=vision["patch_size"],

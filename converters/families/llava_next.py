@@ -17,11 +17,12 @@ OTHER_NAMES = (*PATHS, *llava.OF_MAKERS)
 
 def take_shell(fields: Fields) -> dict[str, Any]:
     """What `Architecture` says of the pictures of a LlavaNextConfig."""
-    return pictures.surround(fields, "", take_tiles(fields))
+    (image,) = pictures.take_tokens(fields, "image_token_index")
+    return pictures.surround(fields, "", take_tiles(fields, image))
 
 
-def take_tiles(fields: Fields, **more: Any) -> TileMedium:
-    """The medium of pictures, with `more` arguments of it."""
+def take_tiles(fields: Fields, image: int, **more: Any) -> TileMedium:
+    """The medium of pictures, whose placeholder is this token, with `more` arguments of it."""
     fields.expect("use_image_newline_parameter", (True,), "a feature ends each row of others")
     vision, further = llava.take_tower(fields)
     if further:
@@ -31,7 +32,7 @@ def take_tiles(fields: Fields, **more: Any) -> TileMedium:
             f"a tile of a {vision['model_type']} has features of its patches alone with the other",
         )
     return TileMedium(
-        fields.take("image_token_index"),
+        image,
         "pixel_values",
         merged=1,
         patch=vision["patch_size"],

@@ -23,7 +23,8 @@ def take_shell(fields: Fields) -> dict[str, Any]:
     if (found := re.fullmatch(r"anyres_max_([1-9]\d*)", ratio)) is None:
         fields.refuse("vision_aspect_ratio", ratio, "it can be anyres_max_ and a number of tiles")
     most = 1 if found is None else int(found[1])
-    still = llava_next.take_tiles(fields, counts="batch_num_images", most=most)
+    image, video = pictures.take_tokens(fields, "image_token_index", "video_token_index")
+    still = llava_next.take_tiles(fields, image, counts="batch_num_images", most=most)
     sizes = {"patch": still.patch, "tile": still.tile}
-    films = FrameMedium(fields.take("video_token_index"), "pixel_values_videos", **sizes)
+    films = FrameMedium(video, "pixel_values_videos", **sizes)
     return pictures.surround(fields, "", still, films)

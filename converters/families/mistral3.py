@@ -20,7 +20,7 @@ def take_shell(fields: Fields) -> dict[str, Any]:
     for name in ("multimodal_projector_bias", "projector_hidden_act", "vision_feature_layer"):
         fields.ignore(name, pictures.BY_CLASS)
     medium = PictureMedium(
-        fields.take("image_token_index"),
+        pictures.take_tokens(fields, "image_token_index")[0],
         "pixel_values",
         merged=fields.take("spatial_merge_size") ** 2,
         patch=fields.take("vision_config")["patch_size"],

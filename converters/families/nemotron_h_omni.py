@@ -77,7 +77,9 @@ def take_shell(fields: Fields) -> dict[str, Any]:
         fields.ignore(name, "of the makers' processors, or of their code, which is not run")
     fields.ignore("auto_map", "the makers' own code, which transformers' class replaces")
     fields.ignore("video_token_id", "placeholders of videos are those of pictures")
-    placeholder, patch = fields.take("image_token_id"), vision["patch_size"]
+    audio, patch = fields.take("audio_config", None), vision["patch_size"]
+    heard = () if audio is None else ("audio_token_id",)
+    placeholder, *sound = pictures.take_tokens(fields, "image_token_id", *heard)
     merged, channels = round(1 / _RATIO) ** 2, vision["num_channels"]
     media: list[Medium] = [
         PatchMedium(
@@ -97,10 +99,10 @@ def take_shell(fields: Fields) -> dict[str, Any]:
             _refuse_videos(fields),
         ),
     ]
-    if (audio := fields.take("audio_config", None)) is None:
+    if audio is None:
         fields.ignore("audio_token_id", "the model has no tower that hears")
     else:
-        media.append(_describe_sound(fields, audio))
+        media.append(_describe_sound(fields, audio, *sound))
     return pictures.surround(fields, "", *media, optional=".lambda1")
 
 
@@ -119,7 +121,7 @@ def _refuse_videos(fields: Fields) -> str:
     return f"{why}: set policy.hf_config_overrides.{name} to 0.0" if pruned else ""
 
 
-def _describe_sound(fields: Fields, audio: dict[str, Any]) -> SoundMedium:
+def _describe_sound(fields: Fields, audio: dict[str, Any], placeholder: int) -> SoundMedium:
     """Clips, of which the class counts one frame more than their mask does. What makes the last of
     their features depends on how far they are filled up.
     """
@@ -131,7 +133,7 @@ def _describe_sound(fields: Fields, audio: dict[str, Any]) -> SoundMedium:
     if stride & (stride - 1):
         fields.refuse(f"{section}subsampling_factor", stride, f"it must be a power of {_HOP}")
     return SoundMedium(
-        fields.take("audio_token_id"),
+        placeholder,
         "input_features",
         mask="input_features_mask",
         bins=audio["num_mel_bins"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
@@ -18,10 +20,14 @@ of its releases write.
 """
 
 
-def architecture(fields: Fields) -> Architecture:
-    """The architecture a Qwen2_5_VLConfig describes."""
+SECONDS: dict[str, Any] = {"seconds": "second_per_grid_ts", "timeless": True}
+"""What the class reads of the time between the frames of videos."""
+
+
+def architecture(fields: Fields, seconds: dict[str, Any] = SECONDS) -> Architecture:
+    """The architecture a Qwen2_5_VLConfig describes, whose class reads these `seconds`."""
     text = pictures.take_text(fields)
     rope = take_rope(text, threefold="apart")
     attention = dense.take_attention(text, rope=rope, qkv_bias=True)
-    shell = pictures.take_shell(fields, "", "second_per_grid_ts", by_frame=False)
+    shell = pictures.take_shell(fields, "", by_frame=False, **seconds)
     return dense.architecture(text, dense.take_windows(text, attention), **shell)

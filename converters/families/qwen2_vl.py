@@ -4,8 +4,6 @@ the frames of a video.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families import qwen2_5_vl
@@ -15,7 +13,4 @@ from .qwen2 import TABLE as TABLE
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen2VLConfig describes."""
-    found = qwen2_5_vl.architecture(fields)
-    assert found.shell is not None
-    shell = replace(found.shell, further=())
-    return replace(found, shell=shell, attachments=shell.attachments)
+    return qwen2_5_vl.architecture(fields, {})

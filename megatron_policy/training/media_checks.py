@@ -20,6 +20,7 @@ def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
     tokens_BS, text_BS, drawn_BS = batch["input_ids"], inside(batch), find_drawn(batch)
     patches_B = torch.zeros(len(tokens_BS), dtype=torch.long)
     for medium in shell.media:
+        _check_optional(medium, batch)
         at_BS = (tokens_BS == medium.placeholder) & text_BS
         for row in range(len(tokens_BS)):
             given = pick_row(medium, batch, row)
@@ -46,6 +47,19 @@ def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
                 )
     batch[PATCHES] = patches_B
     _check_groups(batch, shell)
+
+
+def _check_optional(medium: Medium, batch: BatchedDataDict) -> None:
+    """BatchError unless all rows that have values of the medium, or none, have what is optional."""
+    rows = [row for row, each in enumerate(batch.get(medium.values, ())) if each is not None]
+    for key in medium.optional if rows else ():
+        missing = [row for row in rows if pick_row(medium, batch, row)[key] is None]
+        if 0 < len(missing) < len(rows):
+            other = next(row for row in rows if row not in missing)
+            raise BatchError(
+                f"row {missing[0]} has {medium.values!r} without {key!r}, which row {other} has: "
+                "pass it for all rows that have them, or for none"
+            )
 
 
 def _check_groups(batch: BatchedDataDict, shell: Shell) -> None:

@@ -33,7 +33,13 @@ _REFUSED = {
 }
 TYPES = {"mm_token_type_ids", "token_type_ids"}
 """Keys with the kind of each token."""
-_MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
+_MEDIA = (
+    *("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes", "batch_num_images"),
+    *("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid"),
+    *("input_features", "feature_attention_mask", "input_features_mask"),
+    *("imgs_sizes", "pixel_values_flat", "sound_clips", "sound_length", "multi_modal_inputs"),
+)
+"""Keys of processors and hosts with what towers read, or with what says how it is to be read."""
 
 
 def refuse_unread_inputs(
@@ -46,7 +52,8 @@ def refuse_unread_inputs(
     if not attachments:
         media = "this model reads text alone"
         media += "" if shell is None else " while it is trained to predict further tokens (MTP)"
-    for key, why in (_REFUSED | dict.fromkeys(_MEDIA, media)).items():
+    beside = _MEDIA if attachments else (*_MEDIA, "pixel_attention_mask")
+    for key, why in (_REFUSED | dict.fromkeys(beside, media)).items():
         if key in batch and key not in attachments:
             raise BatchError(f"the data have {key!r}, which is not read: {why}. Leave it out")
 

@@ -68,7 +68,8 @@ def shape_of(key: str, value: Any) -> tuple[int, ...]:
 
 def take_attachments(batch: BatchedDataDict, keys: Collection[str]) -> None:
     """Make what is under each of `keys` a list with a tensor, or None, for each row, without the
-    rest of a larger tensor of which it is a part. BatchError for other entries.
+    rest of a larger tensor of which it is a part. BatchError for other entries, and for numbers
+    that are not finite.
     """
 
     def take(each: torch.Tensor) -> torch.Tensor:
@@ -83,8 +84,27 @@ def take_attachments(batch: BatchedDataDict, keys: Collection[str]) -> None:
                     f"{key!r} has a {type(each).__name__} in row {row}: the model reads a tensor "
                     "there, or None in a row that has nothing"
                 )
+        first = {id(each): row for row, each in reversed([*enumerate(rows)])}
+        for row in first.values():  # what several rows have is looked at once
+            each = rows[row]
+            if each is not None and (found := _find_odd(each)) is not None:
+                raise BatchError(
+                    f"{key!r} has {each[found]} in row {row} at {[*found]}: what a tower reads is "
+                    "finite. Look for a division by 0 where it is made, or for a damaged file"
+                )
         if key in batch:
             batch[key] = _change_rows(rows, take)
+
+
+def _find_odd(values: torch.Tensor) -> tuple[int, ...] | None:
+    """The place of the first number that is not finite; None without one. The extremes tell whether
+    there is any.
+    """
+    if not values.numel() or not values.is_floating_point():
+        return None
+    if all(bool(each.isfinite()) for each in values.aminmax()):
+        return None
+    return tuple((~values.isfinite()).nonzero()[0].tolist())
 
 
 def narrow_pixels(batch: BatchedDataDict, shell: Shell, dtype: torch.dtype) -> None:

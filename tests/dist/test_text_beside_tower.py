@@ -24,7 +24,8 @@ def put_beside_tower(source: Path, path: Path) -> Path:
     text = json.loads((source / "config.json").read_text())
     sizes = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2}
     tower = sizes | {"patch_size": 4, "out_hidden_size": text["hidden_size"]}
-    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=tower)
+    sections = {"text_config": text, "vision_config": tower}
+    config = AutoConfig.for_model("qwen3_5", **sections, image_token_id=text["vocab_size"] - 1)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)
     own = {
@@ -49,7 +50,7 @@ def test_a_text_model_beside_a_tower_computes_alike_and_is_exported_with_it(
     text = make_checkpoint(tmp_path / "text", "qwen3_5_text", rope_scaling=grids, **sizes)
     add_mtp_layers(text)
     path, case = put_beside_tower(text, tmp_path / "hf"), mtp.LAYOUTS["PP2"]
-    tokens = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 127, (2, 9), generator=torch.Generator().manual_seed(0))
     ((logits,),) = ranks.run(1, logits_of, [(path, sizes["vocab"])], tokens)
     assert_equal("logits", logits, Exact.of(text, lambda m: m(tokens).logits))
     config = policy_config(path, case.megatron | (mtp.MTP if predicting else {}))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,20 @@ def test_attachments_are_a_tensor_or_none_for_each_row_whatever_their_size() -> 
 def test_attachments_of_another_kind_are_named(features: object, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         check_training_data(training(features=features), 9, PADDED, ("features",))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_a_tower_reads_is_finite(dtype: torch.dtype, value: float) -> None:
+    odd = torch.zeros(4, 3, dtype=dtype)
+    features = [None, odd, torch.ones(0, 3), torch.ones(2, dtype=torch.long), odd]
+    data = {"input_ids": torch.ones(5, 2, dtype=torch.long), "features": features}
+    check_batch(data, 9, ("features",))
+    odd[2, 1] = value
+    with pytest.raises(
+        BatchError, match=rf"'features' has {value} in row 1 at \[2, 1\]: .* finite"
+    ):
+        check_batch(data, 9, ("features",))
 
 
 SHELL = Shell(
@@ -276,6 +292,39 @@ def test_frames_of_a_video_stand_apart_where_the_model_wants_it() -> None:
     assert isinstance(together, PatchMedium)
     assert together.list_groups(given) == [4]
     assert replace(together, by_frame=True).list_groups(given) == [2, 2]
+
+
+TIMED = replace(
+    SHELL, media=(SHELL.media[0], replace(SHELL.media[1], seconds="times", timeless=True))
+)
+FILMS = {
+    "input_ids": torch.tensor([[8, 1, 1, 1, 1, 1], [7, 7, 1, 7, 1, 1], [8, 1, 8, 1, 1, 1]]),
+    "films": [torch.ones(4, 5), None, torch.ones(8, 5)],
+    "film_grids": [GRID[1:], None, GRID[1:].repeat(2, 1)],
+}
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        (None, ""),
+        ([None] * 3, ""),
+        ([torch.ones(1), None, torch.ones(2)], ""),
+        ([torch.ones(1), None, None], "row 2 has 'films' without 'times', which row 0 has: pass"),
+        ([None, None, torch.ones(2)], "row 0 has 'films' without 'times', which row 2 has: pass"),
+        (
+            [torch.ones(2), None, torch.ones(2)],
+            "'times' has .* in row 0: pass .* for each of 1 videos",
+        ),
+        ([torch.ones(1), None, torch.ones(1)], "in row 2: pass .* for each of 2 videos"),
+        ([torch.ones(1), torch.ones(1), torch.ones(2)], "row 1 has 'times' without 'films'"),
+        ([torch.ones(1), None, torch.zeros(2)], "in row 2: pass a positive number"),
+    ],
+)
+def test_every_video_has_its_seconds_or_none_has(times: Any, message: str) -> None:
+    given = pictured(**FILMS) | ({} if times is None else {"times": times})
+    with pytest.raises(BatchError, match=message) if message else nullcontext():
+        check_batch(given, 9, TIMED.attachments, TIMED)
 
 
 def test_a_picture_of_several_frames_is_refused_where_it_has_one() -> None:

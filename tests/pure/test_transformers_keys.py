@@ -87,6 +87,10 @@ def test_usual_positions_and_types_pass_whatever_padding_has() -> None:
             {"pixel_values": torch.ones(3, 2)},
             "'pixel_values', which is not read: this model reads text alone. Leave it out",
         ),
+        *(
+            ({key: [None] * 3}, f"'{key}', which is not read: this model reads text alone")
+            for key in ("image_grid_thw", "image_sizes", "sound_clips", "pixel_attention_mask")
+        ),
     ],
 )
 def test_what_a_model_would_not_compute_with_is_refused(

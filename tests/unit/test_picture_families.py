@@ -35,6 +35,7 @@ from megatron_policy.errors import ConfigError, ConversionError
 from tests.checkpoints import make_checkpoint
 from tests.picture_models import (
     CLIPS,
+    IMAGE,
     MEDIA,
     MORE,
     ROPE,
@@ -386,6 +387,30 @@ def test_values_that_cannot_be_honoured_are_refused_by_name(
     with pytest.raises((ConfigError, ConversionError)) as caught:
         bound(tmp_path)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_placeholders_are_tokens_of_the_vocabulary_and_differ(tmp_path: Path, family: str) -> None:
+    AutoConfig.for_model(family, **TINY[family] | TOKENS).save_pretrained(tmp_path)
+    own = json.loads((tmp_path / "config.json").read_text())
+    image = next(name for name in ("image_token_id", "image_token_index") if name in own)
+    size = own["text_config"]["vocab_size"]
+    changes = {image: (size, f"{image} = {size}: the vocabulary has {size} tokens")}
+    if family not in ONE_PLACEHOLDER:
+        video = image.replace("image", "video")
+        said = f"{video} = {IMAGE}: {image} is the same token"
+        changes[video] = (IMAGE, said)
+    for name, (token, said) in changes.items():
+        (tmp_path / "config.json").write_text(json.dumps(own | {name: token}))
+        with pytest.raises(ConversionError, match=re.escape(said)):
+            bound(tmp_path)
+
+
+ONE_PLACEHOLDER = {
+    *(family for family in STILL if family != "llava_onevision"),
+    *("glm4v", "glm4v_moe"),
+}
+"""Families that see pictures alone, or whose videos have the placeholder of pictures."""
 
 
 @pytest.mark.parametrize("family", ["internvl", "mistral3", "qwen2_vl", "smolvlm"])

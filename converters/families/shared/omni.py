@@ -51,13 +51,15 @@ def take_shell(fields: Fields, ending: str, **sound: Any) -> dict[str, Any]:
         fields.ignore(name, pictures.BY_CLASS)
     for name, why in _OF_MAKERS.items():
         fields.ignore(name, why)
-    tokens = (f"image_token_{ending}", f"video_token_{ending}")
-    start, seconds = fields.take("vision_start_token_id"), "video_second_per_grid"
-    media, deep = pictures.take_media(fields, *tokens, start=start, seconds=seconds)
+    kinds = [f"{kind}_token_{ending}" for kind in ("image", "video", "audio")]
+    starts = ("vision_start_token_id", "audio_start_token_id")
+    image, video, audio, start, before = pictures.take_tokens(fields, *kinds, *starts)
+    seconds = "video_second_per_grid"
+    media, deep = pictures.take_media(fields, image, video, start=start, seconds=seconds)
     clips = SoundMedium(
-        fields.take(f"audio_token_{ending}"),
+        audio,
         "input_features",
-        start=fields.take("audio_start_token_id"),
+        start=before,
         mask="feature_attention_mask",
         bins=fields.take("audio_config")["num_mel_bins"],
         **sound,

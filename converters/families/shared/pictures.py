@@ -52,26 +52,42 @@ def take_text(fields: Fields) -> Fields:
 def take_shell(
     fields: Fields,
     prefix: str,
-    *further: str,
     marks: tuple[str, ...] = _MARKS,
     videos: str = "video_token_id",
-    by_frame: bool = True,
+    **more: Any,
 ) -> dict[str, Any]:
     """What `Architecture` says of pictures, and of videos, whose placeholder is the field `videos`,
-    `by_frame` where other tokens stand between their frames; tensors of the shell have names with
-    this `prefix` in a checkpoint. It reads the keys `further` of a batch. The fields `marks` are
-    tokens around pictures.
+    and `more` as `take_media` has it: by default other tokens stand between their frames. Tensors
+    of the shell have names with this `prefix` in a checkpoint. The fields `marks` are tokens around
+    pictures.
     """
     for name in marks:
         fields.ignore(name, BY_CLASS)
-    media, deep = take_media(fields, "image_token_id", videos, by_frame=by_frame)
-    return surround(fields, prefix, *media, further=further, deep=deep)
+    image, *other = take_tokens(fields, *dict.fromkeys(("image_token_id", videos)))
+    media, deep = take_media(fields, image, *(other or [image]), **{"by_frame": True} | more)
+    return surround(fields, prefix, *media, deep=deep)
+
+
+def take_tokens(fields: Fields, *names: str) -> list[int]:
+    """What these fields have: placeholders and tokens before them, each another one. The first,
+    that of pictures, is a token of the decoder's vocabulary; what others have beyond it, no row of
+    a batch can have.
+    """
+    tokens = [fields.take(name) for name in names]
+    size = fields.take("text_config")["vocab_size"]
+    if not isinstance(tokens[0], int) or not 0 <= tokens[0] < size:
+        fields.refuse(names[0], tokens[0], f"the vocabulary has {size} tokens, numbered from 0")
+    for number, (name, token) in enumerate(zip(names, tokens, strict=True)):
+        if (first := tokens.index(token)) != number:
+            why = f"{names[first]} is the same token, so that nothing tells them apart"
+            fields.refuse(name, token, why)
+    return tokens
 
 
 def take_media(
-    fields: Fields, image: str, videos: str, **more: Any
+    fields: Fields, image: int, videos: int, **more: Any
 ) -> tuple[list[PatchMedium], int]:
-    """Pictures and videos, whose placeholders are these fields, and how many layers of the decoder
+    """Pictures and videos, whose placeholders these tokens are, and how many layers of the decoder
     have features added to what they return. `more` are further fields of the `PatchMedium` of
     videos, of which pictures have `start`.
     """
@@ -81,12 +97,8 @@ def take_media(
     )
     merged, patch = vision["spatial_merge_size"] ** 2, (*first,)[:1] or None
     start = more.get("start")
-    still = PatchMedium(
-        fields.take(image), "pixel_values", merged, "image_grid_thw", patch, start=start
-    )
-    films = PatchMedium(
-        fields.take(videos), "pixel_values_videos", merged, "video_grid_thw", patch, **more
-    )
+    still = PatchMedium(image, "pixel_values", merged, "image_grid_thw", patch, start=start)
+    films = PatchMedium(videos, "pixel_values_videos", merged, "video_grid_thw", patch, **more)
     return [still, films], len(vision.get("deepstack_visual_indexes") or ())
 
 
