@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ class Trained:
     grad_norms: list[float]
     gradients: list[Gradients]
     weights: dict[str, torch.Tensor]
+
+    def average_of_towers(self) -> Gradients:
+        """What AdamW keeps of the gradients of towers and projectors, clipped to `CLIP`: its first
+        moment after the last step, by the names that the parameters have in the model's shell.
+        """
+        found: Gradients = {}
+        for gradients, norm in zip(self.gradients, self.grad_norms, strict=True):
+            share = (1 - BETAS[0]) * min(1.0, CLIP / (norm + 1e-6))
+            for name in filter(is_of_tower, gradients):
+                own = name.removeprefix("model.")
+                found[own] = BETAS[0] * found.get(own, 0.0) + share * gradients[name]
+        return found
 
 
 LEAST_LOSS_ROUNDING = 8 * UNIT
@@ -210,21 +223,18 @@ def name_on_file(model: PreTrainedModel, name: str) -> str:
     return name
 
 
+def is_of_tower(name: str) -> bool:
+    """Whether a parameter is of what sees or hears, a projector included."""
+    parts = ("vis", "projector.", ".connector.", "image_newline", "audio_tower.", "embed_audio.")
+    return any(part in name for part in parts)
+
+
 def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     """The parameter's gradient; zero for correction biases that a model keeps as parameters, and
     for a tower if no row has a picture.
     """
     if parameter.grad is None:
-        parts = (
-            "vis",
-            "projector.",
-            ".connector.",
-            "image_newline",
-            "audio_tower.",
-            "embed_audio.",
-        )
-        tower = any(part in name for part in parts)
-        assert name.endswith("e_score_correction_bias") or tower, name
+        assert name.endswith("e_score_correction_bias") or is_of_tower(name), name
         return torch.zeros_like(parameter)
     return parameter.grad
 
@@ -297,27 +307,34 @@ def train(
 
 @dataclass(frozen=True)
 class Learned:
-    """What training in fp64 gives, and how far fp32 is from that."""
+    """What training in fp64 gives, and how far it is from that in `dtype`."""
 
     path: Path | str
     exact: Trained
     rounded: Trained
     rounding: Rounding
     load: Callable[[Path | str, torch.dtype], PreTrainedModel] = load_hf
+    dtype: torch.dtype = torch.float32
 
     @classmethod
     def of(
-        cls, path: Path | str, data: BatchedDataDict, size: int, loss_of: LossOf, **more: Any
+        cls,
+        path: Path | str,
+        data: BatchedDataDict,
+        size: int,
+        loss_of: LossOf,
+        dtype: torch.dtype = torch.float32,
+        **more: Any,
     ) -> Learned:
         """As `train`, whose arguments these are."""
         exact = train(path, data, size, loss_of, torch.float64, **more)
-        rounded = train(path, data, size, loss_of, **more)
+        rounded = train(path, data, size, loss_of, dtype, **more)
         rounding, load = Rounding.of(rounded, exact), more.get("load", load_hf)
-        return cls(path, exact, rounded, rounding, load)
+        return cls(path, exact, rounded, rounding, load, dtype)
 
     def read(self, compute: Callable[[PreTrainedModel], torch.Tensor]) -> Exact:
         """What `compute` makes of the trained model, without gradients."""
-        rounded = compute(self._model(self.rounded, torch.float32)).detach()
+        rounded = compute(self._model(self.rounded, self.dtype)).detach()
         model = self._model(self.exact, torch.float64)
         with InDouble():
             exact = compute(model).detach()
@@ -355,10 +372,27 @@ class Learned:
 
     def assert_same_weights(self, found: Mapping[str, torch.Tensor]) -> None:
         """Whole weights by their names in a checkpoint."""
-        exact = saved_tensors(self._model(self.exact, torch.float64))
         for name, tensor in found.items():
-            self.assert_same_weight(tensor, exact[name], name)
+            self.assert_same_weight(tensor, self._saved[name], name)
+
+    @cached_property
+    def _saved(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint of the trained model has, in fp64."""
+        return saved_tensors(self._model(self.exact, torch.float64))
 
     def assert_same_weight(self, found: torch.Tensor, exact: torch.Tensor, name: str) -> None:
         """A weight, or a shard of one, is as close to what it should be as rounding allows."""
         check("weights", furthest(found, exact), ROOM * self.rounding.weights, name)
+
+    @cached_property
+    def towers_rounding(self) -> float:
+        """How far `Trained.average_of_towers` is from that in fp64, over all elements."""
+        rounded, exact = self.rounded.average_of_towers(), self.exact.average_of_towers()
+        largest = max(float(each.abs().max()) for each in exact.values())
+        return max(UNIT * largest, *(furthest(rounded[n], each) for n, each in exact.items()))
+
+    def compare_towers(self, found: Gradients) -> float:
+        """The largest difference of any element from `Trained.average_of_towers` in fp64."""
+        exact = self.exact.average_of_towers()
+        assert found.keys() == exact.keys(), found.keys() ^ exact.keys()
+        return max(furthest(found[name], each) for name, each in exact.items())

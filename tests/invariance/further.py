@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 PADDED, PACKED, DYNAMIC = "padded", "packed", "dynamic"
@@ -146,17 +146,56 @@ SEEN_BY_EXPERTS = (
     ("EP2xTP2+SP", PACKED),
     ("PP2", PADDED),
     ("EP2xCP2", PADDED),
+    ("EP2xTP2xPP2xCP2+SP, distributed optimizer, overlaps", PACKED),
     ("FSDP2 x 2", PADDED),
 )
 OF_FAMILIES = {"qwen2_5_vl": SEEN, "qwen3_vl": SEEN, "qwen3_vl_moe": SEEN_BY_EXPERTS}
+AT_ONCE, BF16, RAY = "at once", "at once, in bf16", "by Ray workers, as an engine received it"
+IN_BF16 = (
+    ("qwen2_5_vl", "TP2+SP"),
+    ("qwen2_5_vl", "FSDP2 x 2"),
+    ("qwen3_vl", "TP2+SP"),
+    ("qwen3_vl", "PP2"),
+    ("qwen3_vl", "CP2"),
+    ("qwen3_vl_moe", "EP2xTP2+SP"),
+)
+RESUMED = (
+    ("qwen2_5_vl", "PP2", "TP2+SP"),
+    ("qwen3_vl", "TP2+SP", "PP2"),
+    ("qwen3_vl", "PP2", "FSDP2 x 2"),
+    ("qwen3_vl", "FSDP2 x 2", "FSDP1 x 2"),
+    ("qwen3_vl", "FSDP1 x 2", "TP2+SP"),
+    ("qwen3_vl_moe", "EP2xTP2+SP", "PP2"),
+)
+"""By family the layouts before and after a checkpoint."""
+BY_RAY = (("qwen2_5_vl", "PP2"), ("qwen3_vl", "TP2+SP"), ("qwen3_vl_moe", "EP2xTP2+SP"))
+
+
+def name_resumed(saver: str) -> str:
+    """What the table says of training that goes on from a checkpoint of another layout."""
+    return f"in two runs, the first {saver}"
+
+
+def _list_seen() -> Iterator[FurtherCell]:
+    for family, layouts in OF_FAMILIES.items():
+        batchings = dict(layouts)
+        hows = [(name, AT_ONCE) for name in batchings]
+        for kind, cases in ((BF16, IN_BF16), (RAY, BY_RAY)):
+            hows += [(name, kind) for own, name in cases if own == family]
+        hows += [(then, name_resumed(first)) for own, first, then in RESUMED if own == family]
+        yield from (FurtherCell(name, batchings[name], how, family) for name, how in hows)
+
+
 PICTURES_TABLE = Table(
     "pictures",
-    "rows have",
-    tuple(
-        FurtherCell(*each, "pictures, videos", family)
-        for family, layouts in OF_FAMILIES.items()
-        for each in layouts
-    ),
-    {name: name for name in ("loss", "grad norm", "weights", "logprobs")},
+    "trained",
+    tuple(_list_seen()),
+    {
+        name: name
+        for name in (
+            *("loss", "grad norm", "weights"),
+            *("tower's gradients", "logprobs before", "logprobs after"),
+        )
+    },
 )
 FURTHER = (ADAPTERS, SCALAR, HYBRIDS_TABLE, PICTURES_TABLE)

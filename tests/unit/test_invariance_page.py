@@ -11,7 +11,7 @@ import pytest
 from tests.invariance import page
 from tests.invariance.cases import CELLS
 from tests.invariance.compare import QUANTITIES
-from tests.invariance.further import FURTHER, Collected, FurtherCell, Table
+from tests.invariance.further import BF16, FURTHER, Collected, FurtherCell, Table
 
 TABLES = [table.name for table in FURTHER]
 
@@ -53,8 +53,9 @@ def test_a_page_is_read_back_as_it_was_rendered_and_one_of_part_of_the_table_not
 def test_the_page_lists_the_rows_of_further_tables_each_within_its_tolerance(table: Table) -> None:
     *lines, share = page.further_lines(page.PAGE.read_text(encoding="utf-8"), table)
     assert [FurtherCell(*line.names) for line in lines] == [*table.cells]
-    trained = [number for line in lines for number in line.numbers[:3]]
-    assert all(0 < number < 1e-5 for number in trained)  # losses, gradient norms and weights
+    for line in lines:  # losses, gradient norms and weights
+        largest = 0.02 if line.names[2] == BF16 else 1e-5
+        assert all(0 < number < largest for number in line.numbers[:3]), line
     assert share.names[0] == page.SHARE and all(0 < number <= 1 for number in share.numbers)
 
 

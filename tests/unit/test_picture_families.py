@@ -18,6 +18,7 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 
 from megatron_policy.adapters.table import is_adaptable, name_module, strip_weight
 from megatron_policy.adapters.towers import is_of_tower
+from megatron_policy.batch import BatchedDataDict
 from megatron_policy.convert import convert
 from megatron_policy.converters.architecture import Moe, Scoring, TileMedium
 from megatron_policy.converters.architecture.media import SeenMedium
@@ -31,7 +32,8 @@ from megatron_policy.converters.inspection import inspect
 from megatron_policy.converters.registry import FAMILIES
 from megatron_policy.converters.rows import Role, TowerQkv, fill_shard
 from megatron_policy.converters.table import Entry, Table, bind
-from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.errors import BatchError, ConfigError, ConversionError
+from megatron_policy.training.checks import check_batch
 from tests.checkpoints import make_checkpoint
 from tests.picture_models import (
     CLIPS,
@@ -46,6 +48,7 @@ from tests.picture_models import (
     TOKENS,
     load_model,
     make_model,
+    make_rows,
     stack_experts,
 )
 
@@ -321,26 +324,47 @@ def test_a_decoder_alone_is_refused_by_name() -> None:
         bind({"model_type": "qwen3_vl_text"})
 
 
-@pytest.mark.parametrize(
-    ("family", "tower", "first"),
-    [
-        ("qwen2_5_vl", "visual.", "patch_embed.proj.weight"),
-        ("internvl", "vision_tower.", "embeddings.cls_token"),
-        ("smolvlm", "model.vision_model.", "embeddings.patch_embedding.weight"),
-        ("glm4v_moe", "model.visual.", "embeddings.position_embedding.weight"),
-        ("kimi_k25", "vision_tower.", "encoder.blocks.0.mlp.fc0.bias"),
-        ("llava_onevision", "vision_tower.", "embeddings.patch_embedding.weight"),
-    ],
-)
-def test_a_checkpoint_without_its_tower_is_refused_by_name(
-    tmp_path: Path, family: str, tower: str, first: str
-) -> None:
-    path = make_model(tmp_path / "hf", family)
-    weights = load_file(path / "model.safetensors")
-    text = {name: tensor for name, tensor in weights.items() if not name.startswith(tower)}
-    save_file(text, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConversionError, match=re.escape(f"missing: {tower}{first}")):
-        convert(path, tmp_path / "mcore", "mcore")
+def test_a_checkpoint_of_text_alone_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
+    entries = bound(checkpoint).entries
+    of_towers = {name for e in entries if e.megatron.startswith(PARAMETERS) for name in e.hf}
+    weights = load_file(checkpoint / "model.safetensors")
+    shutil.copytree(checkpoint, tmp_path / "hf")
+    text = {name: tensor for name, tensor in weights.items() if name not in of_towers}
+    save_file(text, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConversionError, match="missing: ") as caught:
+        convert(tmp_path / "hf", tmp_path / "mcore", "mcore")
+    missing = {*re.findall(r"missing: (\S+)", str(caught.value))}
+    assert missing and missing <= of_towers
+
+
+def test_pictures_that_do_not_fit_a_family_are_refused_with_their_row(checkpoint: Path) -> None:
+    """Row 1 has one picture."""
+    table = bound(checkpoint)
+    rows, shell = make_rows(table.family), table.architecture.shell
+    assert shell is not None
+    (medium,) = (each for each in shell.media if each.values == "pixel_values")
+    ids, lengths, pixels = (rows[k] for k in ("input_ids", "input_lengths", medium.values))
+    at = int((ids[1] == IMAGE).nonzero()[0])
+    replaced, cut = ids.clone(), lengths.clone()
+    replaced[1, at], cut[1] = 5, at + 1
+
+    def change(key: str, value: torch.Tensor | None) -> dict[str, Any]:
+        return {key: [value if row == 1 else each for row, each in enumerate(rows[key])]}
+
+    sizes = medium.keys[-1]
+    without = {k: own for key in medium.keys for k, own in change(key, None).items()}
+    wrong = pixels[1][..., :-1] if sizes == medium.values else 0 * rows[sizes][1]
+    counted = r"row 1 has \d+ tokens 120.* make"
+    check_batch(rows, 128, shell.attachments, shell)
+    for changes, said in (
+        ({"input_ids": replaced}, counted),
+        ({"input_lengths": cut}, rf"{counted} .* do not cut a row within a picture"),
+        (change(medium.values, torch.cat([pixels[1], pixels[1]])), "row 1"),
+        (without, rf"{counted} 0"),
+        (change(sizes, wrong), rf"'{sizes}' has .* in row 1"),
+    ):
+        with pytest.raises(BatchError, match=said):
+            check_batch(BatchedDataDict(rows | changes), 128, shell.attachments, shell)
 
 
 @pytest.mark.parametrize(
