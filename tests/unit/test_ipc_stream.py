@@ -24,6 +24,7 @@ import zmq
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.formats.digests import UNSEALED, seal
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.manifest import RefitManifest, ServedModel
@@ -32,6 +33,7 @@ from megatron_policy.refit.transports.ipc.protocol import (
     PackMessage,
     decode_handles,
     encode_handles,
+    encode_question,
     parse_request,
 )
 from megatron_policy.refit.transports.ipc.shared_memory import ExportedBuffer, rebuilt
@@ -509,7 +511,7 @@ def test_a_handle_of_gpu_memory_is_let_through() -> None:
         said = json.loads(sent)
         said["handle"]["device"][field] = other
         with pytest.raises(RefitError, match="cannot be read"):
-            parse_request(json.dumps(said).encode())
+            parse_request(sealed(said))
 
 
 def test_handles_that_a_caller_carries_are_plain_on_the_way() -> None:
@@ -527,13 +529,19 @@ def test_handles_that_a_caller_carries_are_plain_on_the_way() -> None:
             decode_handles(wrong)
 
 
+def sealed(fields: object) -> bytes:
+    """A message of these fields, with its digest."""
+    own = fields | {"digest": UNSEALED} if isinstance(fields, dict) else fields
+    return seal(json.dumps(own).encode())
+
+
 HOST = {"pid": 1, "started": 1, "fd": 1, "inode": 1, "nbytes": 1}
-ANNOUNCED = {"say": "announce", "version": 3, "tensors": {}, "model": {}}
+ANNOUNCED = {"say": "announce", "version": 4, "tensors": {}, "model": {}}
 PACKED = {"say": "pack", "handle": {"host": HOST}, "names": ["a"], "used_bytes": 1}
 MESSAGES: tuple[object, ...] = (
     3,
     {"say": "run", "names": ["a"]},
-    ANNOUNCED | {"version": 2},
+    ANNOUNCED | {"version": 3},
     *(ANNOUNCED | {"tensors": {"a": form}} for form in (["load", [1]], ["float32", [-1]], 7)),
     {name: value for name, value in ANNOUNCED.items() if name != "model"},
     *(ANNOUNCED | {"model": model} for model in (7, {"adapters": []})),
@@ -547,14 +555,25 @@ MESSAGES: tuple[object, ...] = (
     "content",
     [
         *(b"", b"x", b"\xff\xfe", b"[" * 100_000, pickle.dumps(3), pickle.dumps(("a", "b"))),
-        *(json.dumps(each).encode() for each in MESSAGES),
+        *(sealed(each) for each in MESSAGES),
     ],
 )
 def test_what_is_no_message_is_refused(content: bytes) -> None:
     for whole in (ANNOUNCED, PACKED):
-        parse_request(json.dumps(whole).encode())
+        parse_request(sealed(whole))
     with pytest.raises(RefitError, match="same version"):
         parse_request(content)
+
+
+def test_a_message_of_which_a_bit_is_flipped_is_refused() -> None:
+    manifest = RefitManifest(8, "xxh3-64", {}, ServedModel({"rope_theta": 1e6}))
+    for content in (encode_question(), Dialect().encode_closing(manifest)):
+        parse_request(content)
+        for at in range(8 * len(content)):
+            damaged = bytearray(content)
+            damaged[at // 8] ^= 1 << at % 8
+            with pytest.raises(RefitError, match="same version"):
+                parse_request(bytes(damaged))
 
 
 def test_a_message_that_means_nothing_is_answered_with_a_refusal(pair: Pair) -> None:

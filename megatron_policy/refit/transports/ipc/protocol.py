@@ -1,9 +1,9 @@
 """The protocol between trainer and engine in the stream over a socket.
 
 The trainer sends requests (ZeroMQ REQ, bound at `ipc:///tmp/<device id>.sock`), the engine replies
-(REP). To our own receiver a request is one JSON object:
+(REP). To our own receiver a request is one JSON object, which has a digest of its own besides:
 
-    {"say": "announce", "version": 3, "tensors": {name: [dtype, shape]}, "model": ..}
+    {"say": "announce", "version": 4, "tensors": {name: [dtype, shape]}, "model": ..}
     {"say": "pack", "handle": .., "names": [..], "used_bytes": ..}
     {"say": "complete", "manifest": ..}     the end: `RefitManifest.encode()`
     {"say": "ask"}                          before a refit, over a connection of its own
@@ -30,6 +30,8 @@ from typing import Any
 from megatron_policy.device import shared as on_gpu
 from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
+from megatron_policy.formats.digests import UNSEALED, is_sealed, seal
+from megatron_policy.formats.manifest_values import xxh3
 from megatron_policy.refit.manifest import (
     Form,
     RefitInfo,
@@ -40,7 +42,7 @@ from megatron_policy.refit.manifest import (
 )
 from megatron_policy.refit.transports.ipc.shared_memory import Handle, make_rebuild, read_handle
 
-VERSION = 3
+VERSION = 4
 ACK = b"ack"
 _ANNOUNCE, _PACK, _COMPLETE, _ASK = "announce", "pack", "complete", "ask"
 _REFUSED, _AT = b"refused: ", b"at: "
@@ -118,10 +120,13 @@ def parse_version(answer: bytes) -> StagedVersion:
 def parse_request(content: bytes) -> PackMessage | RefitInfo | RefitManifest | Question:
     """Decode a request of our dialect. RefitError for anything else."""
     try:
-        match json.loads(content):
-            case {"say": "announce", "version": version, "tensors": dict(tensors), **rest}:
-                if version != VERSION:
-                    raise ValueError(f"it is of version {version!r}, but this side reads {VERSION}")
+        fields = json.loads(content)
+        if (version := fields.get("version", VERSION)) != VERSION:
+            raise ValueError(f"it is of version {version!r}, but this side reads {VERSION}")
+        if not is_sealed(content, xxh3(fields.get("digest"))):
+            raise ValueError("its content contradicts its digest")
+        match fields:
+            case {"say": "announce", "version": _, "tensors": dict(tensors), **rest}:
                 model = ServedModel.from_plain(rest.get("model"))
                 forms = {
                     name: (tuple(map(_parse_count, shape)), dtype_named(dtype))
@@ -183,7 +188,8 @@ def decode_handles(content: str) -> dict[str, Any]:
 
 
 def _encode(say: str, **content: Any) -> bytes:
-    return json.dumps({"say": say, **content}, ensure_ascii=False).encode()
+    fields = {"say": say, "digest": UNSEALED, **content}
+    return seal(json.dumps(fields, ensure_ascii=False).encode())
 
 
 def _plain_handle(handle: Any) -> dict[str, Any]:
