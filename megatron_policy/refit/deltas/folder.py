@@ -81,7 +81,7 @@ class Directory:
             below = "" if folder == str(self.root) else f"{os.path.relpath(folder, self.root)}/"
             for name in names:
                 with suppress(FileNotFoundError):
-                    found[f"{below}{name}"] = Path(folder, name).stat().st_size
+                    found[f"{below}{name}"] = os.stat(f"{folder}/{name}").st_size
         return found
 
     def read(self, name: str) -> bytes:
