@@ -16,6 +16,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2": (2, TP2),
     "pp2": (2, PP2),
+    "cp2": (2, {"context_parallel_size": 2}),
     "tp2 pp2": (4, TP2 | PP2),
     "tp2 cp2": (4, TP2 | {"context_parallel_size": 2}),
     "pp2 vpp2": (2, PP2 | {"virtual_pipeline_model_parallel_size": 2}),

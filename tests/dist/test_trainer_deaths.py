@@ -92,10 +92,29 @@ def try_to(act: Callable[[str], None], folder: str) -> str:
     return ""
 
 
-@pytest.fixture
-def processes() -> Iterator[list[OtherProcess]]:
+def start_trainers(config: dict[str, Any]) -> list[OtherProcess]:
+    """Two ranks of a policy, each a process that can be killed."""
     started = [OtherProcess() for _ in BOTH]
-    yield started
+    with reserved_port() as port:
+        at = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for number, process in enumerate(started):
+            at |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+            process.begin(open_trainer, dict(at), config)
+        for process in started:
+            process.result()
+    return started
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[dict[str, Any]], list[OtherProcess]]]:
+    """`start_trainers`, whose processes end with the test."""
+    started: list[OtherProcess] = []
+
+    def start(config: dict[str, Any]) -> list[OtherProcess]:
+        started.extend(start_trainers(config))
+        return started
+
+    yield start
     for process in started:
         process.kill()
 
@@ -105,19 +124,13 @@ def processes() -> Iterator[list[OtherProcess]]:
     "phase", [pytest.param(each, marks=DAILY if each in EVERY_DAY else ()) for each in PHASES]
 )
 def test_the_other_trainer_hears_at_once(
-    processes: list[OtherProcess], checkpoint: Any, tmp_path: Path, phase: str, rank: int
+    start: Any, checkpoint: Any, tmp_path: Path, phase: str, rank: int
 ) -> None:
     act, dies = PHASES[phase]
     top = {"refit_timeout_s": TIMEOUT_S, "checkpoint_timeout_s": TIMEOUT_S}
     top |= {"refit_bucket_bytes": BUCKET}
     config = policy_config(checkpoint("qwen2", **SIZES), LAYOUTS["TP2"].megatron, **top)
-    with reserved_port() as port:
-        at = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for number, process in enumerate(processes):
-            at |= {"RANK": str(number), "LOCAL_RANK": str(number)}
-            process.begin(open_trainer, dict(at), config)
-        for process in processes:
-            process.result()
+    processes = start(config)
     processes[rank].call(die_in, dies)
     for process in processes:
         process.begin(try_to, act, str(tmp_path))
