@@ -11,7 +11,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_policy.coordination import lost_ranks
 from tests.coordination_parts import (
     AGREEMENTS,
     GROUPS,
@@ -66,16 +65,6 @@ def take_place(rank: int, port: int, culprit: int, timeout_s: float) -> None:
     for part in (*SAVING, *REFITTING, *GROUPS, *AGREEMENTS):
         _parts[part.__name__] = part(_place[0])
     _place[0].set_timeouts(timeout_s)
-    wait_for_watch()
-
-
-def wait_for_watch() -> None:
-    """Wait until this rank would hear at once of one that dies, and rank 0 of this one."""
-    watch = lost_ranks._watches[dist.group.WORLD]
-    deadline = time.monotonic() + HANG_S
-    while not watch._ends or not watch._ends[-1].connected:
-        assert time.monotonic() < deadline, "the ranks have no connection"
-        time.sleep(0.02)
 
 
 def begin(fault: str) -> None:

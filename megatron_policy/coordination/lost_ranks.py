@@ -24,12 +24,13 @@ from megatron_policy.errors import RefitError
 _log = logging.getLogger(__name__)
 
 _LOST = "lost"
-_PAUSE_S, _CONNECT_S = 0.1, 30.0
+_PAUSE_S, _CONNECT_S = 0.05, 30.0
 
 
 def watch_ranks(group: dist.ProcessGroup, store: dist.Store) -> Callable[[], str]:
     """A function that says which rank of the default `group`, which met in that store, was lost
-    first; nothing as long as all are there. Every rank calls it, and none waits for another here.
+    first; nothing as long as all are there. Every rank calls it. Another rank than 0 waits here for
+    rank 0, so that its own end is heard of from here on.
     """
     if group not in _watches:
         watch = _watches[group] = _RankWatch(store, group.rank())
@@ -51,10 +52,10 @@ class _RankWatch:
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         if isinstance(store, dist.TCPStore):
-            meet = self._serve if rank == 0 else self._listen
-            start_thread(
-                threading.Thread(target=meet, args=(store.host,), daemon=True, name="lost-ranks")
-            )
+            try:
+                (self._join if rank else self._serve)(store.host)
+            except (OSError, RuntimeError, RefitError) as error:
+                _log.info("only silence will tell of lost ranks: %s", error)
 
     def find_lost(self) -> str:
         """The first rank that was lost, in words; empty if there is none."""
@@ -72,32 +73,38 @@ class _RankWatch:
 
     def _serve(self, name: str) -> None:
         """Rank 0's part. Its store is at that name, by which the others reach it."""
+        at = ""
         try:
             family = socket.getaddrinfo(name, None)[0][0]
             everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
             secret = new_secret()
             self._host = ControlStore(everywhere, 0, _CONNECT_S, secret, host=True)
             self._ends.append(self._host)
-            self._store.set(self._key, f"{self._host.port} {secret}")
-        except (OSError, RuntimeError, RefitError) as error:
-            _log.info("only silence will tell of lost ranks: %s", error)
+            at = f"{self._host.port} {secret}"
+        finally:
+            self._store.set(self._key, at)
 
-    def _listen(self, name: str) -> None:
-        """Another rank's part, until one is lost."""
-        try:
-            while not self._store.check([self._key]):
-                if self._closed:
-                    return
-                time.sleep(_PAUSE_S)
-            port, secret = self._store.get(self._key).decode().split()
-            at = name, int(port), _CONNECT_S, secret
-            own, others = ControlStore(*at), ControlStore(*at)  # one waits while the other is there
-            self._ends += own, others
-            own.put_at_end(_LOST, _describe(self._rank).encode())
-            others.find(_LOST)
-        except (OSError, RuntimeError, RefitError) as error:
-            _log.info("only silence will tell of lost ranks: %s", error)
-            return
+    def _join(self, name: str) -> None:
+        """Another rank's part. Rank 0's store is at that name."""
+        end = time.monotonic() + _CONNECT_S
+        while not self._store.check([self._key]):
+            if time.monotonic() > end:
+                raise RefitError("rank 0 has not come")
+            time.sleep(_PAUSE_S)
+        port, _, secret = self._store.get(self._key).decode().partition(" ")
+        if not port:
+            raise RefitError("rank 0 hears of none")
+        at = name, int(port), _CONNECT_S, secret
+        own, others = ControlStore(*at), ControlStore(*at)  # one waits while the other is there
+        self._ends += own, others
+        own.put_at_end(_LOST, _describe(self._rank).encode())
+        others.find(_LOST)
+        start_thread(
+            threading.Thread(target=self._listen, args=(others,), daemon=True, name="lost-ranks")
+        )
+
+    def _listen(self, others: ControlStore) -> None:
+        """Wait until a rank is lost."""
         while not self._lost and not self._closed:
             try:
                 self._lost = others.get(_LOST, LONGEST_S, "", unless=_LOST).decode()

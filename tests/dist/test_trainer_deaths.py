@@ -18,7 +18,6 @@ from megatron_policy.errors import CheckpointError, RefitError
 from megatron_policy.refit.deltas.changes import SentCopy
 from megatron_policy.refit.transports.deltas import DeltaDirectory
 from megatron_policy.refit.transports.disk import DirectorySession, HfDirectory
-from tests.coordination_ranks import wait_for_watch
 from tests.dist.cases import UNUSED, open_policy, policy_config
 from tests.dist.layouts import LAYOUTS
 from tests.dist.test_delta_refit import BUCKET, disturb
@@ -80,7 +79,6 @@ def open_trainer(variables: dict[str, str], config: dict[str, Any]) -> None:
     os.environ.update(variables)
     _here["opened"] = opened = ExitStack()
     _here["policy"] = opened.enter_context(open_policy(config, **UNUSED))
-    wait_for_watch()
 
 
 def try_to(act: Callable[[str], None], folder: str) -> str:
