@@ -123,8 +123,9 @@ class SentCopy:
     def advance(self) -> list[Fragment]:
         """What has changed since, which the copy then has too; after a failure it is of no use."""
         synchronize()  # threads have streams of their own
-        with ThreadPoolExecutor(min(spare_cores(), 1 + self.nbytes // _IN_PLACE)) as pool:
-            found = pool.map(self._advance, self._shares)
+        threads = min(spare_cores(), 1 + self.nbytes // _IN_PLACE)
+        with ThreadPoolExecutor(threads) as pool:
+            found = (pool.map if threads > 1 else map)(self._advance, self._shares)
             return [fragment for fragment in found if fragment is not None]
 
     def forget_sums(self) -> None:
