@@ -1,4 +1,4 @@
-"""The model families: the built-in ones and those of installed packages.
+"""What a model family is, the built-in ones, and those of installed packages.
 
 An installed package adds one by an entry point of the group `megatron_policy.models`: its name is
 the model_type, its object a `Family`.
@@ -7,106 +7,136 @@ the model_type, its object a `Family`.
 from __future__ import annotations
 
 import difflib
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any
 
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters import families
+from megatron_policy.converters.architecture import Architecture, Shell
 from megatron_policy.converters.config_fields import Fields
-from megatron_policy.converters.families import (
-    apertus,
-    cohere,
-    deepseek_v3,
-    ernie4_5,
-    ernie4_5_moe,
-    exaone4,
-    falcon_h1,
-    gemma2,
-    gemma3,
-    gemma3_text,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    glm4v,
-    glm4v_moe,
-    gpt_oss,
-    granite,
-    granitemoe,
-    granitemoehybrid,
-    hunyuan_v1_dense,
-    idefics3,
-    internvl,
-    kimi_k25,
-    kimi_linear,
-    lfm2,
-    lfm2_moe,
-    llama,
-    llava,
-    llava_next,
-    llava_onevision,
-    mimo,
-    minimax_m2,
-    ministral3,
-    mistral,
-    mistral3,
-    mixtral,
-    nemotron_h,
-    nemotron_h_omni,
-    olmo2,
-    olmo3,
-    olmo_hybrid,
-    olmoe,
-    phi3,
-    qwen2,
-    qwen2_5_omni_thinker,
-    qwen2_5_vl,
-    qwen2_moe,
-    qwen2_vl,
-    qwen3,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_5_moe_text,
-    qwen3_5_text,
-    qwen3_moe,
-    qwen3_next,
-    qwen3_omni_moe_thinker,
-    qwen3_vl,
-    qwen3_vl_moe,
-    seed_oss,
-    smollm3,
-    smolvlm,
-    starcoder2,
-)
+from megatron_policy.converters.families import nemotron_h_omni
 from megatron_policy.converters.families.shared import omni
 from megatron_policy.converters.families.shared.dense import rename
-from megatron_policy.converters.families.shared.pictures import take_text
+from megatron_policy.converters.families.shared.pictures import make_rows, take_text
 from megatron_policy.converters.rows import Ignore, Row
+from megatron_policy.converters.rows.expert_rows import STACKED
+from megatron_policy.converters.scalar_head import SEQUENCE, TOKEN
 from megatron_policy.errors import ConversionError
 
-from .family import Family as Family
-
 GROUP = "megatron_policy.models"
+_WHOLE = "ForConditionalGeneration"
+"""What the names of transformers' classes end with whose decoder is one part of them."""
 
 
-def _built_in(module: ModuleType, hf_architecture: str, name: str = "", **more: Any) -> Family:
-    """The family of a module in `families/`, which has its name unless another is given."""
-    name = name or module.__name__.rpartition(".")[2]
-    return Family(name, module.TABLE, module.architecture, (hf_architecture,), **more)
+@dataclass(frozen=True)
+class Family:
+    """Its rows, how to read its config, and the HF classes whose checkpoints it converts."""
+
+    name: str
+    table: tuple[Row | Ignore, ...]
+    architecture: Callable[[Fields], Architecture]
+    hf_architectures: tuple[str, ...]
+    hf_model_type: str | None = None
+    """The model_type of transformers' class that has the same fields, if it is not `name`: the
+    makers' own class comes with their checkpoints, and no code of a checkpoint is executed.
+    """
+    other_names: tuple[tuple[str, str], ...] = ()
+    """Parts of names of HF tensors, each with what some checkpoints have in its place."""
+    hf_prefix: str = ""
+    """What the names of transformers' classes with a scalar head begin with, if not as those of
+    `hf_architectures`.
+    """
+    surrounded: bool = False
+    """Whether its models have a shell: the decoder is a part of transformers' composite model."""
+    paths: tuple[tuple[str, str], ...] = ()
+    """What names of HF tensors begin with, or have in them if it begins with a dot, and what the
+    paths of transformers' modules have in its place.
+    """
+    find_rows: Callable[[Fields], tuple[Row | Ignore, ...]] | None = None
+    """Finds its rows, in place of `table`, where these depend on the config."""
+    make_shell_rows: Callable[[Shell], tuple[Row, ...]] = make_rows
+    """Makes the rows of what surrounds its decoder."""
+
+    def list_rows(self, fields: Fields, tensors: Collection[str] = ()) -> tuple[Row | Ignore, ...]:
+        """Its rows for a model of this config; see `name_rows`."""
+        rows = self.table if self.find_rows is None else self.find_rows(fields)
+        return self.name_rows(rows, tensors)
+
+    def name_rows(
+        self, rows: Iterable[Row | Ignore], tensors: Collection[str]
+    ) -> tuple[Row | Ignore, ...]:
+        """The rows by the names that a checkpoint with these HF tensors has, if any are."""
+        others = [pair for pair in self.other_names if _have_other(tensors, *pair)]
+        return rename(rows, dict(others))
+
+    def list_shell_rows(
+        self, shell: Shell, names: Collection[str]
+    ) -> tuple[Shell, tuple[Row | Ignore, ...]]:
+        """The shell of a checkpoint with HF tensors of these names, if any are given, and its rows:
+        without what it can lack, where all of that is lacking.
+        """
+        rows = self.name_rows(self.make_shell_rows(shell), names)
+        optional = [
+            row
+            for row in rows
+            if not isinstance(row, Ignore)
+            and shell.optional
+            and row.megatron.endswith(shell.optional)
+        ]
+        if not names or not optional or any(n in names for row in optional for n in row.hf):
+            return shell, rows
+        return shell.leave_out_optional(), tuple(row for row in rows if row not in optional)
+
+    @property
+    def has_forms(self) -> bool:
+        """Whether its checkpoints differ in the names of the same tensors, or have others too."""
+        return bool(self.other_names or (self.table and self.find_rows)) or any(
+            not isinstance(row, Ignore) and row.when == STACKED for row in self.table
+        )
+
+    @property
+    def scalar_classes(self) -> tuple[str, str]:
+        """The HF classes with one number for each sequence, and for each token."""
+        prefix = self.hf_prefix or self.hf_architectures[0].removesuffix("ForCausalLM")
+        return (prefix + SEQUENCE, prefix + TOKEN)
+
+
+def _have_other(names: Collection[str], part: str, other: str) -> bool:
+    """Whether names have `other`, and none the `part` but as a piece of it."""
+    others = [name for name in names if other in name]
+    rest = names if part not in other else {*names} - {*others}
+    return bool(others) and not any(f".{part.removeprefix('.')}" in f".{name}" for name in rest)
+
+
+def _find_module(family: str) -> tuple[ModuleType, dict[str, Any]]:
+    """The module of a family in `families/`, and the fields of `Family` that it states, if any."""
+    module = import_module(f"{families.__name__}.{family}")
+    stated = {"OTHER_NAMES": "other_names", "PATHS": "paths", "make_shell_rows": "make_shell_rows"}
+    return module, {stated[name]: value for name, value in vars(module).items() if name in stated}
+
+
+def _built_in(name: str, hf_architecture: str, of: str = "", **more: Any) -> Family:
+    """The family whose module has its name, or that `of` another one."""
+    module, given = _find_module(of or name)
+    if hf_architecture.endswith(_WHOLE):
+        given |= {"hf_prefix": hf_architecture.removesuffix(_WHOLE), "surrounded": True}
+    return Family(name, module.TABLE, module.architecture, (hf_architecture,), **given | more)
 
 
 def _surrounding(
-    module: ModuleType,
+    name: str,
     hf_architecture: str,
     *decoders: str,
     makers: tuple[str, ...] = (),
     beside: tuple[Ignore, ...] = (),
-    **more: Any,
 ) -> Family:
-    """The family of a module in `families/` whose decoder is one of these families', as its config
-    says; its `makers` have other names of the class, and files what is `beside` the weights.
+    """The family whose decoder is one of these families', as its config says; its `makers` have
+    other names of the class, and files what is `beside` the weights.
     """
-    name = module.__name__.rpartition(".")[2]
+    module, given = _find_module(name)
 
     def choose(fields: Fields) -> tuple[Fields, Family]:
         text = take_text(fields)
@@ -129,148 +159,104 @@ def _surrounding(
         (),
         architecture,
         (hf_architecture, *makers),
-        other_names=module.OTHER_NAMES,
-        hf_prefix=hf_architecture.removesuffix("ForConditionalGeneration"),
+        hf_prefix=hf_architecture.removesuffix(_WHOLE),
         surrounded=True,
-        paths=module.PATHS,
         find_rows=find_rows,
-        **more,
+        **given,
     )
 
 
-def _thinker(module: ModuleType, hf_architecture: str) -> Family:
-    """The family of a module in `families/` whose models are published with others beside them."""
-    return _built_in(
-        module,
-        hf_architecture,
-        hf_prefix=hf_architecture.removesuffix("ForConditionalGeneration"),
-        surrounded=True,
-        paths=omni.PATHS,
-        find_rows=lambda fields: omni.name_rows(module.TABLE, fields, module.BESIDE),
-    )
+def _thinker(name: str, hf_architecture: str) -> Family:
+    """The family whose models are published with others beside them."""
+    module, _ = _find_module(name)
+
+    def find_rows(fields: Fields) -> tuple[Row | Ignore, ...]:
+        return omni.name_rows(module.TABLE, fields, module.BESIDE)
+
+    return _built_in(name, hf_architecture, paths=omni.PATHS, find_rows=find_rows)
 
 
 _OF_LLAVA = ("llama", "mistral", "qwen2")
 FAMILIES = {
     family.name: family
     for family in (
-        _built_in(apertus, "ApertusForCausalLM"),
-        _built_in(cohere, "CohereForCausalLM"),
-        _built_in(deepseek_v3, "DeepseekV3ForCausalLM"),
-        _built_in(ernie4_5, "Ernie4_5ForCausalLM"),
-        _built_in(ernie4_5_moe, "Ernie4_5_MoeForCausalLM"),
-        _built_in(exaone4, "Exaone4ForCausalLM"),
-        _built_in(falcon_h1, "FalconH1ForCausalLM"),
-        _built_in(gemma2, "Gemma2ForCausalLM"),
-        _surrounding(gemma3, "Gemma3ForConditionalGeneration", "gemma3_text"),
-        _built_in(gemma3_text, "Gemma3ForCausalLM", hf_prefix="Gemma3Text"),
-        _built_in(glm4, "Glm4ForCausalLM"),
-        _built_in(glm4_moe, "Glm4MoeForCausalLM"),
-        _built_in(glm4_moe_lite, "Glm4MoeLiteForCausalLM"),
-        _built_in(glm4v, "Glm4vForConditionalGeneration", hf_prefix="Glm4v", surrounded=True),
+        _built_in("apertus", "ApertusForCausalLM"),
+        _built_in("cohere", "CohereForCausalLM"),
+        _built_in("deepseek_v3", "DeepseekV3ForCausalLM"),
+        _built_in("ernie4_5", "Ernie4_5ForCausalLM"),
+        _built_in("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+        _built_in("exaone4", "Exaone4ForCausalLM"),
+        _built_in("falcon_h1", "FalconH1ForCausalLM"),
+        _built_in("gemma2", "Gemma2ForCausalLM"),
+        _surrounding("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text"),
+        _built_in("gemma3_text", "Gemma3ForCausalLM", hf_prefix="Gemma3Text"),
+        _built_in("glm4", "Glm4ForCausalLM"),
+        _built_in("glm4_moe", "Glm4MoeForCausalLM"),
+        _built_in("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+        _built_in("glm4v", "Glm4vForConditionalGeneration"),
+        _built_in("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
+        _built_in("gpt_oss", "GptOssForCausalLM"),
+        _built_in("granite", "GraniteForCausalLM"),
+        _built_in("granitemoe", "GraniteMoeForCausalLM"),
+        _built_in("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+        _built_in("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
+        _surrounding("idefics3", "Idefics3ForConditionalGeneration", "llama"),
+        _surrounding("internvl", "InternVLForConditionalGeneration", "llama", "qwen2", "qwen3"),
         _built_in(
-            glm4v_moe, "Glm4vMoeForConditionalGeneration", hf_prefix="Glm4vMoe", surrounded=True
-        ),
-        _built_in(gpt_oss, "GptOssForCausalLM"),
-        _built_in(granite, "GraniteForCausalLM"),
-        _built_in(granitemoe, "GraniteMoeForCausalLM", paths=granitemoe.PATHS),
-        _built_in(granitemoehybrid, "GraniteMoeHybridForCausalLM", paths=granitemoe.PATHS),
-        _built_in(hunyuan_v1_dense, "HunYuanDenseV1ForCausalLM"),
-        _surrounding(idefics3, "Idefics3ForConditionalGeneration", "llama"),
-        _surrounding(internvl, "InternVLForConditionalGeneration", "llama", "qwen2", "qwen3"),
-        _built_in(
-            deepseek_v3, "DeepseekV3ForCausalLM", hf_model_type="deepseek_v3", name="kimi_k2"
+            "kimi_k2", "DeepseekV3ForCausalLM", of="deepseek_v3", hf_model_type="deepseek_v3"
         ),
         _surrounding(
-            kimi_k25,
+            "kimi_k25",
             "Kimi_K25ForConditionalGeneration",
             "deepseek_v3",
             "kimi_k2",
             makers=("KimiK25ForConditionalGeneration",),
-            make_shell_rows=kimi_k25.make_rows,
         ),
-        _built_in(
-            kimi_linear,
-            "KimiLinearForCausalLM",
-            other_names=kimi_linear.OTHER_NAMES,
-            paths=kimi_linear.PATHS,
-        ),
-        _built_in(lfm2, "Lfm2ForCausalLM"),
-        _built_in(lfm2_moe, "Lfm2MoeForCausalLM"),
-        _built_in(llama, "LlamaForCausalLM"),
-        _surrounding(llava, "LlavaForConditionalGeneration", *_OF_LLAVA),
-        _surrounding(llava_next, "LlavaNextForConditionalGeneration", *_OF_LLAVA),
-        _surrounding(llava_onevision, "LlavaOnevisionForConditionalGeneration", "qwen2"),
-        _built_in(mimo, "MiMoForCausalLM", hf_model_type="qwen2", hf_prefix="Qwen2"),
-        _built_in(minimax_m2, "MiniMaxM2ForCausalLM"),
-        _built_in(ministral3, "Ministral3ForCausalLM"),
-        _built_in(mistral, "MistralForCausalLM"),
-        _surrounding(mistral3, "Mistral3ForConditionalGeneration", "mistral", "ministral3"),
-        _built_in(mixtral, "MixtralForCausalLM"),
-        _built_in(nemotron_h, "NemotronHForCausalLM", paths=(("backbone.", "model."),)),
+        _built_in("kimi_linear", "KimiLinearForCausalLM"),
+        _built_in("lfm2", "Lfm2ForCausalLM"),
+        _built_in("lfm2_moe", "Lfm2MoeForCausalLM"),
+        _built_in("llama", "LlamaForCausalLM"),
+        _surrounding("llava", "LlavaForConditionalGeneration", *_OF_LLAVA),
+        _surrounding("llava_next", "LlavaNextForConditionalGeneration", *_OF_LLAVA),
+        _surrounding("llava_onevision", "LlavaOnevisionForConditionalGeneration", "qwen2"),
+        _built_in("mimo", "MiMoForCausalLM", hf_model_type="qwen2", hf_prefix="Qwen2"),
+        _built_in("minimax_m2", "MiniMaxM2ForCausalLM"),
+        _built_in("ministral3", "Ministral3ForCausalLM"),
+        _built_in("mistral", "MistralForCausalLM"),
+        _surrounding("mistral3", "Mistral3ForConditionalGeneration", "mistral", "ministral3"),
+        _built_in("mixtral", "MixtralForCausalLM"),
+        _built_in("nemotron_h", "NemotronHForCausalLM"),
         _surrounding(
-            nemotron_h_omni,
+            "nemotron_h_omni",
             "NemotronH_Omni_Reasoning_V3",
             "nemotron_h",
             makers=nemotron_h_omni.MODEL_TYPES,
             beside=nemotron_h_omni.BESIDE,
-            make_shell_rows=nemotron_h_omni.make_rows,
         ),
-        _built_in(olmo2, "Olmo2ForCausalLM"),
-        _built_in(olmo3, "Olmo3ForCausalLM"),
-        _built_in(olmo_hybrid, "OlmoHybridForCausalLM", other_names=olmo_hybrid.OTHER_NAMES),
-        _built_in(olmoe, "OlmoeForCausalLM"),
-        _built_in(phi3, "Phi3ForCausalLM"),
-        _built_in(qwen2, "Qwen2ForCausalLM"),
-        _thinker(qwen2_5_omni_thinker, "Qwen2_5OmniThinkerForConditionalGeneration"),
-        _built_in(
-            qwen2_5_vl,
-            "Qwen2_5_VLForConditionalGeneration",
-            hf_prefix="Qwen2_5_VL",
-            surrounded=True,
-            other_names=qwen2_5_vl.PATHS,
-            paths=qwen2_5_vl.PATHS,
-        ),
-        _built_in(qwen2_moe, "Qwen2MoeForCausalLM"),
-        _built_in(
-            qwen2_vl,
-            "Qwen2VLForConditionalGeneration",
-            hf_prefix="Qwen2VL",
-            surrounded=True,
-            other_names=qwen2_5_vl.PATHS,
-            paths=qwen2_5_vl.PATHS,
-        ),
-        _built_in(qwen3, "Qwen3ForCausalLM"),
-        _built_in(qwen3_5, "Qwen3_5ForConditionalGeneration", hf_prefix="Qwen3_5", surrounded=True),
-        _built_in(
-            qwen3_5_moe,
-            "Qwen3_5MoeForConditionalGeneration",
-            hf_prefix="Qwen3_5Moe",
-            surrounded=True,
-        ),
-        _built_in(qwen3_5_moe_text, "Qwen3_5MoeForCausalLM", other_names=qwen3_5_text.OTHER_NAMES),
-        _built_in(
-            qwen3_5_text,
-            "Qwen3_5ForCausalLM",
-            hf_prefix="Qwen3_5Text",
-            other_names=qwen3_5_text.OTHER_NAMES,
-        ),
-        _built_in(qwen3_moe, "Qwen3MoeForCausalLM"),
-        _built_in(qwen3_next, "Qwen3NextForCausalLM"),
-        _thinker(qwen3_omni_moe_thinker, "Qwen3OmniMoeThinkerForConditionalGeneration"),
-        _built_in(
-            qwen3_vl, "Qwen3VLForConditionalGeneration", hf_prefix="Qwen3VL", surrounded=True
-        ),
-        _built_in(
-            qwen3_vl_moe,
-            "Qwen3VLMoeForConditionalGeneration",
-            hf_prefix="Qwen3VLMoe",
-            surrounded=True,
-        ),
-        _built_in(seed_oss, "SeedOssForCausalLM"),
-        _built_in(smollm3, "SmolLM3ForCausalLM"),
-        _surrounding(smolvlm, "SmolVLMForConditionalGeneration", "llama"),
-        _built_in(starcoder2, "Starcoder2ForCausalLM"),
+        _built_in("olmo2", "Olmo2ForCausalLM"),
+        _built_in("olmo3", "Olmo3ForCausalLM"),
+        _built_in("olmo_hybrid", "OlmoHybridForCausalLM"),
+        _built_in("olmoe", "OlmoeForCausalLM"),
+        _built_in("phi3", "Phi3ForCausalLM"),
+        _built_in("qwen2", "Qwen2ForCausalLM"),
+        _thinker("qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration"),
+        _built_in("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+        _built_in("qwen2_moe", "Qwen2MoeForCausalLM"),
+        _built_in("qwen2_vl", "Qwen2VLForConditionalGeneration"),
+        _built_in("qwen3", "Qwen3ForCausalLM"),
+        _built_in("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+        _built_in("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+        _built_in("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+        _built_in("qwen3_5_text", "Qwen3_5ForCausalLM", hf_prefix="Qwen3_5Text"),
+        _built_in("qwen3_moe", "Qwen3MoeForCausalLM"),
+        _built_in("qwen3_next", "Qwen3NextForCausalLM"),
+        _thinker("qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+        _built_in("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+        _built_in("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+        _built_in("seed_oss", "SeedOssForCausalLM"),
+        _built_in("smollm3", "SmolLM3ForCausalLM"),
+        _surrounding("smolvlm", "SmolVLMForConditionalGeneration", "llama"),
+        _built_in("starcoder2", "Starcoder2ForCausalLM"),
     )
 }
 

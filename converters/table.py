@@ -22,9 +22,8 @@ from megatron_policy.converters.rows.expert_rows import STACKED, Stacked
 from megatron_policy.converters.scalar_head import find_head, put_head
 from megatron_policy.errors import ConversionError
 
-from .family import Family
 from .mismatch import Expected, compare, list_other_dtypes, name_dtypes
-from .registry import family_of
+from .registry import Family, family_of
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from .checks import check_counts, check_widths
+from .checks import check_sizes
 from .part import Linear, Linears, PartBytes, Place, RankShare, Slabs, SplitCount
 from .recurrence import HeadRows, Recurrence
 
@@ -32,9 +32,7 @@ class ChannelDeltaNet(Recurrence):
 
     def __post_init__(self) -> None:
         names = "num_heads", "head_dim", "taps"
-        check_counts(self, *names, of="channel_delta_net.")
-        check_widths(**{f"channel_delta_net.{name}": getattr(self, name) for name in names})
-        check_widths(**{"channel_delta_net.projected_size": self.projected_size})
+        check_sizes(self, *names, "projected_size", of="channel_delta_net.")
 
     @property
     def projected_size(self) -> int:
@@ -63,10 +61,6 @@ class ChannelDeltaNet(Recurrence):
     @property
     def splits(self) -> tuple[SplitCount, ...]:
         return (SplitCount(self.num_heads, "heads of a delta net"),)
-
-    @property
-    def context_splits(self) -> tuple[SplitCount, ...]:
-        return self.splits
 
     def split(self, tp: int, cp: int) -> ChannelDeltaNet:
         return replace(self, num_heads=self.num_heads // (tp * cp))

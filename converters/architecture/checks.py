@@ -21,6 +21,12 @@ def check_counts(value: Any, *names: str, of: str = "") -> None:
             raise ConversionError(f"{of}{name} must be a positive integer, not {count!r}")
 
 
+def check_sizes(value: Any, *names: str, of: str) -> None:
+    """ConversionError unless they are positive integers, and none is too wide for a weight."""
+    check_counts(value, *names, of=of)
+    check_widths(**{f"{of}{name}": getattr(value, name) for name in names})
+
+
 def check_factors(value: Any, *names: str) -> None:
     """ConversionError unless these attributes are None or positive numbers."""
     for name in names:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from megatron_policy.errors import ConversionError
 
-from .checks import check_counts, check_factors, check_widths
+from .checks import check_factors, check_sizes
 from .part import Slabs, SplitCount
 from .recurrence import HeadRows, Recurrence
 
@@ -40,9 +40,7 @@ class DeltaNet(Recurrence):
 
     def __post_init__(self) -> None:
         names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "taps"
-        check_counts(self, *names, of="delta_net.")
-        check_widths(**{f"delta_net.{name}": getattr(self, name) for name in names})
-        check_widths(**{"delta_net.projected_size": self.projected_size})
+        check_sizes(self, *names, "projected_size", of="delta_net.")
         check_factors(self, "norm_epsilon")
         if self.num_value_heads % self.num_key_heads:
             raise ConversionError(

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from megatron_policy.errors import ConversionError
 
-from .checks import check_counts, check_factors, check_widths
+from .checks import check_factors, check_sizes
 from .part import PartBytes, RankShare, Slabs, SplitCount
 from .recurrence import HeadRows, Recurrence
 
@@ -44,9 +44,7 @@ class Mamba2(Recurrence):
 
     def __post_init__(self) -> None:
         names = "num_heads", "head_dim", "groups", "state_size", "taps"
-        check_counts(self, *names, of="mamba2.")
-        check_widths(**{f"mamba2.{name}": getattr(self, name) for name in names})
-        check_widths(**{"mamba2.projected_size": self.projected_size})
+        check_sizes(self, *names, "projected_size", of="mamba2.")
         check_factors(self, "largest_step")
         if self.num_heads % self.groups:
             raise ConversionError(

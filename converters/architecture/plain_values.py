@@ -42,7 +42,7 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
         for each in dataclasses.fields(architecture)
         if each.name not in ("layers", "unused_ffn_hidden_size", "unused_rope")
     }
-    norms = layers[0].norms
+    norms, all_norms = layers[0].norms, tuple(layer.norms.value for layer in layers)
     return {
         **values,
         **{each.name: getattr(mixer, each.name, each.default) for each in _FLAT},
@@ -53,7 +53,7 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
         "gate_factor": getattr(feed, "gate_factor", 1.0),
         "out_factor": getattr(feed, "out_factor", 1.0),
         "beside": layers[0].beside and (layers[0].beside.scale, layers[0].beside.scale_of_first),
-        "norms": _of_differing([layer.norms.value for layer in layers]),
+        "norms": () if len({*all_norms}) == 1 else all_norms,
         "activation": feed.activation,
         "mlp_bias": feed.mlp_bias,
         "gated": feed.gated,
@@ -75,10 +75,6 @@ def flatten(architecture: Architecture) -> dict[str, Any]:
 
 
 _FLAT = [each for each in dataclasses.fields(Attention) if each.name not in ("rope", "window")]
-
-
-def _of_differing(layers: list[str]) -> tuple[str, ...]:
-    return () if len(set(layers)) == 1 else tuple(layers)
 
 
 def _of_some(layers: list[bool]) -> tuple[bool, ...]:

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar, NamedTuple, TypeVar
 
-from .part import FP32, LayerPart, Linear, Linears, PartBytes, Place, RankShare, Slabs
+from .part import FP32, LayerPart, Linear, Linears, PartBytes, Place, RankShare, Slabs, SplitCount
 
 _R = TypeVar("_R", bound="Recurrence")
 
@@ -36,6 +36,10 @@ class Recurrence(LayerPart):
     """The mixer's name within a decoder layer."""
     taps: int
     """How many tokens the convolution sees, this one included."""
+
+    @property
+    def context_splits(self) -> tuple[SplitCount, ...]:
+        return self.splits
 
     @property
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from .checks import check_counts, check_widths
+from .checks import check_sizes
 from .part import RankShare, Slabs, SplitCount
 from .recurrence import HeadRows, Recurrence
 
@@ -27,9 +27,7 @@ class ShortConvolution(Recurrence):
     place: ClassVar[str] = "self_attention"
 
     def __post_init__(self) -> None:
-        check_counts(self, "channels", "taps", of="short_convolution.")
-        check_widths(**{"short_convolution.channels": self.channels})
-        check_widths(**{"short_convolution.taps": self.taps})
+        check_sizes(self, "channels", "taps", of="short_convolution.")
 
     @property
     def projected_size(self) -> int:
@@ -58,10 +56,6 @@ class ShortConvolution(Recurrence):
     @property
     def splits(self) -> tuple[SplitCount, ...]:
         return (SplitCount(self.channels, "channels of a short convolution"),)
-
-    @property
-    def context_splits(self) -> tuple[SplitCount, ...]:
-        return self.splits
 
     def split(self, tp: int, cp: int) -> ShortConvolution:
         return replace(self, channels=self.channels // (tp * cp))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_policy.converters.architecture import Architecture, Attention, Beside, Mamba2
+from megatron_policy.converters.architecture import Architecture, Beside, Mamba2
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.config_fields.rope_fields import take_rope
 from megatron_policy.converters.families.shared import dense, recurrences
@@ -51,20 +51,15 @@ def architecture(fields: Fields) -> Architecture:
     )
     gate, out = fields.take("mlp_multipliers")
     mlp = dense.take_mlp(fields, gate_factor=float(gate), out_factor=float(out))
+    attention = dense.take_attention(fields, rope=take_rope(fields))
     return dense.architecture(
         fields,
-        _take_attention(fields, key * into**2),
+        replace(attention, attention_scale=key * into**2 / attention.kv_channels**0.5),
         mlp,
         beside=beside,
         embedding_scale=float(fields.take("embedding_multiplier")),
         logit_scale=float(fields.take("lm_head_multiplier")),
     )
-
-
-def _take_attention(fields: Fields, factor: float) -> Attention:
-    """Attention with a factor on products of queries and keys."""
-    found = dense.take_attention(fields, rope=take_rope(fields))
-    return replace(found, attention_scale=factor / found.kv_channels**0.5)
 
 
 def _take_mamba2(fields: Fields) -> Mamba2:

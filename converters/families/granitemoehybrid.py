@@ -20,6 +20,8 @@ from megatron_policy.converters.families.shared import dense, experts, recurrenc
 from megatron_policy.converters.families.shared.dense import H
 from megatron_policy.converters.rows import GateUp, Ignore, Joined, Row, Rows
 
+from .granitemoe import PATHS as PATHS
+
 _SHARED_IN, _SHARED_OUT = (f"{H}shared_mlp.{name}_linear.weight" for name in ("input", "output"))
 TABLE: tuple[Row | Ignore, ...] = (
     *granitemoe.ATTENTION,

@@ -11,7 +11,6 @@ from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import pictures
 
 NAMES = {"model.": "model.text_model."}
-PATHS = OTHER_NAMES = ()
 _OF_MAKERS = ("_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config")
 """Fields of published decoders that say how they were trained, or of a part that none has."""
 

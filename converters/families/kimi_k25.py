@@ -18,7 +18,6 @@ PATHS = (
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head", "lm_head"),
 )
-OTHER_NAMES: tuple[tuple[str, str], ...] = ()
 _ON_FILE = (
     ("vision_tower.layers.", "vision_tower.encoder.blocks."),
     ("vision_tower.final", "vision_tower.encoder.final"),
@@ -67,6 +66,6 @@ def take_shell(fields: Fields) -> dict[str, Any]:
     return pictures.surround(fields, "", medium, heads=vision["num_attention_heads"])
 
 
-def make_rows(shell: Shell) -> tuple[Row, ...]:
+def make_shell_rows(shell: Shell) -> tuple[Row, ...]:
     """The rows of the shell's tensors by the names on file, those of one tensor side by side."""
     return pictures.name_on_file(shell, _ON_FILE, _PROJECTIONS, ".wqkv.")

@@ -81,6 +81,7 @@ _PREDICTING = (
     *dense.ATTENTION,
     *_rows_of_experts(),
 )
+PATHS = (("backbone.", "model."),)
 TABLE: tuple[Row | Ignore, ...] = dense.rename(
     (
         *dense.ENDS,
@@ -111,9 +112,26 @@ def architecture(fields: Fields) -> Architecture:
         activation=Activation.SQUARED_RELU,
         gated=False,
     )
+    heads = fields.take("num_attention_heads")
+    attention = Attention(
+        num_attention_heads=heads,
+        num_query_groups=fields.take("num_key_value_heads", heads),
+        kv_channels=fields.take("head_dim"),
+        rope=None,
+        attention_dropout=fields.take("attention_dropout", 0.0),
+    )
+    mamba2 = Mamba2(
+        num_heads=fields.take("mamba_num_heads"),
+        head_dim=fields.take("mamba_head_dim"),
+        groups=fields.take("n_groups"),
+        state_size=fields.take("ssm_state_size"),
+        taps=fields.take("conv_kernel"),
+        conv_bias=fields.take("use_conv_bias"),
+        **recurrences.take_step_limits(fields),
+    )
     kinds: dict[str, tuple[Mixer | None, Feed | None]] = {
-        "linear_attention": (_take_mamba2(fields), None),
-        "full_attention": (_take_attention(fields), None),
+        "linear_attention": (mamba2, None),
+        "full_attention": (attention, None),
         "mlp": (None, mlp),
         "moe": (None, _take_moe(fields)),
     }
@@ -171,29 +189,6 @@ def _expect_plain(fields: Fields) -> None:
     fields.ignore("hidden_act", "MLPs and Mamba2 have fields of their own for it")
     fields.ignore("auto_map", "the makers' own code, which transformers' class replaces")
     fields.ignore("output_router_logits", "part of Hugging Face's own loss, which is not used here")
-
-
-def _take_attention(fields: Fields) -> Attention:
-    heads = fields.take("num_attention_heads")
-    return Attention(
-        num_attention_heads=heads,
-        num_query_groups=fields.take("num_key_value_heads", heads),
-        kv_channels=fields.take("head_dim"),
-        rope=None,
-        attention_dropout=fields.take("attention_dropout", 0.0),
-    )
-
-
-def _take_mamba2(fields: Fields) -> Mamba2:
-    return Mamba2(
-        num_heads=fields.take("mamba_num_heads"),
-        head_dim=fields.take("mamba_head_dim"),
-        groups=fields.take("n_groups"),
-        state_size=fields.take("ssm_state_size"),
-        taps=fields.take("conv_kernel"),
-        conv_bias=fields.take("use_conv_bias"),
-        **recurrences.take_step_limits(fields),
-    )
 
 
 def _take_moe(fields: Fields) -> Moe:

@@ -106,7 +106,7 @@ def take_shell(fields: Fields) -> dict[str, Any]:
     return pictures.surround(fields, "", *media, optional=".lambda1")
 
 
-def make_rows(shell: Shell) -> tuple[Row, ...]:
+def make_shell_rows(shell: Shell) -> tuple[Row, ...]:
     """The rows of the shell's tensors by the names on file, those of one tensor side by side."""
     return pictures.name_on_file(shell, _ON_FILE, _PROJECTIONS, ".attn.qkv.")
 

@@ -18,6 +18,7 @@ PATHS = (
 """What names of tensors begin with, and in its place the paths of transformers' modules, which some
 of its releases write.
 """
+OTHER_NAMES = PATHS
 
 
 SECONDS: dict[str, Any] = {"seconds": "second_per_grid_ts", "timeless": True}

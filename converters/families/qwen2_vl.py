@@ -9,6 +9,8 @@ from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families import qwen2_5_vl
 
 from .qwen2 import TABLE as TABLE
+from .qwen2_5_vl import OTHER_NAMES as OTHER_NAMES
+from .qwen2_5_vl import PATHS as PATHS
 
 
 def architecture(fields: Fields) -> Architecture:

@@ -9,6 +9,8 @@ from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families import qwen3_5_text
 from megatron_policy.converters.families.shared import dense, experts
 
+from .qwen3_5_text import OTHER_NAMES as OTHER_NAMES
+
 TABLE = qwen3_5_text.make_table(
     (*experts.routed_or_stacked(), *experts.shared("shared_expert")),
 )

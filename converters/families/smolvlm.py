@@ -3,6 +3,4 @@
 from __future__ import annotations
 
 from .idefics3 import NAMES as NAMES
-from .idefics3 import OTHER_NAMES as OTHER_NAMES
-from .idefics3 import PATHS as PATHS
 from .idefics3 import take_shell as take_shell

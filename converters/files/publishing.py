@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import glob
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megatron_policy.errors import ConfigError, ExportError
 
 from .contained import expanded, open_regular
 from .locking import locked, new_name, opened, remove_left
-from .renaming import put, take_back
 
 _MARKS = (
     ("config.json", "*.safetensors"),
@@ -27,6 +28,10 @@ _MARKS = (
 """Files by which a checkpoint is recognised: of Hugging Face, of Megatron-Core, what is left of a
 damaged one, or of PEFT. Other directories have none of them.
 """
+_UNABLE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV)
+"""Errors of kernels and file systems that cannot exchange two directories."""
+
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100  # Linux: linux/fs.h and fcntl.h
 
 
 class Staged:
@@ -282,3 +287,53 @@ def _bring_back(replaced: Path) -> None:
         _remove(replaced)
     elif replaced.exists():
         replaced.rename(final)
+
+
+def put(partial: Path, final: Path, aside: Path) -> Path | None:
+    """Give `partial` its final name, and return the name that what it replaces has now.
+
+    That is `partial`, or `aside` where names cannot be exchanged: then nothing has the final name
+    for a moment.
+    """
+    if not final.exists():
+        partial.rename(final)
+        return None
+    if exchanged(partial, final):
+        return partial
+    shutil.rmtree(aside, ignore_errors=True)
+    final.rename(aside)
+    partial.rename(final)
+    return aside
+
+
+def take_back(partial: Path, final: Path, old: Path | None) -> None:
+    """Undo a `put` that returned `old`."""
+    if old == partial:
+        exchanged(partial, final)
+        return
+    final.rename(partial)
+    if old is not None:
+        old.rename(final)
+
+
+def exchanged(one: Path, other: Path) -> bool:
+    """Exchange two names atomically; False if the system cannot, OSError if it fails."""
+    exchange = _renameat2()
+    if exchange is None:
+        return False
+    if exchange(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNABLE:
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+@cache
+def _renameat2() -> Any:
+    """The C library's function of that name; None if it has none."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is not None:
+        folder, name = ctypes.c_int, ctypes.c_char_p
+        function.argtypes = (folder, name, folder, name, ctypes.c_uint)
+    return function

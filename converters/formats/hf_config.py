@@ -19,8 +19,13 @@ from megatron_policy.converters.config_fields.quantisation import SECTION, Schem
 from megatron_policy.converters.families.shared.omni import find_prefix, take_part
 from megatron_policy.converters.families.shared.pictures import PART, TENSORS
 from megatron_policy.converters.files import strict_json
-from megatron_policy.converters.files.contained import expanded, inside, read
-from megatron_policy.converters.files.nearby import how_to_convert, names_in
+from megatron_policy.converters.files.contained import (
+    expanded,
+    how_to_convert,
+    inside,
+    names_in,
+    read,
+)
 from megatron_policy.converters.registry import FAMILIES, MAKERS, Family, family_of
 from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError, ConversionError

@@ -6,8 +6,7 @@ import glob
 import re
 from pathlib import Path
 
-from megatron_policy.converters.files.contained import expanded
-from megatron_policy.converters.files.nearby import names_in, nearest
+from megatron_policy.converters.files.contained import expanded, names_in, nearest
 from megatron_policy.errors import ConfigError
 
 from .hf_names import side_names

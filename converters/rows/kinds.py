@@ -356,18 +356,13 @@ class Joined(ForwardingRow):
         local = self.local_shape(arch, size)
         parts, (whole,) = self.of.hf_shapes(arch), self.hf_shapes(arch)
         starts = [sum(rows for rows, *_ in parts[:part]) for part in range(len(parts))]
-        cut = self.of.cuts if isinstance(self.of, Qkv) else self.of.blocks
         # Views by group do not fit the joined tensor, ranges of rows do.
-        return tuple(
-            replace(
-                block,
-                part=0,
-                hf_view=whole,
-                hf_index=(_later(block.hf_index[0], starts[block.part]),),
-                shard_view=local,
-            )
-            for block in cut(arch, rank, size)
-        )
+        cut, blocks = self.of.cuts if isinstance(self.of, Qkv) else self.of.blocks, []
+        for block in cut(arch, rank, size):
+            rows, start = block.hf_index[0], starts[block.part]
+            index = (slice(rows.start + start, rows.stop + start),)
+            blocks.append(replace(block, part=0, hf_view=whole, hf_index=index, shard_view=local))
+        return tuple(blocks)
 
 
 @dataclass(frozen=True)
@@ -384,7 +379,3 @@ class Ignore:
     when: str = ""
     equals: str = ""
     carried: bool = False
-
-
-def _later(rows: slice, start: int) -> slice:
-    return slice(rows.start + start, rows.stop + start)

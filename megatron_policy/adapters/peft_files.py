@@ -21,8 +21,7 @@ from megatron_policy.adapters.table import (
     unwrap,
 )
 from megatron_policy.converters.files import strict_json
-from megatron_policy.converters.files.contained import inside, read
-from megatron_policy.converters.files.nearby import how_to_convert, nearest
+from megatron_policy.converters.files.contained import how_to_convert, inside, nearest, read
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.formats.hf_names import ADAPTER_CONFIG as ADAPTER_CONFIG
 from megatron_policy.converters.formats.hf_names import ADAPTER_MODEL as ADAPTER_MODEL

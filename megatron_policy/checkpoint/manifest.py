@@ -14,7 +14,7 @@ import torch
 
 from megatron_policy.converters.architecture.plain_values import plain
 from megatron_policy.converters.files import contained, strict_json
-from megatron_policy.converters.files.nearby import how_to_convert
+from megatron_policy.converters.files.contained import how_to_convert
 from megatron_policy.converters.table import Table
 from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import CheckpointError, ConversionError

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron_policy.checkpoint import manifest as manifests
 from megatron_policy.checkpoint.manifest import NAME, OPTIMIZER, CheckpointManifest
-from megatron_policy.converters.files import contained, publishing, renaming
+from megatron_policy.converters.files import contained, publishing
+from megatron_policy.converters.files.contained import how_to_convert
 from megatron_policy.converters.files.locking import locked
-from megatron_policy.converters.files.nearby import how_to_convert
 from megatron_policy.converters.formats.hf_config import CONFIG
 from megatron_policy.converters.formats.hf_names import ADAPTER_CONFIG
 from megatron_policy.errors import CheckpointError, ConversionError
@@ -148,7 +148,7 @@ def reunite(weights_root: Path, optimizer_root: Path) -> None:
         return  # there is nothing complete to preserve
     place = directory(optimizer_root, weights.step)
     if held != place and held.name.startswith("."):
-        renaming.put(held, place, held.with_name(f"{held.name}-aside"))
+        publishing.put(held, place, held.with_name(f"{held.name}-aside"))
         publishing.flush_directory(optimizer_root)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_policy.converters.files.nearby import names_in, nearest
+from megatron_policy.converters.files.contained import names_in, nearest
 from megatron_policy.errors import ConfigError
 
 MAX_BYTES = 2**18

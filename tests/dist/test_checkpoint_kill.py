@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from megatron_policy.converters.files import renaming
+from megatron_policy.converters.files import publishing
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import CheckpointError
 from tests.dist.cases import open_policy
@@ -80,7 +80,7 @@ def _step(frame: FrameType, event: str, argument: Any) -> str:
         return argument.__name__ if ours and argument.__name__ in CHANGING | COMMITTING else ""
     # Two directories change their names in a call that no profiler sees: just before and after it.
     code, named = frame.f_code, event in ("call", "return")
-    return "put" if named and code is renaming.put.__code__ else ""
+    return "put" if named and code is publishing.put.__code__ else ""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.converters.canonical import canonical_name
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.mismatch import SHOWN
 from megatron_policy.converters.registry import FAMILIES, Family
@@ -18,6 +17,7 @@ from megatron_policy.converters.rows.blocks import blocks_of
 from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import ConversionError
 from megatron_policy.parallel.topology import LayerSplit
+from megatron_policy.weights.load import canonical_name
 from tests.families import SAMPLES
 
 

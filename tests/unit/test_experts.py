@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_policy.converters.architecture import Rope
-from megatron_policy.converters.canonical import canonical_name
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.converters.table import bind
 from megatron_policy.errors import ConversionError
+from megatron_policy.weights.load import canonical_name
 from tests.families import EXPERTS, PUBLISHED
 from tests.mtp_checkpoints import NUMBERED
 from tests.unit.test_family_configs import architecture, edited

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_policy.convert import convert, verify
-from megatron_policy.converters.canonical import canonical_name
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import DistReader
 from megatron_policy.converters.formats.hf_config import read_config
@@ -20,6 +19,7 @@ from megatron_policy.converters.inspection import inspect
 from megatron_policy.converters.rows import fill_parts, fill_shard
 from megatron_policy.converters.table import Table, bind
 from megatron_policy.errors import ConversionError
+from megatron_policy.weights.load import canonical_name
 from tests.checkpoints import make_checkpoint
 from tests.mtp_checkpoints import (
     COPIES,

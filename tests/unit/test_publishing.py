@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_policy.converters.files import locking, publishing, renaming
+from megatron_policy.converters.files import locking, publishing
 from megatron_policy.converters.files.publishing import (
     Staged,
     clean_leftovers,
@@ -26,7 +26,7 @@ FORK = multiprocessing.get_context("fork")
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """How one directory takes the place of another."""
     if request.param == "two renames":
-        monkeypatch.setattr(renaming, "_renameat2", lambda: None)
+        monkeypatch.setattr(publishing, "_renameat2", lambda: None)
     elif not can_exchange(tmp_path):
         pytest.skip("this file system cannot exchange two names")
     return request.param
@@ -36,7 +36,7 @@ def can_exchange(folder: Path) -> bool:
     places = folder / "a", folder / "b"
     for place in places:
         place.mkdir()
-    done = renaming.exchanged(*places)
+    done = publishing.exchanged(*places)
     for place in places:
         place.rmdir()
     return done
@@ -193,11 +193,11 @@ def test_what_the_system_refuses_is_an_error_and_what_it_cannot_do_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(FileNotFoundError) as caught:
-        renaming.exchanged(tmp_path / "a", tmp_path / "b")
+        publishing.exchanged(tmp_path / "a", tmp_path / "b")
     assert caught.value.filename == str(tmp_path / "a")
     for number in (errno.EINVAL, errno.ENOSYS):
-        monkeypatch.setattr(renaming.ctypes, "get_errno", lambda number=number: number)
-        assert not renaming.exchanged(tmp_path / "a", tmp_path / "b")
+        monkeypatch.setattr(publishing.ctypes, "get_errno", lambda number=number: number)
+        assert not publishing.exchanged(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("first_to_end", [0, 1])
@@ -293,7 +293,7 @@ def test_one_that_is_slow_to_remove_what_it_replaced_takes_nothing_of_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where names cannot be exchanged, all of them move the old one aside to the same name."""
-    monkeypatch.setattr(renaming, "_renameat2", lambda: None)
+    monkeypatch.setattr(publishing, "_renameat2", lambda: None)
     out = tmp_path / "out"
     publish_once(out, "old")
     slow = Staged([out], overwrite=True)

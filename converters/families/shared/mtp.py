@@ -107,7 +107,11 @@ def layers(rows: Iterable[Row | Ignore], names: Names = NUMBERED_ON) -> tuple[Ro
     ordinary = [row for row in rows if not isinstance(row, Ignore)]
     held = (*names.own, *(_predicting(row, names) for row in ordinary), names.last)
     tensors = [name for row in held for name in row.hf] + [copy.hf for copy in names.copies]
-    left_out = {name: _leave_out(name, names) for name in tensors}
+    # Where checkpoints have at most one such layer, its tensors may have no number.
+    left_out = {
+        name: name.replace(names.held, names.left_out).replace("{mtp}", "{left_out}")
+        for name in tensors
+    }
     return (
         _COPIED_EMBEDDING,
         *held,
@@ -117,13 +121,6 @@ def layers(rows: Iterable[Row | Ignore], names: Names = NUMBERED_ON) -> tuple[Ro
             for name, other in left_out.items()
         ),
     )
-
-
-def _leave_out(name: str, names: Names) -> str:
-    """The name of a tensor of a layer that the model leaves out; where checkpoints have at most one
-    such layer, its tensors may have no number.
-    """
-    return name.replace(names.held, names.left_out).replace("{mtp}", "{left_out}")
 
 
 def _predicting(row: Row, names: Names) -> Row:

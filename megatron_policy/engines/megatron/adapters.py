@@ -36,14 +36,13 @@ from megatron_policy.adapters.table import (
 )
 from megatron_policy.adapters.towers import is_of_tower
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.canonical import canonical_name
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.norm import mark_replica
 from megatron_policy.errors import ConfigError
 from megatron_policy.memory.host_copies import HostCopies
 from megatron_policy.parallel.topology import Placement
-from megatron_policy.weights.load import Held
+from megatron_policy.weights.load import Held, canonical_name
 
 _PIECE = 2**24
 """Elements of a weight that are merged at a time: what fp32 copies of it take."""
