@@ -100,21 +100,13 @@ SAME_CLASS_NAME: dict[str, str] = {}
 # A file of fewer than 80 lines with one importer belongs into that importer. Families, Protocols,
 # packages and programs stand alone, and so does what is named here, each with its reason.
 FRAGMENT_LINES = 80
-_LAYER = "a module of the model is a file"
 _LONG = "one subject, and its importer has at least the 150 to 250 lines that a file aims at"
 FRAGMENTS = {
-    "attention.context_parallel": _LONG,
-    "engines.megatron.layers.deep_layer": _LAYER,
-    "engines.megatron.layers.parallel_layer": _LAYER,
-    "engines.megatron.layers.residual": _LAYER,
-    "engines.megatron.layers.self_attention": _LAYER,
     "hosts.nemo_rl.autoload": "loaded by a .pth file when Python starts",
     "hosts.nemo_rl.not_implemented": _LONG,
     "hosts.own_driver": "loaded by its entry point",
     "hosts.verl.config": "loaded by the name that verl's users give",
     "hosts.verl.plugin": "loaded by its entry point",
-    "lm_head.fused_topk": _LONG,
-    "parity.engine_side": _LONG,
 }
 
 

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_policy.attention.context_parallel import gather_keys
-from megatron_policy.attention.tile_attention import explicit, fused, fused_bias
-from megatron_policy.attention.tiles import cut, mask
+from megatron_policy.attention.tile_attention import cut, explicit, fused, fused_bias, mask
 from megatron_policy.attention.varlen_attention import (
     VarlenSequences,
     supports,
@@ -165,3 +163,45 @@ def _tiled(
             contexts.append(context_BNSH.permute(2, 0, 1, 3))
     whole_SBNH = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
     return whole_SBNH.flatten(2)
+
+
+def gather_keys(
+    key_TBGH: torch.Tensor,
+    value_TBGH: torch.Tensor,
+    order: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all ranks' positions in order, `[C * T, B, G, H]`, in one collective.
+
+    Values can have a different head size. Gradients are summed over the ranks in the dtype of the
+    keys.
+    """
+    both = torch.cat([key_TBGH, value_TBGH], -1)
+    apply: Callable[..., torch.Tensor] = _Gather.apply
+    key, value = apply(both, order, group).split([key_TBGH.size(-1), value_TBGH.size(-1)], -1)
+    return key, value
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers `[T, ...]` of each rank to `[C * T, ...]`; output i is entry `order[i]` of the ranks'
+    concatenation.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.group = group
+        by_rank = local.new_empty(order.numel(), *local.shape[1:])
+        dist.all_gather_into_tensor(by_rank, local.contiguous(), group=group)
+        return by_rank[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (grad,), (order,) = grads, ctx.saved_tensors
+        by_rank = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        by_rank[order] = grad
+        own = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, by_rank, group=ctx.group)
+        return own, None, None

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from megatron_policy.attention.tiles import cut
+from megatron_policy.attention.tile_attention import cut
 from megatron_policy.device import to_device, varlen_kernel
 from megatron_policy.packing.multiples import round_up
 from megatron_policy.packing.tokens import AttentionPiece

@@ -122,19 +122,8 @@ Refit = Annotated[
 
 _OF_REFIT = (
     *("refit", "gpus", "bucket-size", "dtype", "precision", "tensors", "json", "picture"),
-    *(
-        "engine-layout",
-        "delta",
-        "tp",
-        "pp",
-        "vpp",
-        "dp",
-        "cp",
-        "ep",
-        "etp",
-        "first-layers",
-        "last-layers",
-    ),
+    *("engine-layout", "delta", "tp", "pp", "vpp", "dp", "cp", "ep", "etp"),
+    *("first-layers", "last-layers"),
 )
 _OF_CONFIG = (
     *("config", "overrides", "gpus", "gpu", "gpu-memory", "beside-engine", "seq-len"),

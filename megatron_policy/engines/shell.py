@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from megatron_policy.converters.architecture import Shell
 from megatron_policy.device import to_device
 from megatron_policy.interfaces.embedder import Embedder, Entering
-from megatron_policy.packing.microbatch import Microbatch, inside
-from megatron_policy.packing.pictures import find_blocks
+from megatron_policy.packing.microbatch import Microbatch, find_blocks, inside
 from megatron_policy.packing.tokens import Blocks
 
 from .composite import (

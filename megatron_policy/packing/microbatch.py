@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_policy.batch import BatchedDataDict
+from megatron_policy.converters.architecture import Shell
 from megatron_policy.device import to_device
 from megatron_policy.packing.multiples import NARROWEST, Multiples
-from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
+from megatron_policy.packing.tokens import Blocks, TokenLayout, packed_layout, padded_layout
 
 ROUTED_EXPERTS = "routed_experts"
 """The key of the experts that each token takes, in data whose routers are to take them again."""
@@ -181,3 +182,18 @@ def counted(data: BatchedDataDict) -> torch.Tensor:
     rows_B1: torch.Tensor = (data["sample_mask"] != 0).unsqueeze(-1)
     tokens_BS = data["token_mask"] != 0 if "token_mask" in data else inside(data)
     return tokens_BS & rows_B1
+
+
+def find_blocks(shell: Shell | None, data: BatchedDataDict) -> Blocks:
+    """The runs of tokens of each row, in host memory, that see each other in both directions: those
+    of a picture, where the model's do; none at all if no row has one.
+    """
+    if shell is None or not shell.both_ways:
+        return ()
+    found = []
+    for types_S in shell.find_types(data, inside(data)):
+        types, counts = torch.unique_consecutive(types_S, return_counts=True)
+        stops = counts.cumsum(0).tolist()
+        runs = zip(types.tolist(), counts.tolist(), stops, strict=True)
+        found.append([range(stop - count, stop) for kind, count, stop in runs if kind])
+    return found if any(found) else ()

@@ -11,8 +11,12 @@ from megatron_policy.converters.architecture import Architecture
 from megatron_policy.coordination.timeouts import COLLECTIVE_TIMEOUT_S, checked_timeout
 from megatron_policy.device import accelerators
 from megatron_policy.errors import ConfigError
-from megatron_policy.parity.policy_side import join_outputs, make_policy_section, read_policy
-from megatron_policy.parity.ranks import read_on_ranks
+from megatron_policy.parity.ranks import (
+    join_outputs,
+    make_policy_section,
+    read_on_ranks,
+    read_policy,
+)
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import (
     Deviation,

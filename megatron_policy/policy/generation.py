@@ -29,7 +29,7 @@ from megatron_policy.lm_head.sampling import (
     nothing_generated,
     sample,
 )
-from megatron_policy.packing.pictures import find_blocks
+from megatron_policy.packing.microbatch import find_blocks
 from megatron_policy.training.checks import check_prompts
 from megatron_policy.training.sync_microbatches import prepare_together
 

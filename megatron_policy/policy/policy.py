@@ -14,7 +14,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.checkpoint.report import SaveReport
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.described import described
+from megatron_policy.config.notes import described
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.interfaces.engine import EngineBuilder
 from megatron_policy.interfaces.loss import LossFunction

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.config import MetricsConfig, PolicyConfig
-from megatron_policy.config.described import described
 from megatron_policy.config.layout import checked_topology
+from megatron_policy.config.notes import described
 from megatron_policy.config.parallel_sizes import env_vars_of
 from megatron_policy.extras import require
 from megatron_policy.interfaces import ColocatablePolicyInterface, GenerationInterface

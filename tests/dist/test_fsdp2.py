@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.config.described import count
+from megatron_policy.config.notes import count
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.exporter import stream_tensors
 from tests import oracle, plain_engine

@@ -23,7 +23,7 @@ from megatron_policy.engines.megatron.platform import prepare_platform
 from megatron_policy.errors import ConfigError, WorkerError
 from megatron_policy.parity import LIMITS, Deviation, Parity
 from megatron_policy.parity import ranks as parity_ranks
-from megatron_policy.parity.policy_side import join_outputs, read_policy
+from megatron_policy.parity.ranks import join_outputs, read_policy
 from megatron_policy.parity.reference import read_reference
 from megatron_policy.parity.result import Job, ModelOutputs, count_media, count_room, draw_batch
 from tests.dist.test_launch import run_python

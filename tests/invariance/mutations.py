@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_policy.attention import context_parallel
+from megatron_policy.attention import causal
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.rows.blocks import of_expert
 from megatron_policy.engines.hugging_face import engine as hugging_face
@@ -164,7 +164,7 @@ def _copies_of_experts(copy: Callable[[Placement], Copy]) -> Callable[[Any], Any
 
 ONE_PIECE = (TokenLayout, "pieces", _one_piece)
 NEIGHBOURS = (tokens, "_layout", _neighbours)
-OWN_GRADIENT = (context_parallel._Gather, "backward", _own_gradient)
+OWN_GRADIENT = (causal._Gather, "backward", _own_gradient)
 LEFT_OUT = (losses, "counted", _mask_of_all_but_the_first)
 OWN_COUNTS = (train, "count_valid", _counts_of_one_replica)
 REPEATED = (batching.Batcher, "for_training", _repetitions_for_dummies)

@@ -20,7 +20,7 @@ from megatron_policy.attention.tile_attention import softcap
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.architecture import PictureMedium, Shell
 from megatron_policy.packing import tiles
-from megatron_policy.packing.pictures import find_blocks
+from megatron_policy.packing.microbatch import find_blocks
 from megatron_policy.packing.tokens import TokenLayout
 from megatron_policy.policy.generation import _cut_rows
 from tests.pure.test_tokens import layouts

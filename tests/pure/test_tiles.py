@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_policy.attention.tiles import cut, mask
+from megatron_policy.attention.tile_attention import cut, mask
 from megatron_policy.packing import tiles as module
 from megatron_policy.packing.tiles import BLOCK, tiles
 from megatron_policy.packing.tokens import AttentionPiece, packed_layout

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from megatron_policy import device
 from megatron_policy.attention import tile_attention
-from megatron_policy.attention.tiles import mask
+from megatron_policy.attention.tile_attention import mask
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
 from megatron_policy.config.model_table import bind_model

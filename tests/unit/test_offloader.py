@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.memory.offloader import StorageOffloader
+from megatron_policy.memory.device_memory import StorageOffloader
 from megatron_policy.memory.pinned_pool import ALIGNMENT, PinnedMemoryPool
 from tests.other_process import OtherProcess
 

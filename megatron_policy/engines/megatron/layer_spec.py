@@ -33,8 +33,8 @@ from megatron_policy.converters.architecture import (
 )
 from megatron_policy.converters.architecture.beyond import beyond_transformer_engine
 from megatron_policy.device import is_accelerated
-from megatron_policy.engines.megatron.layers.attention import TorchAttention
-from megatron_policy.engines.megatron.layers.deep_layer import DeepLayer
+from megatron_policy.engines.megatron.layers.attention import LayerAttention, TorchAttention
+from megatron_policy.engines.megatron.layers.decoder import DeepLayer, ParallelLayer, residual_sum
 from megatron_policy.engines.megatron.layers.experts import experts_spec
 from megatron_policy.engines.megatron.layers.mixers import (
     MIXERS,
@@ -44,10 +44,7 @@ from megatron_policy.engines.megatron.layers.mixers import (
 )
 from megatron_policy.engines.megatron.layers.mla import mla_spec
 from megatron_policy.engines.megatron.layers.norm import norm_of
-from megatron_policy.engines.megatron.layers.parallel_layer import ParallelLayer
 from megatron_policy.engines.megatron.layers.qk_norm import AllHeadsRMSNorm, EachHeadLayerNorm
-from megatron_policy.engines.megatron.layers.residual import residual_sum
-from megatron_policy.engines.megatron.layers.self_attention import LayerAttention
 from megatron_policy.engines.megatron.layers.te_attention import te_attention
 from megatron_policy.engines.megatron.model_config import LOCAL, TRANSFORMER_ENGINE
 from megatron_policy.errors import ConfigError

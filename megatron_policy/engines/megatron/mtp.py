@@ -30,8 +30,8 @@ from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.engines.megatron.head import Head
 from megatron_policy.engines.megatron.layer_spec import final_norm, layer_spec
+from megatron_policy.engines.megatron.layers.norm import WholeLinear
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams, sequence_params
-from megatron_policy.engines.megatron.layers.whole_linear import WholeLinear
 from megatron_policy.engines.megatron.process_groups import embedding_group
 from megatron_policy.interfaces.embedder import Embedder
 from megatron_policy.lm_head.output import shifted

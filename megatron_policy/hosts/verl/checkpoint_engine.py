@@ -86,7 +86,7 @@ class MegatronPolicyCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def prepare(self) -> Rendezvous | None:
         """Where to meet, of the first training rank; the same at each update."""
         if self._is_master and self._rendezvous is None:
-            from megatron_policy.workers.cluster.resources import address_and_port
+            from megatron_policy.workers.cluster.virtual_cluster import address_and_port
 
             ip, port = address_and_port(set())
             self._rendezvous = Rendezvous(ip.strip("[]"), port, new_secret())

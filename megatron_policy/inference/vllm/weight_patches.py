@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.inference.vllm.calls import EngineCalls, LateAnswer
+from megatron_policy.inference.vllm.transfer import EngineCalls, LateAnswer
 from megatron_policy.inference.vllm.weight_source import SyncClient
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.deltas.arrays import Positions

@@ -21,8 +21,8 @@ from megatron_policy.config import MegatronConfig
 from megatron_policy.converters.architecture import Architecture, Moe, Scoring
 from megatron_policy.device import is_accelerated
 from megatron_policy.engines.megatron.layers.grouped_experts import GroupedExperts
+from megatron_policy.engines.megatron.layers.norm import WholeLinear
 from megatron_policy.engines.megatron.layers.router import Router
-from megatron_policy.engines.megatron.layers.whole_linear import WholeLinear
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import Topology
 

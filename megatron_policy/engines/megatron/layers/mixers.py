@@ -34,7 +34,7 @@ from megatron_policy.converters.architecture import (
     short_convolution,
 )
 from megatron_policy.device import current_device
-from megatron_policy.engines.megatron.layers.norm import make_shard
+from megatron_policy.engines.megatron.layers.norm import WholeLinear, make_shard
 from megatron_policy.engines.megatron.layers.qk_norm import sum_over_ranks
 from megatron_policy.engines.megatron.layers.recurrent import (
     HeadShare,
@@ -42,7 +42,6 @@ from megatron_policy.engines.megatron.layers.recurrent import (
     State,
     TokenSpan,
 )
-from megatron_policy.engines.megatron.layers.whole_linear import WholeLinear
 from megatron_policy.recurrence.convolution import convolve_step, gated_convolve
 from megatron_policy.recurrence.delta_rule import delta_rule, delta_step
 from megatron_policy.recurrence.gates import (

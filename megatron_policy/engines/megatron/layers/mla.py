@@ -25,7 +25,7 @@ from megatron_policy.converters.architecture import Mla
 from megatron_policy.converters.architecture.rotary import Rope
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
-from megatron_policy.engines.megatron.layers.norm import RMSNorm
+from megatron_policy.engines.megatron.layers.norm import RMSNorm, WholeLinear
 from megatron_policy.engines.megatron.layers.rope import (
     assert_whole,
     attention_factor,
@@ -33,7 +33,6 @@ from megatron_policy.engines.megatron.layers.rope import (
 )
 from megatron_policy.engines.megatron.layers.sequences import SequenceParams
 from megatron_policy.engines.megatron.layers.te_attention import te_attention
-from megatron_policy.engines.megatron.layers.whole_linear import WholeLinear
 
 
 def mla_fields(mla: Mla | None) -> dict[str, Any]:

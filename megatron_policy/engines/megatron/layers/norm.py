@@ -1,4 +1,5 @@
-"""Normalization layers in plain torch for Megatron-Core's local layer spec.
+"""Normalization layers in plain torch for Megatron-Core's local layer spec, and other layers whose
+weights every tensor-parallel rank holds whole.
 
 Sources: Ba et al. 2016, "Layer Normalization"; Zhang and Sennrich 2019, "Root Mean Square Layer
 Normalization".
@@ -119,3 +120,16 @@ class LayerNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class WholeLinear(torch.nn.Module):
+    """Every tensor-parallel rank holds the whole weight `[outputs, inputs]` and applies it to its
+    own positions. Like Megatron-Core's layers it returns a bias besides, here None.
+    """
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = replicated(config, outputs, inputs)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(x, self.weight), None
