@@ -133,9 +133,29 @@ def _scaling(fields: Fields, section: Fields) -> Scaling | None:
                 original_max_position=_original(fields, section),
             )
         case "yarn":
-            return _yarn(section, _original(fields, section))
+            factor = _number(section, "factor")
+            attention = _mscale(factor, 1.0)
+            if section.take("mscale", None) and section.take("mscale_all_dim", None):
+                of_all = _mscale(factor, _number(section, "mscale_all_dim"))
+                attention = _mscale(factor, _number(section, "mscale")) / of_all
+            return YarnScaling(
+                factor=factor,
+                original_max_position=_original(fields, section),
+                beta_fast=_number(section, "beta_fast", 32.0),
+                beta_slow=_number(section, "beta_slow", 1.0),
+                truncate=bool(section.take("truncate", True)),
+                attention_factor=_number(section, "attention_factor", attention),
+            )
         case "longrope":
-            return _long(section, _original(fields, section), longest)
+            original = _original(fields, section)
+            factor = _number(section, "factor", longest / original)
+            attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+            return LongScaling(
+                short=_numbers(section, "short_factor"),
+                long=_numbers(section, "long_factor"),
+                original_max_position=original,
+                attention_factor=_number(section, "attention_factor", attention),
+            )
     section.refuse("rope_type", kind, f"frequencies can be scaled by {', '.join(KINDS)}")
     return None
 
@@ -150,35 +170,8 @@ def _original(fields: Fields, section: Fields) -> int:
     return max(2, original)
 
 
-def _yarn(section: Fields, original: int) -> YarnScaling:
-    factor = _number(section, "factor")
-    attention = _mscale(factor, 1.0)
-    if section.take("mscale", None) and section.take("mscale_all_dim", None):
-        of_all = _mscale(factor, _number(section, "mscale_all_dim"))
-        attention = _mscale(factor, _number(section, "mscale")) / of_all
-    return YarnScaling(
-        factor=factor,
-        original_max_position=original,
-        beta_fast=_number(section, "beta_fast", 32.0),
-        beta_slow=_number(section, "beta_slow", 1.0),
-        truncate=bool(section.take("truncate", True)),
-        attention_factor=_number(section, "attention_factor", attention),
-    )
-
-
 def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-
-def _long(section: Fields, original: int, longest: int) -> LongScaling:
-    factor = _number(section, "factor", longest / original)
-    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return LongScaling(
-        short=_numbers(section, "short_factor"),
-        long=_numbers(section, "long_factor"),
-        original_max_position=original,
-        attention_factor=_number(section, "attention_factor", attention),
-    )
 
 
 def _number(section: Fields, name: str, default: Any = REQUIRED) -> float:

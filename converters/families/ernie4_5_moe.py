@@ -64,18 +64,14 @@ def architecture(fields: Fields) -> Architecture:
         shared_ffn_hidden_size=width * fields.take("moe_num_shared_experts", 0),
     )
     attention = dense.take_attention(fields, rope=take_rope(fields, interleaved=True))
-    feeds = experts.place(fields, moe, _take_layers(fields))
-    return dense.architecture(fields, attention, feeds)
-
-
-def _take_layers(fields: Fields) -> tuple[bool, ...]:
-    """Which layers have experts: every n-th between the first and the last that can have them."""
     number, step = fields.take("num_hidden_layers"), fields.take("moe_layer_interval", 1)
     check_number(number)
     if step < 1:
         fields.refuse("moe_layer_interval", step, "every 1st, 2nd, ... layer has experts")
     first, last = fields.take("moe_layer_start_index", 0), fields.take("moe_layer_end_index", -1)
     last = number - 1 if last == -1 else last
-    return tuple(
+    # Every n-th between the first and the last that can have experts has them.
+    have_experts = tuple(
         first <= layer <= last and (layer + 1) % max(step, 1) == 0 for layer in range(number)
     )
+    return dense.architecture(fields, attention, experts.place(fields, moe, have_experts))

@@ -54,9 +54,21 @@ def architecture(fields: Fields) -> Architecture:
     """The architecture a GraniteMoeHybridConfig describes."""
     for name in _INITIAL:
         fields.ignore(name, "other fields say it, or it only affects rounding")
+    fields.expect("hidden_act", ("silu", "swish"), "Mamba2 and its gate have it")
+    heads, head_dim = fields.take("mamba_n_heads"), fields.take("mamba_d_head", "auto")
+    inner = fields.take("mamba_expand", 2) * fields.take("hidden_size")
     kinds: dict[str, Mixer] = {
         "full_attention": _take_attention(fields),
-        "linear_attention": _take_mamba2(fields),
+        "linear_attention": Mamba2(
+            num_heads=heads,
+            head_dim=inner // heads if head_dim == "auto" else head_dim,
+            groups=fields.take("mamba_n_groups"),
+            state_size=fields.take("mamba_d_state"),
+            taps=fields.take("mamba_d_conv"),
+            conv_bias=fields.take("mamba_conv_bias"),
+            proj_bias=fields.take("mamba_proj_bias"),
+            **recurrences.take_step_limits(fields),
+        ),
     }
     return dense.architecture(
         fields,
@@ -82,22 +94,6 @@ def _take_attention(fields: Fields) -> Attention:
         proj_bias=bias,
         attention_dropout=fields.take("attention_dropout", 0.0),
         attention_scale=float(fields.take("attention_multiplier")),
-    )
-
-
-def _take_mamba2(fields: Fields) -> Mamba2:
-    fields.expect("hidden_act", ("silu", "swish"), "Mamba2 and its gate have it")
-    heads, head_dim = fields.take("mamba_n_heads"), fields.take("mamba_d_head", "auto")
-    inner = fields.take("mamba_expand", 2) * fields.take("hidden_size")
-    return Mamba2(
-        num_heads=heads,
-        head_dim=inner // heads if head_dim == "auto" else head_dim,
-        groups=fields.take("mamba_n_groups"),
-        state_size=fields.take("mamba_d_state"),
-        taps=fields.take("mamba_d_conv"),
-        conv_bias=fields.take("mamba_conv_bias"),
-        proj_bias=fields.take("mamba_proj_bias"),
-        **recurrences.take_step_limits(fields),
     )
 
 

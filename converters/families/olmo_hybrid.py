@@ -43,8 +43,18 @@ def architecture(fields: Fields) -> Architecture:
     fields.expect("hidden_act", ("silu", "swish"), "delta nets and MLPs have it")
     for name in _INITIAL:
         fields.ignore(f"linear_{name}", "weights are loaded, never initialised at random")
+    heads, bias = fields.take("num_attention_heads"), fields.take("attention_bias", False)
     kinds: dict[str, Mixer] = {
-        "full_attention": _take_attention(fields),
+        "full_attention": Attention(
+            num_attention_heads=heads,
+            num_query_groups=fields.take("num_key_value_heads", heads),
+            kv_channels=fields.take("head_dim", fields.take("hidden_size") // heads),
+            rope=take_rope(fields) if _has_rope(fields) else None,
+            qkv_bias=bias,
+            proj_bias=bias,
+            qk_norm=QkNorm.ALL_HEADS,
+            attention_dropout=fields.take("attention_dropout", 0.0),
+        ),
         "linear_attention": DeltaNet(
             num_key_heads=fields.take("linear_num_key_heads"),
             num_value_heads=fields.take("linear_num_value_heads"),
@@ -58,20 +68,6 @@ def architecture(fields: Fields) -> Architecture:
     mixers = recurrences.take_layers(fields, "layer_types", kinds)
     norms = [Norms.AFTER if isinstance(each, Attention) else Norms.BEFORE for each in mixers]
     return dense.architecture(fields, mixers, norms=norms)
-
-
-def _take_attention(fields: Fields) -> Attention:
-    heads, bias = fields.take("num_attention_heads"), fields.take("attention_bias", False)
-    return Attention(
-        num_attention_heads=heads,
-        num_query_groups=fields.take("num_key_value_heads", heads),
-        kv_channels=fields.take("head_dim", fields.take("hidden_size") // heads),
-        rope=take_rope(fields) if _has_rope(fields) else None,
-        qkv_bias=bias,
-        proj_bias=bias,
-        qk_norm=QkNorm.ALL_HEADS,
-        attention_dropout=fields.take("attention_dropout", 0.0),
-    )
 
 
 def _has_rope(fields: Fields) -> bool:

@@ -62,7 +62,18 @@ def data_offset(
         if found == expected.prefix:
             return offset + len(found)
     try:
-        return offset + _inspected(_Window(files, path, offset, length), dtype, shape)
+        record = _Window(files, path, offset, length)
+        start = _data_offset(io.BufferedReader(record, 4096))
+        record.seek(0)
+        with torch.serialization.skip_data():
+            tensor = torch.load(io.BufferedReader(record, 4096), weights_only=True)
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"it holds a {type(tensor).__name__}")
+        if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+            raise ValueError(f"it holds {list(tensor.shape)} {tensor.dtype}")
+        if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            raise ValueError("it holds part of a larger tensor")
+        return offset + start
     except ConversionError:
         raise
     except Exception as error:  # a damaged archive or pickle can raise anything
@@ -70,20 +81,6 @@ def data_offset(
             f"{path}: the record at byte {offset} is damaged, or is not {list(shape)} {dtype}: "
             f"{' '.join(str(error).split())[:200]}"
         ) from error
-
-
-def _inspected(record: _Window, dtype: torch.dtype, shape: Shape) -> int:
-    start = _data_offset(io.BufferedReader(record, 4096))
-    record.seek(0)
-    with torch.serialization.skip_data():
-        tensor = torch.load(io.BufferedReader(record, 4096), weights_only=True)
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"it holds a {type(tensor).__name__}")
-    if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
-        raise ValueError(f"it holds {list(tensor.shape)} {tensor.dtype}")
-    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
-        raise ValueError("it holds part of a larger tensor")
-    return start
 
 
 def _data_offset(record: Any) -> int:

@@ -48,12 +48,17 @@ def varlen_sequences(pieces: Iterable[AttentionPiece], rows: int) -> VarlenSeque
         return None
     pieces = [piece for piece in pieces if piece.queries]
     queries, keys = [piece.queries for piece in pieces], [piece.keys for piece in pieces]
+    ranges: list[tuple[int, int]] = []  # those that continue one another are one
+    for start, length in ((piece.key, piece.keys) for piece in pieces):
+        if ranges and sum(ranges[-1]) == start:
+            start, length = ranges[-1][0], ranges.pop()[1] + length
+        ranges.append((start, length))
     return VarlenSequences(
         ends(queries * rows),
         ends(keys * rows),
         max(queries),
         max(keys),
-        _joined((piece.key, piece.keys) for piece in pieces),
+        tuple(ranges),
     )
 
 
@@ -112,13 +117,3 @@ def varlen_attention(
     )
     context_BSNH: torch.Tensor = context_TNH[..., :width].unflatten(0, (rows, -1))
     return context_BSNH.transpose(0, 1)
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same (start, length) ranges, those that continue one another as one."""
-    found: list[tuple[int, int]] = []
-    for start, length in ranges:
-        if found and sum(found[-1]) == start:
-            start, length = found[-1][0], found.pop()[1] + length
-        found.append((start, length))
-    return tuple(found)

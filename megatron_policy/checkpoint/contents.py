@@ -128,7 +128,17 @@ class Contents:
         held = self.held(with_states=optimizer is not None)
         of_weights = [each for each in held if each.kind == local_shards.WEIGHTS]
         of_optimizer = [each for each in held if each.kind != local_shards.WEIGHTS]
-        common = self._common(step, host_data, with_optimizer=optimizer is not None)
+        engine = self._engine
+        ours: dict[str, Any] = {"host_data": dict(host_data)}
+        dtypes = dict(engine.source_dtypes)
+        if engine.adapters is not None:
+            ours["adapters_of"] = engine.adapters.spec.identity(engine.adapters.table)
+            dtypes |= engine.adapters.dtypes
+        ours["source_dtypes"] = {name: name_dtype(dtype) for name, dtype in dtypes.items()}
+        if optimizer is not None and self._training is not None and engine.trainable is not None:
+            ours["optimizer_step"] = self._training.step
+            ours["schedule"] = engine.trainable.schedule_state()
+        common = compose(engine.table.architecture, step, ours)
         kept = held if together else of_weights
         contains = (manifest.WEIGHTS, manifest.RANDOM)
         parts = [
@@ -160,21 +170,6 @@ class Contents:
     @property
     def _random_key(self) -> str:
         return f"{OURS}.random/shard_{self._rank}_{self._topology.world_size}"
-
-    def _common(
-        self, step: int, host_data: Mapping[str, Any], *, with_optimizer: bool
-    ) -> dict[str, Any]:
-        engine = self._engine
-        ours: dict[str, Any] = {"host_data": dict(host_data)}
-        dtypes = dict(engine.source_dtypes)
-        if engine.adapters is not None:
-            ours["adapters_of"] = engine.adapters.spec.identity(engine.adapters.table)
-            dtypes |= engine.adapters.dtypes
-        ours["source_dtypes"] = {name: name_dtype(dtype) for name, dtype in dtypes.items()}
-        if with_optimizer and self._training is not None and engine.trainable is not None:
-            ours["optimizer_step"] = self._training.step
-            ours["schedule"] = engine.trainable.schedule_state()
-        return compose(engine.table.architecture, step, ours)
 
     def check_kind(self, found: FoundCheckpoint) -> None:
         """CheckpointError unless it has what this policy saves: adapters of its own base, or the

@@ -284,24 +284,19 @@ class Filler:
                 self._files.read(chunk.path, chunk.start + found[0].hf * size, views)
                 return
         for part in _parts(box, chunk, BUFFER_BYTES // dtype.itemsize):
-            self._through_buffer(dtype, chunk, piece, memory, part)
-
-    def _through_buffer(
-        self, dtype: torch.dtype, chunk: Chunk, piece: Slice, memory: Tensor, box: Box
-    ) -> None:
-        file = _region(box, chunk.origin, chunk.sizes)
-        own = _region(box, piece.origin, piece.sizes)
-        nbytes = _extent(file) * dtype.itemsize
-        if self._buffer is None or self._buffer.numel() < nbytes:
-            size = max(nbytes, BUFFER_BYTES)
-            self._buffer = host_buffer(torch.empty(size, dtype=torch.uint8, device="meta"))
-        buffer = self._buffer[:nbytes]
-        start = chunk.start + file.offset * dtype.itemsize
-        self._files.read(chunk.path, start, [flat_bytes(buffer)])
-        source = buffer.view(dtype).as_strided(file.size, file.stride)
-        target = memory.as_strided(own.size, own.stride, memory.storage_offset() + own.offset)
-        target.copy_(source, non_blocking=True)
-        synchronize()  # the buffer is reused
+            file = _region(part, chunk.origin, chunk.sizes)
+            own = _region(part, piece.origin, piece.sizes)
+            nbytes = _extent(file) * dtype.itemsize
+            if self._buffer is None or self._buffer.numel() < nbytes:
+                most = max(nbytes, BUFFER_BYTES)
+                self._buffer = host_buffer(torch.empty(most, dtype=torch.uint8, device="meta"))
+            buffer = self._buffer[:nbytes]
+            start = chunk.start + file.offset * dtype.itemsize
+            self._files.read(chunk.path, start, [flat_bytes(buffer)])
+            source = buffer.view(dtype).as_strided(file.size, file.stride)
+            target = memory.as_strided(own.size, own.stride, memory.storage_offset() + own.offset)
+            target.copy_(source, non_blocking=True)
+            synchronize()  # the buffer is reused
 
 
 def _region(box: Box, origin: Shape, sizes: Shape) -> Region:

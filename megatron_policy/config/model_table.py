@@ -82,7 +82,20 @@ def bind_model(config: PolicyConfig) -> Table:
         other = _open(config, config.model_name, overrides).table
     except (ConfigError, ConversionError) as error:
         raise ConfigError(f"{_KEY} ({', '.join(overrides)}): {error}") from error
-    _refuse_other_weights(table, other, overrides)
+    own, changed = (
+        {name: str(list(shape)) for name, shape in each.hf_shapes().items()}
+        for each in (table, other)
+    )
+    names = [name for name in {**own, **changed} if own.get(name) != changed.get(name)]
+    if names:
+        shown = ", ".join(
+            f"{name} ({own.get(name, 'none')} to {changed.get(name, 'none')})"
+            for name in names[:_SHOWN]
+        )
+        raise ConfigError(
+            f"{_KEY} ({', '.join(overrides)}) would change weights, which stay as they are in the "
+            f"files: {shown}{' and others' * (len(names) > _SHOWN)}. Leave out what does"
+        )
     return replace(other, overrides={**other.overrides, **overrides})
 
 
@@ -248,20 +261,3 @@ def check_source(model: str, table: Table) -> None:
 
 
 _COEFFICIENT = "router_aux_loss_coef"
-
-
-def _refuse_other_weights(table: Table, other: Table, overrides: Mapping[str, Any]) -> None:
-    own, changed = (
-        {name: str(list(shape)) for name, shape in each.hf_shapes().items()}
-        for each in (table, other)
-    )
-    names = [name for name in {**own, **changed} if own.get(name) != changed.get(name)]
-    if names:
-        shown = ", ".join(
-            f"{name} ({own.get(name, 'none')} to {changed.get(name, 'none')})"
-            for name in names[:_SHOWN]
-        )
-        raise ConfigError(
-            f"{_KEY} ({', '.join(overrides)}) would change weights, which stay as they are in the "
-            f"files: {shown}{' and others' * (len(names) > _SHOWN)}. Leave out what does"
-        )

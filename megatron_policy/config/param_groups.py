@@ -169,7 +169,12 @@ class ParamGroups:
         names = [name for entry in table.entries for name in entry.hf]
         for group in self._groups:
             for pattern in () if id(group) in _IMPLIED else group.names or ():
-                _refuse_unfitting(self._key, pattern, names)
+                if not any(map(re.compile(translate(pattern)).fullmatch, names)):
+                    close = get_close_matches(pattern, names, _SHOWN, 0.0)
+                    raise ConfigError(
+                        f"{self._key}: no tensor of the model has a name like {pattern!r}; it has "
+                        f"{', '.join(close)} and others"
+                    )
         self._refuse_empty(table)
         experts: dict[tuple[int | None, str], set[int]] = defaultdict(set)
         trained = False
@@ -232,12 +237,3 @@ def _show(group: ParamGroupConfig) -> dict[str, Any]:
     """How the configuration chooses the group."""
     chosen = group.model_dump(exclude_none=True, include={"names", "roles"})
     return {name: list(values) for name, values in chosen.items()}
-
-
-def _refuse_unfitting(key: str, pattern: str, known: Sequence[str]) -> None:
-    if not any(map(re.compile(translate(pattern)).fullmatch, known)):
-        close = get_close_matches(pattern, known, _SHOWN, 0.0)
-        raise ConfigError(
-            f"{key}: no tensor of the model has a name like {pattern!r}; it has "
-            f"{', '.join(close)} and others"
-        )

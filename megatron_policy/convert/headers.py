@@ -5,7 +5,7 @@ Reads no weights, and does not check that these fit together.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,15 @@ def read_adapter_headers(
         found.find_modules(shapes, parameters)
     except ConversionError as error:
         problems.append(str(error))
-    table = _adapter_table(model, fields, shapes, parameters)
+    # Of the adapters of all modules that have any of these tensors.
+    entries = filter(is_adaptable, model.entries)
+    known = {name_module(name, model) for entry in entries for name in entry.hf}
+    modules = {m for name in shapes if (m := name.removeprefix(PREFIX).rpartition(".lora_")[0])}
+    rank = fields.get("r")
+    rank = rank if type(rank) is int and rank > 0 else 1
+    own = [m for m in modules if m in known]
+    table = bind_adapters(model, rank, own, lambda entry: False, parameters)
+    table = table if PREFIX + SCALAR[0] in shapes else drop_head(table)
     return AdapterHeaders(table, fields, shapes, dtypes, tuple(problems))
 
 
@@ -173,23 +181,6 @@ def _config_of(folder: Path, fields: Mapping[str, Any], config: str | Path | Non
             "on the hub, with --config"
         )
     return expanded(place)
-
-
-def _adapter_table(
-    model: Table,
-    fields: Mapping[str, Any],
-    shapes: Mapping[str, Shape],
-    parameters: Collection[str],
-) -> Table:
-    """The table of the adapters of all modules that have any of these tensors."""
-    entries = filter(is_adaptable, model.entries)
-    known = {name_module(name, model) for entry in entries for name in entry.hf}
-    modules = {m for name in shapes if (m := name.removeprefix(PREFIX).rpartition(".lora_")[0])}
-    rank = fields.get("r")
-    rank = rank if type(rank) is int and rank > 0 else 1
-    own = [m for m in modules if m in known]
-    table = bind_adapters(model, rank, own, lambda entry: False, parameters)
-    return table if PREFIX + SCALAR[0] in shapes else drop_head(table)
 
 
 def _headers_of_config(root: Path) -> Headers:

@@ -113,13 +113,9 @@ def build_composite(config: PolicyConfig) -> torch.nn.Module:
         decoder.layer_types = []
     with parameters_on_meta():
         whole = find_composite(settings).from_config(settings, dtype=torch.float32)
-    return _keep_evaluating(take_surroundings(whole))
-
-
-def _keep_evaluating(composite: Any) -> torch.nn.Module:
-    """The same, in which nothing is dropped at random and no statistics are measured, also while
-    the decoder is trained: what a tower makes of a clip does not depend on other rows.
-    """
+    composite: Any = take_surroundings(whole)
+    # Nothing is dropped at random and no statistics are measured, also while the decoder is
+    # trained: what a tower makes of a clip does not depend on other rows.
     composite.eval()
     composite.train = lambda mode=True: composite
     kept: torch.nn.Module = composite
@@ -135,7 +131,11 @@ def take_surroundings(whole: Any) -> torch.nn.Module:
 
     composite: Any = copy(whole)
     composite._modules = dict(whole._modules)
-    if makes_positions(composite) and not (takes_types(composite) or _hears(composite)):
+    # With sound it makes them of all tokens of a mask, by the tokens around media.
+    if makes_positions(composite) and not (
+        takes_types(composite)
+        or "audio_seqlens" in inspect.signature(composite.get_rope_index).parameters
+    ):
         raise ConfigError(
             f"the {type(composite).__name__} of transformers {__version__} does not take {TYPES}: "
             "install transformers 5.3 or newer"
@@ -156,11 +156,6 @@ def takes_types(composite: torch.nn.Module) -> bool:
 def makes_positions(composite: torch.nn.Module) -> bool:
     """Whether the model makes positions."""
     return hasattr(composite, "get_rope_index")
-
-
-def _hears(composite: Any) -> bool:
-    """Whether it makes them of sound too: of all tokens of a mask, by the tokens around media."""
-    return "audio_seqlens" in inspect.signature(composite.get_rope_index).parameters
 
 
 def fill_composite(

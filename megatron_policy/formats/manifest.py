@@ -80,7 +80,17 @@ def read_manifest(root: Path) -> DirectoryManifest | None:
     """The manifest of a checkpoint, None if it has none; ConversionError if it is damaged."""
     path = root / MANIFEST
     try:
-        content = _unseal(contained.read(contained.inside(root, MANIFEST), MAX_BYTES))
+        content_bytes = contained.read(contained.inside(root, MANIFEST), MAX_BYTES)
+        # A model's config may have infinities.
+        content = strict_json.parse(content_bytes, finite=False)
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+        if not is_sealed(content_bytes, text(content["digest"])):
+            raise ValueError("its content contradicts its digest")
+        if content["format"] != FORMAT:
+            raise ValueError(
+                f"it is of format {content['format']}, but this version reads {FORMAT}"
+            )
         keys = ("package", "direction", "source", "family", "config")
         origin = {key: content[key] for key in keys}
         for stated in (content["package"], content["direction"], content["family"]):
@@ -107,17 +117,6 @@ def _damaged(path: Path, what: object) -> ConversionError:
     return ConversionError(
         f"{path} is damaged: {what}. Restore it, or remove it to do without digests."
     )
-
-
-def _unseal(content_bytes: bytes) -> dict[str, Any]:
-    content = strict_json.parse(content_bytes, finite=False)  # a model's config may have infinities
-    if not isinstance(content, dict):
-        raise ValueError("it is not a JSON object")
-    if not is_sealed(content_bytes, text(content["digest"])):
-        raise ValueError("its content contradicts its digest")
-    if content["format"] != FORMAT:
-        raise ValueError(f"it is of format {content['format']}, but this version reads {FORMAT}")
-    return content
 
 
 def _tensor(dtype: str, shape: list[int], digest: str) -> tuple[Info, str]:

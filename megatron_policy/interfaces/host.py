@@ -50,7 +50,8 @@ def find_host(name: str) -> Host:
     An entry point names a function without arguments that returns a `Host`. ConfigError if there is
     none of that name, or it returns something else.
     """
-    points = _points()
+    own = {name: EntryPoint(name, value, GROUP) for name, value in OWN.items()}
+    points = own | {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
         known = f"there is no host {name!r}; known hosts: {', '.join(sorted(points))}"
         raise ConfigError(_WITHOUT_COMMAND.get(name, known))
@@ -61,8 +62,3 @@ def find_host(name: str) -> Host:
             "must name a function that returns a megatron_policy.interfaces.host.Host"
         )
     return host
-
-
-def _points() -> dict[str, EntryPoint]:
-    own = {name: EntryPoint(name, value, GROUP) for name, value in OWN.items()}
-    return own | {point.name: point for point in entry_points(group=GROUP)}

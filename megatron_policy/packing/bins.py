@@ -172,7 +172,12 @@ def split_to(bins: Bins, number: int, costs: Sequence[float]) -> Bins:
     order = len(bins)
     while heap and len(done) + len(heap) < number:
         _, _, members = heapq.heappop(heap)
-        for half in _halves(members, costs):
+        halves, loads = (list[int](), list[int]()), [0.0, 0.0]
+        for item in sorted(members, key=costs.__getitem__, reverse=True):
+            lower = int(loads[1] < loads[0])
+            halves[lower].append(item)
+            loads[lower] += costs[item]
+        for half in halves:
             if len(half) > 1:
                 heapq.heappush(heap, (-sum(costs[item] for item in half), order, half))
                 order += 1
@@ -180,16 +185,6 @@ def split_to(bins: Bins, number: int, costs: Sequence[float]) -> Bins:
                 done.append(half)
     found = [*(members for _, _, members in sorted(heap)), *done]
     return found + [[] for _ in range(number - len(found))]
-
-
-def _halves(members: Iterable[int], costs: Sequence[float]) -> tuple[list[int], list[int]]:
-    halves: tuple[list[int], list[int]] = ([], [])
-    loads = [0.0, 0.0]
-    for item in sorted(members, key=costs.__getitem__, reverse=True):
-        lower = int(loads[1] < loads[0])
-        halves[lower].append(item)
-        loads[lower] += costs[item]
-    return halves
 
 
 def concatenative(sizes: Sequence[int], capacity: int) -> Bins:

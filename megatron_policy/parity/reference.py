@@ -6,8 +6,6 @@ Shapes: B rows, S positions, V vocabulary, D model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from megatron_policy.converters.formats.hf_config import (
 )
 from megatron_policy.converters.formats.hf_files import inventory, locate
 from megatron_policy.converters.formats.hf_names import INDEX
-from megatron_policy.converters.formats.safetensors_format import Extent
 from megatron_policy.converters.registry import family_of
 from megatron_policy.device import current_device
 from megatron_policy.dtypes import dtype_named
@@ -105,7 +102,13 @@ def _load(model: str, dtype: str) -> Any:
         raise ConfigError(f"{model}: {why}")
     files = inventory(root)
     with for_transformers(config) as folder:
-        _link(files, folder)
+        weight_map: dict[str, str] = {}  # by our own names of files
+        for number, (path, tensors) in enumerate(files.items()):
+            name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+            (folder / name).symlink_to(path.absolute())
+            weight_map |= dict.fromkeys(tensors, name)
+        index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+        (folder / INDEX).write_bytes(strict_json.encoded(index))
         try:
             hf = kind.from_pretrained(folder, dtype=dtype_named(dtype), **plainly)
         except MemoryError:
@@ -116,17 +119,6 @@ def _load(model: str, dtype: str) -> Any:
     chosen = getattr(hf.config, "_attn_implementation", None)
     assert chosen == "eager", f"transformers chose {chosen!r}"
     return hf.to(current_device()).eval()
-
-
-def _link(files: Mapping[Path, Mapping[str, Extent]], folder: Path) -> None:
-    """Link the safetensors into `folder` under our own names, with an index."""
-    weight_map: dict[str, str] = {}
-    for number, (path, tensors) in enumerate(files.items()):
-        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        (folder / name).symlink_to(path.absolute())
-        weight_map |= dict.fromkeys(tensors, name)
-    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-    (folder / INDEX).write_bytes(strict_json.encoded(index))
 
 
 def _decoder_layers(hf: Any, num_layers: int) -> torch.nn.ModuleList:

@@ -83,7 +83,17 @@ class TextGenerator:
         pad_id, parts = int(pad_id), self._cut(data)
         with torch.no_grad(), self._engine.inference() as new_cache:
             found = [self._continue(new_cache, part, sampling, pad_id) for part in parts]
-        return _concatenate(found, pad_id)
+        width = max(part.tokens_BT.size(1) for part in found)
+        return Continuations(
+            tokens_BT=torch.cat(
+                [pad(p.tokens_BT, (0, width - p.tokens_BT.size(1)), value=pad_id) for p in found]
+            ),
+            lengths_B=torch.cat([p.lengths_B for p in found]),
+            generated_B=torch.cat([p.generated_B for p in found]),
+            logprobs_BT=torch.cat(
+                [pad(p.logprobs_BT, (0, width - p.logprobs_BT.size(1))) for p in found]
+            ),
+        )
 
     def _continue(
         self,
@@ -178,18 +188,3 @@ def _cut_rows(lengths: Sequence[int], ends: Sequence[int], most: int) -> Iterato
         if full or max(ends[tried]) > min(lengths[tried]):
             yield first, row
             first = row
-
-
-def _concatenate(parts: Sequence[Continuations], pad_id: int) -> Continuations:
-    """Concatenate all rows, padded to the widest part."""
-    width = max(part.tokens_BT.size(1) for part in parts)
-    return Continuations(
-        tokens_BT=torch.cat(
-            [pad(p.tokens_BT, (0, width - p.tokens_BT.size(1)), value=pad_id) for p in parts]
-        ),
-        lengths_B=torch.cat([p.lengths_B for p in parts]),
-        generated_B=torch.cat([p.generated_B for p in parts]),
-        logprobs_BT=torch.cat(
-            [pad(p.logprobs_BT, (0, width - p.logprobs_BT.size(1))) for p in parts]
-        ),
-    )

@@ -199,20 +199,17 @@ class Disturbance:
             for entry, tensor in own.values():
                 factor = SHRINK if kind in BRANCHES and not entry.adapts else DOUBLE
                 can_fill = bool(entry.adapts) or entry.row.role is not Role.MATRIX
-                self._change(tensor, factor, can_fill)
+                if can_fill and not tensor.contiguous().view(torch.uint8).any():
+                    self._scaled.append((tensor.fill_(1.0), math.inf))
+                elif torch.equal((tensor * factor).div_(factor), tensor):
+                    self._scaled.append((tensor.mul_(factor), factor))
+                else:  # too small, or too large
+                    before = tensor.cpu().clone()
+                    tensor.mul_(factor)
+                    self._copied.append((tensor, before))
         except BaseException:
             self.undo()
             raise
-
-    def _change(self, tensor: Tensor, factor: float, can_fill: bool) -> None:
-        if can_fill and not tensor.contiguous().view(torch.uint8).any():
-            self._scaled.append((tensor.fill_(1.0), math.inf))
-        elif torch.equal((tensor * factor).div_(factor), tensor):
-            self._scaled.append((tensor.mul_(factor), factor))
-        else:  # too small, or too large
-            before = tensor.cpu().clone()
-            tensor.mul_(factor)
-            self._copied.append((tensor, before))
 
     def undo(self) -> None:
         """Restore what was changed."""

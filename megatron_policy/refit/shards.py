@@ -274,7 +274,7 @@ class _Span:
         """The elements of a region of the tensor, `hf`, and of a parameter, `own`, that are among
         these indices.
         """
-        at = self._index(hf.offset)
+        at = hf.offset // self._inner % self._size
         along = [i for i, n in enumerate(hf.size) if n > 1 and not self._is_apart(hf.stride[i])]
         last = at + sum((hf.size[i] - 1) * hf.stride[i] // self._inner for i in along)
         reach = hf.offset % self._inner + sum(
@@ -321,9 +321,6 @@ class _Span:
             box = [(0, n) for n in hf.size]
             box[widest] = index, index + 1
             yield from self.moves(hf.cut(tuple(box)), own.cut(tuple(box)))
-
-    def _index(self, flat: int) -> int:
-        return flat // self._inner % self._size
 
     def _is_apart(self, stride: int) -> bool:
         """Whether a step of a dimension does not change the index, if nothing is carried."""

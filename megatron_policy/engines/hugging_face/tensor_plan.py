@@ -72,7 +72,18 @@ Plan = dict[str, Style]
 def plan_of(settings: DTensorConfig, model: Any) -> Plan:
     """The plan for `model`; ConfigError, naming the fix, if there is none or it cannot be used."""
     custom = settings.custom_parallel_plan
-    _refuse_settings(model)
+    if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):
+        raise ConfigError(
+            f"tensor-parallel ranks cannot share {type(model).__name__}, whose MLPs take "
+            "statistics of all features: set policy.dtensor_cfg.tensor_parallel_size to 1"
+        )
+    for name, value in vars(model.config).items():
+        drawn = _RANDOM.search(name) and not name.startswith("classifier")
+        if drawn and isinstance(value, float) and value > 0:
+            raise ConfigError(
+                f"{type(model).__name__} has {name}={value}, and tensor-parallel ranks would not "
+                f"draw alike: set policy.hf_config_overrides.{name} to 0.0"
+            )
     kind = getattr(model.config, "model_type", "")
     given = _import_plan(custom) if custom else _OURS.get(kind) or getattr(model, "tp_plan", None)
     found: Plan = {}
@@ -102,22 +113,6 @@ def plan_of(settings: DTensorConfig, model: Any) -> Plan:
             f"set policy.dtensor_cfg.tensor_parallel_size to 1, or give a plan by {KEY}"
         )
     return found
-
-
-def _refuse_settings(model: Any) -> None:
-    """ConfigError for what would differ between ranks that have to compute the same."""
-    if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):
-        raise ConfigError(
-            f"tensor-parallel ranks cannot share {type(model).__name__}, whose MLPs take "
-            "statistics of all features: set policy.dtensor_cfg.tensor_parallel_size to 1"
-        )
-    for name, value in vars(model.config).items():
-        drawn = _RANDOM.search(name) and not name.startswith("classifier")
-        if drawn and isinstance(value, float) and value > 0:
-            raise ConfigError(
-                f"{type(model).__name__} has {name}={value}, and tensor-parallel ranks would not "
-                f"draw alike: set policy.hf_config_overrides.{name} to 0.0"
-            )
 
 
 def _import_plan(path: str) -> Mapping[str, Any]:

@@ -36,7 +36,18 @@ def split(
 
     ConfigError, naming the fix, for what the ranks of `region` cannot share.
     """
-    _refuse_halves(decoder, plan, region.splits_tokens)
+    # Columns in a layer, or in a block, whose outputs no rows of it take, and the other way round.
+    modules = dict(decoder.model.named_modules())
+    styles = {id(modules[name]): style for name, style in plan.items()}
+    for layer in decoder.layers:
+        for unit in layer.children() if region.splits_tokens else (layer,):
+            found = {styles[i] for i in map(id, unit.modules()) if i in styles} & _BETWEEN
+            if len(found) == 1:
+                raise ConfigError(
+                    f"the plan of tensor parallelism gives {type(unit).__name__} the style "
+                    f"{found.pop().value!r} alone: 'colwise' and 'rowwise' belong together, give "
+                    f"both by {KEY}"
+                )
     splitting = _Splitting(decoder, plan, sources, region)
     for name, style in plan.items():
         splitting.share(name, style)
@@ -288,23 +299,6 @@ class _Splitting:
             cuts={name: self._cuts[id(p)] for name, p in named if id(p) in self._cuts},
             partial=frozenset(name for name, p in named if id(p) in self._partial),
         )
-
-
-def _refuse_halves(decoder: Decoder, plan: Plan, by_block: bool) -> None:
-    """ConfigError for columns in a layer, or in a block, whose outputs no rows of it take, and the
-    other way round.
-    """
-    modules = dict(decoder.model.named_modules())
-    styles = {id(modules[name]): style for name, style in plan.items()}
-    for layer in decoder.layers:
-        for unit in layer.children() if by_block else (layer,):
-            found = {styles[i] for i in map(id, unit.modules()) if i in styles} & _BETWEEN
-            if len(found) == 1:
-                raise ConfigError(
-                    f"the plan of tensor parallelism gives {type(unit).__name__} the style "
-                    f"{found.pop().value!r} alone: 'colwise' and 'rowwise' belong together, give "
-                    f"both by {KEY}"
-                )
 
 
 def _count_key_copies(settings: Any, plan: Plan, size: int) -> int:

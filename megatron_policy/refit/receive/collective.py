@@ -132,7 +132,9 @@ class CollectiveGroup:
             else:
                 manifest = self._take_shards(call, call.shards, assembler, limit)
         except BaseException as error:
-            self._refuse(call, error)
+            words = str(error) or type(error).__name__
+            call_off(self._store, call.number, f"engine {self._engine}: {words}")
+            self._leave()
             raise
         self._store.put(note_key(call.number, "accepted", self._engine), ACCEPTED)
         self._store.put_at_end(note_key(call.number, OFF), b"")
@@ -306,12 +308,6 @@ class CollectiveGroup:
             raise RefitError(f"the trainer's pipeline stages sent different steps: {sorted(kinds)}")
         tensors = {name: sent for part in parts for name, sent in part.tensors.items()}
         return RefitManifest(parts[0].step, parts[0].algorithm, tensors, parts[0].model)
-
-    def _refuse(self, call: _Call, error: BaseException) -> None:
-        """Tell the others why, then break the connections: they then look for a reason."""
-        words = str(error) or type(error).__name__
-        call_off(self._store, call.number, f"engine {self._engine}: {words}")
-        self._leave()
 
     def _leave(self) -> None:
         for _, channel in self._joined.values():

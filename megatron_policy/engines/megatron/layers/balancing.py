@@ -139,7 +139,15 @@ class Balancing(torch.nn.Module):
         self.step_sums[:-2] += (taken_TE & counts_T1).sum(0)
         added = logits_TE.new_zeros(())
         if self.coefficient:
-            balance = self._balance(logits_TE, counts_T1, token_weights_T)
+            scores_TE = probabilities(logits_TE, self.moe)
+            with torch.no_grad():
+                best_TK = scores_TE.topk(self.moe.chosen, dim=-1).indices
+                favoured_TE = torch.zeros_like(scores_TE).scatter(-1, best_TK, 1.0) * counts_T1
+                scope_T, counts_SE = self._count(favoured_TE)
+                shares_SE = counts_SE / counts_SE.sum(-1, keepdim=True).clamp(min=1)
+                shares_TE = shares_SE.to(scores_TE.dtype)[scope_T]
+            per_token_T = (shares_TE * scores_TE).sum(-1)
+            balance = self.moe.experts * (per_token_T * token_weights_T).sum()
             self.step_sums[-2] += balance.detach()
             added = added + self.coefficient * balance
         if self.z_coefficient:
@@ -152,22 +160,6 @@ class Balancing(torch.nn.Module):
             added = self.config.grad_scale_func(added).squeeze()
         with_loss_TE: torch.Tensor = _AddedLoss.apply(weights_TE, added)  # type: ignore[no-untyped-call]
         return with_loss_TE
-
-    def _balance(
-        self, logits_TE: torch.Tensor, counts_T1: torch.Tensor, token_weights_T: torch.Tensor
-    ) -> torch.Tensor:
-        """This rank's part of the load balancing loss: E times the sum over experts of the share of
-        choices that an expert gets and the mean probability that it has. 1 if both are uniform.
-        """
-        scores_TE = probabilities(logits_TE, self.moe)
-        with torch.no_grad():
-            best_TK = scores_TE.topk(self.moe.chosen, dim=-1).indices
-            favoured_TE = torch.zeros_like(scores_TE).scatter(-1, best_TK, 1.0) * counts_T1
-            scope_T, counts_SE = self._count(favoured_TE)
-            shares_SE = counts_SE / counts_SE.sum(-1, keepdim=True).clamp(min=1)
-            shares_TE = shares_SE.to(scores_TE.dtype)[scope_T]
-        per_token_T = (shares_TE * scores_TE).sum(-1)
-        return self.moe.experts * (per_token_T * token_weights_T).sum()
 
     def _count(self, favoured_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The scope of each token, and the favoured experts counted in each scope."""

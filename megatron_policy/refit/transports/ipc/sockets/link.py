@@ -111,7 +111,14 @@ class Link:
         poller.poll(int(max(0.0, until - time.monotonic()) * 1000))
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())
-            self._note(event["event"], event["value"])
+            kind, descriptor = event["event"], event["value"]
+            if kind & _CAME:
+                self.here.add(descriptor)
+            elif kind & _MET:
+                self.met = True
+            else:
+                self.here.discard(descriptor)
+                self.left = True
         # After the events: a message sent before a connection broke still counts.
         return bool(what and self.socket.poll(0, what))
 
@@ -137,15 +144,6 @@ class Link:
         self.socket.disable_monitor()
         self._events.close(0)
         self.socket.close(0 if self.left else int(linger_s * 1000))
-
-    def _note(self, kind: int, descriptor: int) -> None:
-        if kind & _CAME:
-            self.here.add(descriptor)
-        elif kind & _MET:
-            self.met = True
-        else:
-            self.here.discard(descriptor)
-            self.left = True
 
 
 def describe_leaving(other: str, address: str) -> str:
