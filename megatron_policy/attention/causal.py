@@ -25,6 +25,7 @@ from megatron_policy.attention.varlen_attention import (
 )
 from megatron_policy.packing.tiles import tiles
 from megatron_policy.packing.tokens import AttentionPiece, Blocks, TokenLayout
+from megatron_policy.parallel.collectives import exchange, gather, sum_scatter
 
 
 @dataclass(kw_only=True)
@@ -176,32 +177,13 @@ def gather_keys(
     Values can have a different head size. Gradients are summed over the ranks in the dtype of the
     keys.
     """
-    both = torch.cat([key_TBGH, value_TBGH], -1)
-    apply: Callable[..., torch.Tensor] = _Gather.apply
-    key, value = apply(both, order, group).split([key_TBGH.size(-1), value_TBGH.size(-1)], -1)
-    return key, value
 
-
-class _Gather(torch.autograd.Function):
-    """Gathers `[T, ...]` of each rank to `[C * T, ...]`; output i is entry `order[i]` of the ranks'
-    concatenation.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, local: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        ctx.group = group
-        by_rank = local.new_empty(order.numel(), *local.shape[1:])
-        dist.all_gather_into_tensor(by_rank, local.contiguous(), group=group)
-        return by_rank[order]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (grad,), (order,) = grads, ctx.saved_tensors
+    def give_back(grad: torch.Tensor) -> torch.Tensor:
         by_rank = torch.empty_like(grad, memory_format=torch.contiguous_format)
         by_rank[order] = grad
-        own = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, by_rank, group=ctx.group)
-        return own, None, None
+        return sum_scatter(by_rank, group)
+
+    both = torch.cat([key_TBGH, value_TBGH], -1)
+    every = exchange(both, lambda own: gather(own, group)[order], give_back)
+    key, value = every.split([key_TBGH.size(-1), value_TBGH.size(-1)], -1)
+    return key, value

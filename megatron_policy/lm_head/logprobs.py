@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_policy.parallel.collectives import exchange, take_part
+
 CHUNK = 1024
 """Positions whose softmax is held at a time."""
 _GATHERED = 2**24
@@ -90,15 +92,9 @@ def gather_vocab(logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
     """
     if group.size() == 1:
         return logits_BSV
-    apply: Callable[..., torch.Tensor] = _GatherVocab.apply
-    return apply(logits_BSV, group)
 
-
-class _GatherVocab(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def gather(logits_BSV: torch.Tensor) -> torch.Tensor:
         ranks, width = group.size(), logits_BSV.size(-1)
-        ctx.group, ctx.width = group, width
         whole = logits_BSV.new_empty(*logits_BSV.shape[:-1], ranks * width)
         own_NV, whole_NRV = logits_BSV.reshape(-1, width), whole.view(-1, ranks, width)
         # Some positions at a time: little more is held than what is returned.
@@ -110,7 +106,5 @@ class _GatherVocab(torch.autograd.Function):
             whole_NRV[start : start + step] = part_RNV.transpose(0, 1)
         return whole
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Each rank holds the whole gradient of the same loss, so its own slice is enough.
-        return grad.narrow(-1, ctx.group.rank() * ctx.width, ctx.width).contiguous(), None
+    # Each rank holds the whole gradient of the same loss, so its own slice is enough.
+    return exchange(logits_BSV, gather, lambda grad: take_part(grad, group, -1))

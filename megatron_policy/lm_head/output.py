@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from megatron_policy.lm_head.head import LanguageModelHead, MtpLayers
 from megatron_policy.packing.microbatch import TEMPERATURE, Microbatch, cut, inside
 from megatron_policy.packing.multiples import NARROWEST
 from megatron_policy.packing.tokens import FILLER
+from megatron_policy.parallel.collectives import exchange, gather, take_part
 
 Watch = Callable[[torch.Tensor], object]
 """Gets log-probabilities without their graph, before those of dropped tokens are replaced."""
@@ -245,19 +245,9 @@ def _gather_copies(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     """
     if group.size() == 1:
         return values.unsqueeze(0)
-    apply: Callable[..., torch.Tensor] = _GatherCopies.apply
-    return apply(values, group)
-
-
-class _GatherCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.rank = group.rank()
-        gathered = values.new_empty(group.size() * values.size(0), *values.shape[1:])
-        dist.all_gather_into_tensor(gathered, values.contiguous(), group=group)
-        return gathered.view(group.size(), *values.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Each rank holds the whole gradient of the same loss, so its own part is enough.
-        return grad[ctx.rank].contiguous(), None
+    # Each rank holds the whole gradient of the same loss, so its own part is enough.
+    return exchange(
+        values.unsqueeze(0),
+        lambda own: gather(own, group),
+        lambda grad: take_part(grad, group),
+    )

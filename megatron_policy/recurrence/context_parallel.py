@@ -15,12 +15,13 @@ Shapes: T positions of a rank, C ranks, R rows, F columns of a projection, V cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_policy.parallel.collectives import exchange, swap
 
 
 def share_heads(sections: Sequence[tuple[int, int]], ranks: int) -> torch.Tensor:
@@ -64,26 +65,5 @@ class HeadExchange:
         return heads.movedim(0, -2).flatten(-2)
 
     def _swap(self, x: torch.Tensor) -> torch.Tensor:
-        apply: Callable[..., torch.Tensor] = _Swap.apply
-        return apply(x, self.group)
-
-
-class _Swap(torch.autograd.Function):
-    """`[C, ...]` with an entry for each rank becomes `[C, ...]` with one from each rank; its own
-    transpose.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _all_to_all(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_to_all(grads[0], ctx.group), None
-
-
-def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, x.contiguous(), group=group)
-    return received
+        # Its own transpose.
+        return exchange(x, lambda x: swap(x, self.group), lambda grad: swap(grad, self.group))

@@ -23,6 +23,7 @@ from megatron_policy.engines.megatron import assemble, trainable
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing import tokens
 from megatron_policy.packing.tokens import AttentionPiece, TokenLayout
+from megatron_policy.parallel.collectives import take_part
 from megatron_policy.parallel.topology import Copy, Placement
 from megatron_policy.training import batching, losses, train
 from megatron_policy.weights.load import Held
@@ -65,15 +66,6 @@ def _neighbours(layout: Any) -> Any:
         return replace(made, positions_CT=torch.arange(made.full_length).view_as(made.positions_CT))
 
     return contiguous
-
-
-def _own_gradient(backward: Any) -> Any:
-    def own(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        by_rank = torch.empty_like(grad)
-        by_rank[ctx.saved_tensors[0]] = grad
-        return by_rank.chunk(ctx.group.size())[ctx.group.rank()].clone(), None, None
-
-    return staticmethod(own)
 
 
 def _mask_of_all_but_the_first(counted: Any) -> Any:
@@ -164,7 +156,7 @@ def _copies_of_experts(copy: Callable[[Placement], Copy]) -> Callable[[Any], Any
 
 ONE_PIECE = (TokenLayout, "pieces", _one_piece)
 NEIGHBOURS = (tokens, "_layout", _neighbours)
-OWN_GRADIENT = (causal._Gather, "backward", _own_gradient)
+OWN_GRADIENT = (causal, "sum_scatter", lambda sum_scatter: take_part)
 LEFT_OUT = (losses, "counted", _mask_of_all_but_the_first)
 OWN_COUNTS = (train, "count_valid", _counts_of_one_replica)
 REPEATED = (batching.Batcher, "for_training", _repetitions_for_dummies)

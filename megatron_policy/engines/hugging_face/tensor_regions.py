@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_policy.engines.hugging_face.table import Holding, local_part
+from megatron_policy.parallel.collectives import (
+    Pass,
+    exchange,
+    gather,
+    sum_all,
+    sum_scatter,
+    take_part,
+)
 
 TOKENS, FEATURES = 1, -1
 """Dimensions of an activation."""
-
-_Pass = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -53,14 +58,14 @@ class TensorRegion:
         ranks' gradients. Positions are along the dimension `tokens`.
         """
         if self.splits_tokens:
-            return _exchanged(x, self._with(_gathered, tokens), self._with(_sum_scattered, tokens))
-        return _exchanged(x, _unchanged, self._with(_summed))
+            return exchange(x, self._with(gather, tokens), self._with(sum_scatter, tokens))
+        return exchange(x, _pass_on, self._with(sum_all))
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, of all positions or of this rank's."""
         if self.splits_tokens:
-            return _exchanged(x, self._with(_sum_scattered, TOKENS), self._with(_gathered, TOKENS))
-        return _exchanged(x, self._with(_summed), _unchanged)
+            return exchange(x, self._with(sum_scatter, TOKENS), self._with(gather, TOKENS))
+        return exchange(x, self._with(sum_all), _pass_on)
 
     def enter_alike(self, x: torch.Tensor) -> torch.Tensor:
         """All positions, for what every rank computes alike."""
@@ -80,60 +85,17 @@ class TensorRegion:
 
     def _gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         # Each rank has the whole gradient, so its own part is enough.
-        return _exchanged(x, self._with(_gathered, dim), self._with(_part, dim))
+        return exchange(x, self._with(gather, dim), self._with(take_part, dim))
 
     def _own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        return _exchanged(x, self._with(_part, dim), self._with(_gathered, dim))
+        return exchange(x, self._with(take_part, dim), self._with(gather, dim))
 
-    def _with(self, collective: Callable[..., torch.Tensor], *dim: int) -> _Pass:
+    def _with(self, collective: Callable[..., torch.Tensor], *dim: int) -> Pass:
         return lambda x: collective(x, self.group, *dim)
 
 
-def _gathered(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    own = x.movedim(dim, 0).contiguous()
-    whole = own.new_empty(group.size() * own.size(0), *own.shape[1:])
-    dist.all_gather_into_tensor(whole, own, group=group)
-    return whole.movedim(0, dim).contiguous()
-
-
-def _sum_scattered(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    whole = x.movedim(dim, 0).contiguous()
-    own = whole.new_empty(whole.size(0) // group.size(), *whole.shape[1:])
-    dist.reduce_scatter_tensor(own, whole, group=group)
-    return own.movedim(0, dim).contiguous()
-
-
-def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def _part(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    length = x.size(dim) // group.size()
-    return x.narrow(dim, group.rank() * length, length).contiguous()
-
-
-def _unchanged(x: torch.Tensor) -> torch.Tensor:
+def _pass_on(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-def _exchanged(x: torch.Tensor, there: _Pass, back: _Pass) -> torch.Tensor:
-    """`there` of an activation, and `back` of its gradient."""
-    made: torch.Tensor = _Exchange.apply(x, there, back)  # type: ignore[no-untyped-call]
-    return made
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, there: _Pass, back: _Pass) -> torch.Tensor:
-        ctx.back = back
-        made = there(x)
-        return x.view_as(x) if made is x else made
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.back(grad), None, None
 
 
 def sum_partial(trained: Sequence[Holding], group: dist.ProcessGroup) -> None:

@@ -6,7 +6,6 @@ Shapes: S positions, B batch, N heads of this rank, H head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_policy.engines.megatron.layers.norm import make_shard
+from megatron_policy.parallel.collectives import exchange, sum_all
 
 
 class _OwnHeads(torch.nn.Module):
@@ -82,24 +82,6 @@ def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of the ranks' `x`, on which all that each of them has depends: its gradient is a sum
     over ranks as well.
     """
-    apply: Callable[..., torch.Tensor] = _SumOverRanks.apply
-    return apply(x, group)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(grad, ctx.group), None
-
-
-def _summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if group.size() == 1:
         return x
-    total = x.contiguous().clone()
-    dist.all_reduce(total, group=group)
-    return total
+    return exchange(x, lambda own: sum_all(own, group), lambda grad: sum_all(grad, group))
