@@ -48,8 +48,7 @@ FILE_CALLS = ("torch.load", "torch.save", "np.load", "np.save", "numpy.load", "n
 READS_FILES = {
     "adapters.opening": "a training checkpoint's files that describe adapters",
     "adapters.peft_files": "the files of an adapter's directory",
-    "config.composed": "the files that a configuration inherits from, and OmegaConf",
-    "config.yaml_file": "the file of a configuration, with its limits",
+    "config.composed": "the files of a configuration, with their limits, and OmegaConf",
     "converters.files.contained": "files inside one directory",
     "converters.files.locking": "locks are files",
     "converters.files.publishing": "directories written next to their final name",

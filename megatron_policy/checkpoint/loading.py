@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_policy.checkpoint import manifest, tracker
-from megatron_policy.checkpoint.local_shards import WEIGHTS, LocalShard, locate, state_prefix
+from megatron_policy.checkpoint.local_shards import WEIGHTS, LocalShard, Slice, locate, state_prefix
 from megatron_policy.checkpoint.manifest import CheckpointManifest
-from megatron_policy.checkpoint.slices import Slice
 from megatron_policy.checkpoint.verifying import check_files, records_share, verify_records
 from megatron_policy.converters.files.raw_files import RawFiles
 from megatron_policy.converters.formats.dist_files import DistReader

@@ -20,8 +20,7 @@ from megatron_policy.checkpoint.kept_files import KeptFiles
 from megatron_policy.checkpoint.local_shards import WriteItem
 from megatron_policy.checkpoint.manifest import CheckpointManifest
 from megatron_policy.checkpoint.report import SaveReport
-from megatron_policy.checkpoint.staging import Ready, Staging, stage_in_turn
-from megatron_policy.checkpoint.writing import merge, write_records
+from megatron_policy.checkpoint.writing import Ready, Staging, merge, stage_in_turn, write_records
 from megatron_policy.converters.files.publishing import (
     clean_leftovers,
     new_directories,

@@ -20,8 +20,7 @@ from megatron_policy.cli.options import (
     arguments_as_options,
     parse_size,
 )
-from megatron_policy.cli.output import say
-from megatron_policy.cli.progress import transfer
+from megatron_policy.cli.output import say, transfer
 from megatron_policy.cli.report import CommandReport, show
 from megatron_policy.estimate.sizes import show_size
 

@@ -1,5 +1,5 @@
-"""Prints lines on the terminal, where names in them can be untrusted and always print as text, and
-JSON documents.
+"""Prints lines on the terminal, where names in them can be untrusted and always print as text, JSON
+documents, and the progress of a transfer.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import typer
+
+from megatron_policy.estimate.sizes import show_size
 
 CONFIG_ONLY = "only config.json was read: the tensors are those that its model has"
 
@@ -60,3 +64,56 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_finite(item) for item in value]
     return value
+
+
+Tell = Callable[[int, int], None]
+
+
+@contextmanager
+def transfer(what: str) -> Iterator[Tell]:
+    """Yield a callback for bytes done and in total; reports on stderr, the bar only on a
+    terminal.
+    """
+    started, last = time.monotonic(), 0
+
+    def remember(done: int, total: int) -> None:
+        nonlocal last
+        last = done
+
+    if sys.stderr.isatty():
+        with _bar(what) as show:
+
+            def tell(done: int, total: int) -> None:
+                remember(done, total)
+                show(done, total)
+
+            yield tell
+    else:
+        yield remember
+    seconds = time.monotonic() - started
+    rate = show_size(last / seconds) if seconds else "?"
+    typer.echo(f"{what}: {show_size(last)} in {seconds:.1f} s, {rate}/s", err=True)
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Tell]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

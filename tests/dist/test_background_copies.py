@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_policy.checkpoint import staging
+from megatron_policy.checkpoint import writing
 from megatron_policy.errors import CheckpointError
 from megatron_policy.memory.device_memory import DeviceMemory
 from megatron_policy.memory.states import IDLE, TRAIN
@@ -74,8 +74,8 @@ class Hold:
 def held_up(policy: MegatronPolicy) -> Iterator[Hold]:
     hold = Hold(policy)
     with (
-        replaced(staging, "_copy", hold.late),
-        replaced(staging.Staging, "wait", hold.asked),
+        replaced(writing, "_copy", hold.late),
+        replaced(writing.Staging, "wait", hold.asked),
     ):
         try:
             yield hold
@@ -196,7 +196,7 @@ def interrupt(config: dict[str, Any], root: Path) -> None:
         before = prints(everything_of(policy))
         with held_up(policy) as hold:
             policy.save_checkpoint(**paths(root))
-            with replaced(staging.Staging, "wait", interrupted):
+            with replaced(writing.Staging, "wait", interrupted):
                 with pytest.raises(KeyboardInterrupt):
                     train(policy, [1])
                 assert not hold.released.is_set()
@@ -226,7 +226,7 @@ def fail_to_copy(config: dict[str, Any], root: Path) -> None:
         policy.save_checkpoint(**paths(root))
         policy.finalize_async_save()
         train(policy, [1])
-        with replaced(staging, "_copy", failing):
+        with replaced(writing, "_copy", failing):
             policy.save_checkpoint(**paths(root))
             train(policy, [2])  # which does not wait forever
             with pytest.raises(CheckpointError, match="the device has failed"):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.checkpoint.slices import cut_pieces, cut_slices, divide
+from megatron_policy.checkpoint.local_shards import cut_pieces, cut_slices, divide
 from megatron_policy.converters.architecture import Architecture, Moe, Scoring
 from megatron_policy.converters.rows import Row, Whole, shard
 from megatron_policy.converters.rows.expert_rows import (

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.checkpoint.slices import cut_slices
+from megatron_policy.checkpoint.local_shards import cut_slices
 from megatron_policy.converters.architecture import Mlp
 from megatron_policy.converters.rows import GateUp, Qkv, Row
 from megatron_policy.converters.rows.blocks import Within, fill_parts, fill_shard, pack

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_policy.adapters.rows import GatedQkvParts, QkvParts
 from megatron_policy.adapters.table import number_outputs
-from megatron_policy.checkpoint.slices import cut_slices
+from megatron_policy.checkpoint.local_shards import cut_slices
 from megatron_policy.converters.architecture import (
     Architecture,
     Attention,

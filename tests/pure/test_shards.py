@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_policy.checkpoint.slices import cut_slices
+from megatron_policy.checkpoint.local_shards import cut_slices
 from megatron_policy.converters.architecture import Architecture, Attention, Mlp, Moe
 from megatron_policy.converters.rows import (
     Block,

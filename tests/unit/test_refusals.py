@@ -161,7 +161,7 @@ OTHERWISE: dict[str, str] = {
     "what the modules of a model's towers are, which are made with it": """
         engines.megatron.adapters:_check_linear
     """,
-    "a file of keys, which the check reads too": "config.composed:* config.yaml_file:*",
+    "a file of keys, which the check reads too": "config.composed:*",
     "the model's files, which the check reads too": """
         config.model_table:_make_unlisted_table converters.formats.*:*
         adapters.base:* adapters.opening:* adapters.peft_files:*

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_policy.adapters.targets import bind_tables
-from megatron_policy.config import PolicyConfig, yaml_file
+from megatron_policy.config import PolicyConfig
+from megatron_policy.config.composed import load_yaml
 from megatron_policy.config.layout import checked_topology
 from megatron_policy.converters.formats.hf_config import read_config
 from megatron_policy.errors import ConfigError, ConversionError
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python -m megatron_policy.hosts.verl.check FILE", file=sys.stderr)
         return 2
     try:
-        for line in report(yaml_file.load(Path(arguments[0]))):
+        for line in report(load_yaml(Path(arguments[0]))):
             print(line)
     except (KeyError, TypeError) as error:
         print(f"error: {arguments[0]} is not what verl prints: {error!r}", file=sys.stderr)
