@@ -210,10 +210,6 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-def _are_modules(value: Any) -> bool:
-    return isinstance(value, str) or _are_names(value)
-
-
 def _are_literal(value: Any) -> bool:
     names = [*value] if isinstance(value, Mapping) else _as_list(value)
     return all(isinstance(name, str) and _LITERAL.fullmatch(name) for name in names)
@@ -249,7 +245,11 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda v: not (isinstance(v, str) and v),
         "a pattern is not read here: list the modules by name, or leave it out",
     ),
-    ("exclude_modules target_modules", _are_modules, "must be names of modules, or a pattern"),
+    (
+        "exclude_modules target_modules",
+        lambda v: isinstance(v, str) or _are_names(v),
+        "must be names of modules, or a pattern",
+    ),
     ("target_parameters", _are_names, "must be names of parameters"),
     (
         "init_lora_weights",

@@ -92,7 +92,12 @@ def parity(
     if tokens is not None:
         common["tokens"] = tokens
     with one_line_errors(as_json), keys_as_options():
-        _check_engine(engine, engine_python, per_layer)
+        from megatron_policy.errors import ConfigError
+
+        if engine is None and engine_python is not None:
+            raise ConfigError("--engine-python is for --engine vllm: give both or neither")
+        if engine is not None and per_layer:
+            raise ConfigError("--per-layer is without --engine: an engine shows no layer's output")
         _be_quiet()
         if engine is None:
             from megatron_policy.parity import compare
@@ -105,15 +110,6 @@ def parity(
             served: dict[str, Any] = {"served": reference, "python": engine_python}
             report = report_engine(compare_with_engine(model, sizes=sizes, **served, **common))
     show(report, as_json)
-
-
-def _check_engine(engine: EngineName | None, python: str | None, per_layer: bool) -> None:
-    from megatron_policy.errors import ConfigError
-
-    if engine is None and python is not None:
-        raise ConfigError("--engine-python is for --engine vllm: give both or neither")
-    if engine is not None and per_layer:
-        raise ConfigError("--per-layer is without --engine: an engine shows no layer's output")
 
 
 def _be_quiet() -> None:

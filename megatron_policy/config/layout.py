@@ -114,7 +114,13 @@ def check_layout(
             problems.append(f"policy.megatron_cfg: {error}")
         else:
             problems += _check_recomputation(config, split)
-            problems += _check_first_stage(architecture, split)
+            deep = 0 if architecture.shell is None else architecture.shell.deep
+            if (first := len(split.stages[0][0])) < deep:
+                problems.append(
+                    f"features of pictures are added to the outputs of the first {deep} layers, "
+                    f"but the first model chunk has {first}: give it {deep} or more "
+                    "(num_layers_in_first_pipeline_stage), or use fewer stages or virtual stages"
+                )
     rows = config.train_global_batch_size
     if pads(config):
         problems += _refusals(microbatches, rows, config.train_micro_batch_size, topology)
@@ -213,17 +219,6 @@ def layer_split(config: PolicyConfig, architecture: Architecture, topology: Topo
         costs = architecture.cost_layers(config.megatron_cfg.mtp_num_layers)
         return LayerSplit.balance(costs, *stages)
     return LayerSplit.of(architecture.num_layers, *stages, *ends)
-
-
-def _check_first_stage(architecture: Architecture, split: LayerSplit) -> Iterator[str]:
-    """Report a first model chunk without all layers that features of pictures are added to."""
-    deep = 0 if architecture.shell is None else architecture.shell.deep
-    if len(split.stages[0][0]) < deep:
-        yield (
-            f"features of pictures are added to the outputs of the first {deep} layers, but the "
-            f"first model chunk has {len(split.stages[0][0])}: give it {deep} or more "
-            "(num_layers_in_first_pipeline_stage), or use fewer stages or virtual stages"
-        )
 
 
 def _check_recomputation(config: PolicyConfig, split: LayerSplit) -> Iterator[str]:

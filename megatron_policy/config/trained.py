@@ -97,10 +97,6 @@ class AutomodelFreezeConfig(Section):
     """All but towers, projectors and a head that is not the embedding's."""
 
 
-def _none_for_nothing(value: Any) -> Any:
-    return None if value in ("None", "") else value
-
-
 def _refuse_all_linear(value: Any) -> Any:
     if value == "all-linear":
         raise ValueError("Input should be a list of names; leave it out for all linear layers")
@@ -136,7 +132,9 @@ class PeftConfig(Section):
     """Drawn for the whole tensor: the same in every layout."""
     lora_B_init_method: InitMethod = "zero"
     """Drawn for the whole tensor: the same in every layout."""
-    lora_dtype: Annotated[Dtype | None, BeforeValidator(_none_for_nothing)] = None
+    lora_dtype: Annotated[
+        Dtype | None, BeforeValidator(lambda value: None if value in ("None", "") else value)
+    ] = None
     """Has to agree with `precision`; the optimizer keeps fp32 main parameters."""
     a2a_experimental: bool = False
     start_from: Annotated[str | None, BeforeValidator(_refuse_blank)] = None

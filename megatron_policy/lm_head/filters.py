@@ -84,7 +84,12 @@ def find_bounds(
 
     The same on every rank of the group, which calls it together.
     """
-    peak_R = _find_peak(logits_RW, group)
+    if logits_RW.size(1):
+        peak_R = logits_RW.amax(-1)
+    else:
+        peak_R = logits_RW.new_full((len(logits_RW),), torch.finfo(logits_RW.dtype).min)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(peak_R, op=dist.ReduceOp.MAX, group=group)
     found = Bounds.of_nothing(len(peak_R), peak_R.dtype, peak_R.device)
     logit_R, low_R, high_R = found.logit_N, _to_key(found.logit_N), _to_key(peak_R)
     steps = 8 * peak_R.element_size()
@@ -136,17 +141,6 @@ def _find_largest(
         low_R = torch.where(enough_R, middle_R, low_R)
         high_R = torch.where(enough_R, high_R, middle_R - 1)
     return low_R
-
-
-def _find_peak(logits_RW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The largest logit of each token."""
-    if logits_RW.size(1):
-        peak_R = logits_RW.amax(-1)
-    else:
-        peak_R = logits_RW.new_full((len(logits_RW),), torch.finfo(logits_RW.dtype).min)
-    if group is not None and group.size() > 1:
-        dist.all_reduce(peak_R, op=dist.ReduceOp.MAX, group=group)
-    return peak_R
 
 
 def _sum_over_vocab(values_RW: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

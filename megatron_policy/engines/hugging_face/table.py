@@ -243,7 +243,13 @@ def sharded_table(
     """The table of `decoder`, as ranks hold it between them, in the order of the family's table;
     `sources` are by the names of the model itself, as are `shares`, which FSDP has sharded.
     """
-    saved = _find_saved_entries(family)
+    # The parameter of training checkpoints that an HF tensor is a part of, and the part's number.
+    saved = {
+        name: (entry, part)
+        for entry in family.exported()
+        if not isinstance(entry.row, Stacked)
+        for part, name in enumerate(entry.hf)
+    }
     roles = {name: entry.row.role for entry in family.exported() for name in entry.hf}
     shapes = family.hf_shapes()
     first = decoder.layers[0]
@@ -338,18 +344,6 @@ def _make_entries(
         expert = index if source.stacked else None
         own = f"{name}.{index}" if source.stacked else name
         yield Entry(own, names, row, layer, where, expert, within=within)
-
-
-def _find_saved_entries(family: Table) -> dict[str, tuple[Entry, int]]:
-    """For each HF tensor that is a part of one parameter in training checkpoints, that parameter
-    and the number of the part.
-    """
-    return {
-        name: (entry, part)
-        for entry in family.exported()
-        if not isinstance(entry.row, Stacked)
-        for part, name in enumerate(entry.hf)
-    }
 
 
 def _find_within(
