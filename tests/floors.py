@@ -106,6 +106,7 @@ FRAGMENTS = {
     "hosts.own_driver": "loaded by its entry point",
     "hosts.verl.config": "loaded by the name that verl's users give",
     "hosts.verl.plugin": "loaded by its entry point",
+    "recurrence.context_parallel": _LONG,
 }
 
 

@@ -57,8 +57,23 @@ def architecture(fields: Fields) -> Architecture:
     fields.expect("hidden_act", ("silu", "swish"), "Mamba2 and its gate have it")
     heads, head_dim = fields.take("mamba_n_heads"), fields.take("mamba_d_head", "auto")
     inner = fields.take("mamba_expand", 2) * fields.take("hidden_size")
+    kind, hidden = fields.take("position_embedding_type", None), fields.take("hidden_size")
+    fields.expect("position_embedding_type", ("rope", "nope"), "heads are rotated, or not")
+    if kind != "rope":
+        for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+            fields.ignore(name, "no layer has a rotary embedding")
+    heads, bias = fields.take("num_attention_heads"), fields.take("attention_bias", False)
     kinds: dict[str, Mixer] = {
-        "full_attention": _take_attention(fields),
+        "full_attention": Attention(
+            num_attention_heads=heads,
+            num_query_groups=fields.take("num_key_value_heads", heads),
+            kv_channels=fields.take("head_dim", hidden // heads),
+            rope=take_rope(fields) if kind == "rope" else None,
+            qkv_bias=bias,
+            proj_bias=bias,
+            attention_dropout=fields.take("attention_dropout", 0.0),
+            attention_scale=float(fields.take("attention_multiplier")),
+        ),
         "linear_attention": Mamba2(
             num_heads=heads,
             head_dim=inner // heads if head_dim == "auto" else head_dim,
@@ -75,25 +90,6 @@ def architecture(fields: Fields) -> Architecture:
         recurrences.take_layers(fields, "layer_types", kinds, recurrences.OLDER_KINDS),
         _take_feed(fields),
         **granite.take_factors(fields),
-    )
-
-
-def _take_attention(fields: Fields) -> Attention:
-    kind, hidden = fields.take("position_embedding_type", None), fields.take("hidden_size")
-    fields.expect("position_embedding_type", ("rope", "nope"), "heads are rotated, or not")
-    if kind != "rope":
-        for name in ("rope_theta", "rope_scaling", "rope_parameters"):
-            fields.ignore(name, "no layer has a rotary embedding")
-    heads, bias = fields.take("num_attention_heads"), fields.take("attention_bias", False)
-    return Attention(
-        num_attention_heads=heads,
-        num_query_groups=fields.take("num_key_value_heads", heads),
-        kv_channels=fields.take("head_dim", hidden // heads),
-        rope=take_rope(fields) if kind == "rope" else None,
-        qkv_bias=bias,
-        proj_bias=bias,
-        attention_dropout=fields.take("attention_dropout", 0.0),
-        attention_scale=float(fields.take("attention_multiplier")),
     )
 
 

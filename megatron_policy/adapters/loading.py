@@ -23,12 +23,11 @@ from megatron_policy.adapters.table import (
 )
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.trained import PeftConfig
-from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.files.contained import expanded
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.converters.rows import fill_parts, fill_shard
 from megatron_policy.converters.rows.expert_rows import StackedAdapterA, StackedAdapterB
-from megatron_policy.converters.table import Entry, Table
+from megatron_policy.converters.table import Table
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import DTYPES, Held, load_parameters
@@ -79,24 +78,19 @@ def _draw(held: Held, table: Table, place: Placement, peft: PeftConfig, seed: in
         if is_stacked(entry):
             if entry.hf not in stacks:  # once for all its experts, which have four by turns
                 stacks = dict([*stacks.items()][-3:])
-                stacks[entry.hf] = [_draw_stack(entry, arch, peft, seed)]
+                (shape,), (of_stack,) = entry.row.hf_shapes(arch), entry.hf
+                whole, own = torch.empty(shape), entry.row.local_shape(arch, 1)
+                assert isinstance(entry.row, StackedAdapterA | StackedAdapterB)
+                for expert in range(0 if arch.moe is None else arch.moe.experts):
+                    row = replace(entry.row, expert=expert)
+                    drawn = _draw_tensor(f"{expert} {of_stack}", own, peft, seed)
+                    fill_parts(row, arch, [whole], drawn, 0, 1)
+                stacks[entry.hf] = [whole]
             parts = stacks[entry.hf]
         else:
             shapes = zip(entry.hf, entry.row.hf_shapes(arch), strict=True)
             parts = [_draw_tensor(name, shape, peft, seed) for name, shape in shapes]
         fill_shard(entry.row, arch, parameter.data, parts, *place.shard_of(entry.row))
-
-
-def _draw_stack(entry: Entry, arch: Architecture, peft: PeftConfig, seed: int) -> torch.Tensor:
-    """The adapters of all experts of a stack, each drawn on its own."""
-    (shape,), (name,) = entry.row.hf_shapes(arch), entry.hf
-    whole, own = torch.empty(shape), entry.row.local_shape(arch, 1)
-    assert arch.moe is not None and isinstance(entry.row, StackedAdapterA | StackedAdapterB)
-    for expert in range(arch.moe.experts):
-        row = replace(entry.row, expert=expert)
-        drawn = _draw_tensor(f"{expert} {name}", own, peft, seed)
-        fill_parts(row, arch, [whole], drawn, 0, 1)
-    return whole
 
 
 def _draw_tensor(name: str, shape: tuple[int, ...], peft: PeftConfig, seed: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_policy.attention.tile_attention import cut, explicit, fused, fused_bias, mask
+from megatron_policy.attention.tile_attention import cut, explicit, fused, fused_bias, mask, tiles
 from megatron_policy.attention.varlen_attention import (
     VarlenSequences,
     supports,
@@ -23,9 +23,8 @@ from megatron_policy.attention.varlen_attention import (
     varlen_rows,
     varlen_sequences,
 )
-from megatron_policy.packing.tiles import tiles
 from megatron_policy.packing.tokens import AttentionPiece, Blocks, TokenLayout
-from megatron_policy.parallel.collectives import exchange, gather, sum_scatter
+from megatron_policy.parallel.groups import exchange, gather, sum_scatter
 
 
 @dataclass(kw_only=True)

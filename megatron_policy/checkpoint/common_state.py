@@ -14,7 +14,7 @@ from megatron_policy.converters.files.contained import inside
 from megatron_policy.converters.formats.dist_writing import COMMON
 from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import CheckpointError
-from megatron_policy.formats.manifest_values import text
+from megatron_policy.formats.manifest import text
 
 OURS = "megatron_policy"
 """Key of this package's own entry there, next to Megatron-Core's."""

@@ -19,8 +19,7 @@ from megatron_policy.converters.table import Table
 from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import CheckpointError, ConversionError
 from megatron_policy.formats.digests import UNSEALED, digest_bytes, is_sealed, seal
-from megatron_policy.formats.manifest import OVERRIDES
-from megatron_policy.formats.manifest_values import count, entries, form, inside
+from megatron_policy.formats.manifest import OVERRIDES, count, entries, form, inside
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.version import VERSION
 

@@ -15,8 +15,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_policy.config.keys import KEYS, SECTIONS
 from megatron_policy.config.megatron_sections import RECOMPUTE_KEYS, MegatronOptimizerConfig
-from megatron_policy.config.rules import Ignored, Nested, Rejected, asks_for_nothing
-from megatron_policy.config.section import Section
+from megatron_policy.config.section import Ignored, Nested, Rejected, Section, asks_for_nothing
 from megatron_policy.config.sections import ENGINES
 from megatron_policy.errors import ConfigError
 

@@ -11,17 +11,18 @@ from inspect import isclass
 from typing import get_args
 
 from megatron_policy.config import megatron_keys
-from megatron_policy.config.rules import (
+from megatron_policy.config.section import (
     Applied,
     Ignored,
     Nested,
     Rejected,
     Rule,
     Rules,
+    Section,
+    ValueSection,
     by_name,
     switched_off,
 )
-from megatron_policy.config.section import Section, ValueSection
 from megatron_policy.config.sections import PolicySection
 
 _AUTOMODEL = Ignored("affects modules and sharding of the host's own DTensor worker only")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_policy.config.rules import Ignored, Rejected, Rules, switched_off
+from megatron_policy.config.section import Ignored, Rejected, Rules, switched_off
 
 _FP32 = (
     "kept in fp32; other dtypes need Transformer Engine's Adam and a form of state that "

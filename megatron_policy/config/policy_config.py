@@ -18,8 +18,7 @@ from pydantic import ValidationError
 from megatron_policy.config.classify import classify
 from megatron_policy.config.composed import compose
 from megatron_policy.config.resolve import check, complete
-from megatron_policy.config.rules import asks_for_nothing
-from megatron_policy.config.section import find_differences
+from megatron_policy.config.section import asks_for_nothing, find_differences
 from megatron_policy.config.sections import PolicySection
 from megatron_policy.errors import ConfigError
 

@@ -173,7 +173,16 @@ def fill_composite(
             made = make(parameter.shape)
             setattr(module, name, made)
             if _join(path, name) not in names:
-                _make_constant(composite, path, name)
+                # It has the value that transformers gives it, and is no parameter.
+                holder = composite.get_submodule(path)
+                holders = (path.rsplit(".", cut)[0] for cut in range(path.count(".") + 1))
+                makers = (composite.get_submodule(each) for each in holders)
+                maker: Any = next(each for each in makers if hasattr(each, "_init_weights"))
+                with torch.no_grad():
+                    maker._init_weights(holder)
+                value = holder._parameters.pop(name)
+                assert value is not None
+                holder.register_buffer(name, value.detach(), persistent=False)
     assert made is not None, "a shell has parameters"
     for path, module in composite.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -188,16 +197,3 @@ def fill_composite(
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _make_constant(composite: torch.nn.Module, path: str, name: str) -> None:
-    """Let a parameter have the value that transformers gives it, and be no parameter."""
-    module = composite.get_submodule(path)
-    holders = (path.rsplit(".", cut)[0] for cut in range(path.count(".") + 1))
-    makers = (composite.get_submodule(each) for each in holders)
-    maker: Any = next(each for each in makers if hasattr(each, "_init_weights"))
-    with torch.no_grad():
-        maker._init_weights(module)
-    value = module._parameters.pop(name)
-    assert value is not None
-    module.register_buffer(name, value.detach(), persistent=False)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
 
+from megatron_policy.attention.tile_attention import tiles
 from megatron_policy.converters.architecture import (
     Architecture,
     Attention,
@@ -36,7 +37,6 @@ from megatron_policy.converters.architecture.part import (
 )
 from megatron_policy.estimate.adapters import LayerTraining, ModelAdapters
 from megatron_policy.packing.multiples import round_up
-from megatron_policy.packing.tiles import tiles
 from megatron_policy.packing.tokens import PackedSequence, attention_pieces
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.recurrence.chunks import SIZE, count_together

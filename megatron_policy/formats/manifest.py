@@ -1,18 +1,22 @@
-"""The manifest of a converted checkpoint: its origin, and digests that cover every byte."""
+"""The manifest of a converted checkpoint: its origin, and digests that cover every byte; and values
+that all manifests have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_policy.converters.files import contained, strict_json
 from megatron_policy.converters.formats.hf_names import MANIFEST
-from megatron_policy.dtypes import name_dtype
+from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import ConversionError
 from megatron_policy.formats.digests import UNSEALED, is_sealed, seal
-from megatron_policy.formats.manifest_values import count, entries, form, inside, text, xxh3
 from megatron_policy.formats.tensors import Info
 from megatron_policy.version import VERSION
 
@@ -121,3 +125,46 @@ def _damaged(path: Path, what: object) -> ConversionError:
 
 def _tensor(dtype: str, shape: list[int], digest: str) -> tuple[Info, str]:
     return Info(*form(dtype, shape)), xxh3(digest)
+
+
+_DIGEST = re.compile(r"[0-9a-f]{16}", re.ASCII)
+
+
+def entries(content: Mapping[str, Any], name: str) -> Iterable[tuple[str, Any]]:
+    """The entries of the JSON object of that name."""
+    found = content[name]
+    if not isinstance(found, dict):
+        raise ValueError(f"its {name} are not a JSON object")
+    return found.items()
+
+
+def form(dtype: str, shape: list[int]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape of a tensor."""
+    return dtype_named(dtype), tuple(map(count, shape))
+
+
+def count(value: Any) -> int:
+    """A number from 0."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"expected a number, found {value!r:.40}")
+    return value
+
+
+def text(value: Any) -> str:
+    """A text."""
+    if not isinstance(value, str):
+        raise ValueError(f"expected a text, found {value!r:.40}")
+    return value
+
+
+def xxh3(value: Any) -> str:
+    """A digest as 16 hexadecimal digits."""
+    if _DIGEST.fullmatch(text(value)) is None:
+        raise ValueError(f"expected a digest, found {value!r:.40}")
+    return str(value)
+
+
+def inside(root: Path, name: str) -> str:
+    """Return the name, if the file is in or below the directory, and no link leads out of it."""
+    contained.inside(root, name)
+    return name

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_policy.parallel.collectives import exchange, take_part
+from megatron_policy.parallel.groups import exchange, take_part
 
 CHUNK = 1024
 """Positions whose softmax is held at a time."""

@@ -22,7 +22,7 @@ from megatron_policy.lm_head.head import LanguageModelHead, MtpLayers
 from megatron_policy.packing.microbatch import TEMPERATURE, Microbatch, cut, inside
 from megatron_policy.packing.multiples import NARROWEST
 from megatron_policy.packing.tokens import FILLER
-from megatron_policy.parallel.collectives import exchange, gather, take_part
+from megatron_policy.parallel.groups import exchange, gather, take_part
 
 Watch = Callable[[torch.Tensor], object]
 """Gets log-probabilities without their graph, before those of dropped tokens are replaced."""

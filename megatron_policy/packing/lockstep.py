@@ -96,7 +96,15 @@ def _plans(
             longest = max((costs[item] for item in items), default=0.0)
             if longest * ranks * (others + 1) <= sum(costs[item] for item in items):
                 return
-            bins, items = _filled(items, sizes, costs, capacity, ranks, longest)
+            open_ = OpenBins([0.0] * ranks, capacity)
+            left = []
+            for each in items:
+                chosen = open_.first(sizes[each])
+                if chosen is None or open_.keys[chosen] + costs[each] > longest:
+                    left.append(each)
+                else:
+                    open_.put(each, sizes[each], costs[each])
+            bins, items = open_.bins, left
             heavy.extend(bins)
         # What a rank has in heavy turns is made up for in its other turns, in each to equal parts.
         totals = _totals(heavy, costs)
@@ -104,28 +112,6 @@ def _plans(
         rest = cheapest_first(items, sizes, costs, capacity, loads * others)
         if rest is not None:
             yield [*heavy, *rest]
-
-
-def _filled(
-    items: Sequence[int],
-    sizes: Sequence[int],
-    costs: Sequence[float],
-    capacity: int,
-    number: int,
-    most: float,
-) -> tuple[Bins, list[int]]:
-    """`number` bins that cost at most `most`, and the items that none of them has: each of `items`,
-    the largest first, goes into the cheapest bin that has room for it.
-    """
-    open_ = OpenBins([0.0] * number, capacity)
-    left = []
-    for item in items:
-        chosen = open_.first(sizes[item])
-        if chosen is None or open_.keys[chosen] + costs[item] > most:
-            left.append(item)
-        else:
-            open_.put(item, sizes[item], costs[item])
-    return open_.bins, left
 
 
 def _waiting(bins: Bins, costs: Sequence[float], ranks: int) -> float:

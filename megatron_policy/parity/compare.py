@@ -77,8 +77,7 @@ def compare(
         raise ConfigError(f"tolerance is {tolerance}: give a finite number, 0 or more")
     _, table = open_headers(model)
     arch = table.architecture
-    if tokens is None:  # text and all that the model sees and hears have room
-        tokens = min(TOKENS + count_room(arch.shell, ROWS), MOST, arch.positions)
+    tokens = _choose_length(arch) if tokens is None else tokens
     _check(arch, tokens, tp * pp)
     job = Job(
         model=model,
@@ -120,6 +119,11 @@ def _measure(
         Deviation.between(ours.logprobs, theirs.logprobs),
         {n: Deviation.between(ours.layers[n], theirs.layers[n]) for n in sorted(ours.layers)},
     )
+
+
+def _choose_length(arch: Architecture) -> int:
+    """Tokens of rows in which text and all that the model sees and hears have room."""
+    return min(TOKENS + count_room(arch.shell, ROWS), MOST, arch.positions)
 
 
 def _check(arch: Architecture, tokens: int, world: int) -> None:

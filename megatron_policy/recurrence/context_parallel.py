@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_policy.parallel.collectives import exchange, swap
+from megatron_policy.parallel.groups import exchange, swap
 
 
 def share_heads(sections: Sequence[tuple[int, int]], ranks: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
-from megatron_policy.formats.manifest_values import count, text
+from megatron_policy.formats.manifest import count, text
 
 FORMAT = 1
 _NAMED = 8  # most names of one kind that an error lists

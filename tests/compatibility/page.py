@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron_policy.config.keys import SECTIONS
-from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected, Rule
+from megatron_policy.config.section import Applied, Ignored, Nested, Rejected, Rule
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
 from tests.hosts.methods import FORMS
 from tests.site import settings

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_policy.config.rules import Rule, Rules
+from megatron_policy.config.section import Rule, Rules
 from megatron_policy.hosts.verl.keys import SAME_AS, SECTIONS
 from megatron_policy.hosts.verl.megatron_fields import Accepted
 from tests.compatibility.page import COMMAND, table_of, wrapped

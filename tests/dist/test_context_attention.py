@@ -18,11 +18,11 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_policy.attention.tile_attention import BLOCK
 from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.layers.attention import TorchAttention
 from megatron_policy.engines.megatron.layers.sequences import sequence_params
 from megatron_policy.engines.megatron.platform import prepare_platform
-from megatron_policy.packing.tiles import BLOCK
 from megatron_policy.packing.tokens import TokenLayout, packed_layout, padded_layout
 from tests.exact import Exact, assert_equal
 from tests.varlen_oracle import varlen_oracle

@@ -23,7 +23,7 @@ from megatron_policy.engines.megatron import assemble, trainable
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing import tokens
 from megatron_policy.packing.tokens import AttentionPiece, TokenLayout
-from megatron_policy.parallel.collectives import take_part
+from megatron_policy.parallel.groups import take_part
 from megatron_policy.parallel.topology import Copy, Placement
 from megatron_policy.training import batching, losses, train
 from megatron_policy.weights.load import Held

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_policy.attention import tile_attention
 from megatron_policy.attention.causal import Scores, attend, sequences_in
 from megatron_policy.attention.tile_attention import softcap
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.architecture import PictureMedium, Shell
-from megatron_policy.packing import tiles
 from megatron_policy.packing.microbatch import find_blocks
 from megatron_policy.packing.tokens import TokenLayout
 from megatron_policy.policy.generation import _cut_rows
@@ -77,7 +77,7 @@ def test_tokens_of_a_block_see_each_other_and_all_before_them_in_every_layout(
     for rank, columns_T in enumerate(layout.columns_CT):
         group = SimpleNamespace(size=lambda: layout.ranks, rank=lambda rank=rank: rank)
         sequences = replace(sequences_in(layout, group, blocks), order=None)
-        with patch.object(tiles, "BLOCK", 4):
+        with patch.object(tile_attention, "BLOCK", 4):
             found = attend(query[columns_T], key, value, Scores(1.0, reach, cap), sequences)
         torch.testing.assert_close(found, expected_LRH[columns_T], rtol=1e-5, atol=1e-5)
 

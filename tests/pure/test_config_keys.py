@@ -13,8 +13,7 @@ import pytest
 from megatron_policy.config import PolicyConfig, ignored_keys
 from megatron_policy.config.keys import KEYS, SECTIONS
 from megatron_policy.config.parallel_sizes import MEGATRON_SIZES, parallel_sizes
-from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected
-from megatron_policy.config.section import Section
+from megatron_policy.config.section import Applied, Ignored, Nested, Rejected, Section
 from megatron_policy.errors import ConfigError
 from tests.pure.test_config import minimal
 from tests.unit import host_policies

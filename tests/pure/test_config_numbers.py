@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.keys import KEYS
-from megatron_policy.config.rules import Nested
-from megatron_policy.config.section import Section
+from megatron_policy.config.section import Nested, Section
 from megatron_policy.errors import ConfigError
 from tests.pure.test_config import minimal
 

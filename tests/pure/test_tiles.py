@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_policy.attention.tile_attention import cut, mask
-from megatron_policy.packing import tiles as module
-from megatron_policy.packing.tiles import BLOCK, tiles
+from megatron_policy.attention import tile_attention as module
+from megatron_policy.attention.tile_attention import BLOCK, cut, mask, tiles
 from megatron_policy.packing.tokens import AttentionPiece, packed_layout
 
 PIECES = st.lists(

@@ -14,8 +14,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from megatron_policy.config import numbers
 from megatron_policy.config.keys import SECTIONS
-from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected, Rule
-from megatron_policy.config.section import Dtype, Section, WeightDtype
+from megatron_policy.config.section import (
+    Applied,
+    Dtype,
+    Ignored,
+    Nested,
+    Rejected,
+    Rule,
+    Section,
+    WeightDtype,
+)
 from megatron_policy.config.sections import PolicySection
 from megatron_policy.coordination.timeouts import LONGEST_TIMEOUT_S, SHORTEST_TIMEOUT_S
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from megatron_policy import device
 from megatron_policy.attention import tile_attention
-from megatron_policy.attention.tile_attention import mask
+from megatron_policy.attention.tile_attention import AttentionTile, mask
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
 from megatron_policy.config.model_table import bind_model
@@ -38,7 +38,6 @@ from megatron_policy.engines.megatron.optimizer import fuse_weight_gradients
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.lm_head.fused_tiles import LEAST_WIDTH, WIDTH_MULTIPLE, tiling
 from megatron_policy.memory import host_copies, pinned_pool
-from megatron_policy.packing.tiles import AttentionTile
 from megatron_policy.refit.buffers import Buffer
 from megatron_policy.refit.transports.ipc.shared_memory import ExportedBuffer
 from megatron_policy.training.reference import Reference

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_policy import MegatronPolicy, Policy, errors
 from megatron_policy.config import PolicyConfig, numbers
 from megatron_policy.config.keys import KEYS
-from megatron_policy.config.rules import Applied, Ignored, Nested, Rejected
+from megatron_policy.config.section import Applied, Ignored, Nested, Rejected
 from megatron_policy.errors import ConfigError
 from tests.public_api import FILE
 from tests.site import commands, links, llms, made, messages, names, settings, titles

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_policy.engines.hugging_face.table import Holding, local_part
-from megatron_policy.parallel.collectives import (
+from megatron_policy.parallel.groups import (
     Pass,
     exchange,
     gather,

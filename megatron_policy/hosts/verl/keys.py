@@ -9,7 +9,7 @@ its main branch of August 2026 were read.
 from __future__ import annotations
 
 from megatron_policy.config.keys import KEYS
-from megatron_policy.config.rules import Ignored, Nested, Rejected, Rule, Rules, by_name
+from megatron_policy.config.section import Ignored, Nested, Rejected, Rule, Rules, by_name
 from megatron_policy.hosts.verl.megatron_fields import DCP, DDP, MODEL, TRANSFORMER, Accepted
 
 _CONFIG = "the model is built from the config.json of model.path; model.override_config changes it"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_policy.config.keys import KEYS
-from megatron_policy.config.rules import Applied, Ignored, Rejected, Rules, by_name
+from megatron_policy.config.section import Applied, Ignored, Rejected, Rules, by_name
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from megatron_policy.config.keys import KEYS
-from megatron_policy.config.rules import Applied, Ignored, Rejected, asks_for_nothing
+from megatron_policy.config.section import Applied, Ignored, Rejected, asks_for_nothing
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.verl.keys import SAME_AS, SECTIONS, rule_of
 from megatron_policy.hosts.verl.megatron_fields import Accepted

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.config.rules import asks_for_nothing
+from megatron_policy.config.section import asks_for_nothing
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.verl.megatron_fields import ACCOUNTED
 from megatron_policy.hosts.verl.sections import check_keys, overrides, plain, same_names

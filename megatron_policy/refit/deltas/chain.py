@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_policy.errors import RefitError
 from megatron_policy.formats.digests import UNSEALED, digest_bytes, is_sealed, seal
-from megatron_policy.formats.manifest_values import count, text, xxh3
+from megatron_policy.formats.manifest import count, text, xxh3
 from megatron_policy.refit.deltas.folder import Folder
 
 MANIFEST = "chain.json"

@@ -20,7 +20,7 @@ import torch
 from megatron_policy.converters.rows.regions import Region
 from megatron_policy.dtypes import name_dtype
 from megatron_policy.errors import RefitError
-from megatron_policy.formats.manifest_values import count, form, text, xxh3
+from megatron_policy.formats.manifest import count, form, text, xxh3
 from megatron_policy.refit.deltas.arrays import Positions
 from megatron_policy.refit.deltas.codec import Change, Encoded, decode
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.keys import KEYS
-from megatron_policy.config.rules import Rejected
+from megatron_policy.config.section import Rejected
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
 from tests.hosts.real import recipes

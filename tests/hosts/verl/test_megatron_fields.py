@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_policy.config.rules import Applied, Ignored, Rejected
+from megatron_policy.config.section import Applied, Ignored, Rejected
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.verl.keys import rule_of
 from megatron_policy.hosts.verl.megatron_fields import DDP, MODEL, TRANSFORMER

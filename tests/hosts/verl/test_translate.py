@@ -11,7 +11,7 @@ import pytest
 
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.parallel_sizes import parallel_sizes
-from megatron_policy.config.rules import Applied, Ignored, Rejected
+from megatron_policy.config.section import Applied, Ignored, Rejected
 from megatron_policy.errors import ConfigError
 from megatron_policy.hosts.verl.keys import SAME_AS, SECTIONS, rule_of
 from megatron_policy.hosts.verl.megatron_fields import ACCOUNTED

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_policy.engines.megatron.layers.norm import make_shard
-from megatron_policy.parallel.collectives import exchange, sum_all
+from megatron_policy.parallel.groups import exchange, sum_all
 
 
 class _OwnHeads(torch.nn.Module):
