@@ -130,13 +130,15 @@ def _surrounding(
     name: str,
     hf_architecture: str,
     *decoders: str,
+    of: str = "",
     makers: tuple[str, ...] = (),
     beside: tuple[Ignore, ...] = (),
 ) -> Family:
-    """The family whose decoder is one of these families', as its config says; its `makers` have
-    other names of the class, and files what is `beside` the weights.
+    """The family whose decoder is one of these families', as its config says, and whose module has
+    its name, or that `of` another one; its `makers` have other names of the class, and files what
+    is `beside` the weights.
     """
-    module, given = _find_module(name)
+    module, given = _find_module(of or name)
 
     def choose(fields: Fields) -> tuple[Fields, Family]:
         text = take_text(fields)
@@ -255,7 +257,8 @@ FAMILIES = {
         _built_in("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
         _built_in("seed_oss", "SeedOssForCausalLM"),
         _built_in("smollm3", "SmolLM3ForCausalLM"),
-        _surrounding("smolvlm", "SmolVLMForConditionalGeneration", "llama"),
+        # Its videos are pictures, one for each frame.
+        _surrounding("smolvlm", "SmolVLMForConditionalGeneration", "llama", of="idefics3"),
         _built_in("starcoder2", "Starcoder2ForCausalLM"),
     )
 }

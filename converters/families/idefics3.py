@@ -1,5 +1,5 @@
-"""Idefics3: a tower like SigLIP's beside a decoder of another family. Pictures are cut into square
-tiles of one size.
+"""Idefics3 and SmolVLM: a tower like SigLIP's beside a decoder of another family. Pictures are cut
+into square tiles of one size.
 """
 
 from __future__ import annotations
