@@ -3,6 +3,7 @@ experts of a layer are stacked (`target_parameters`).
 
 Of most families PEFT also reads a file with an adapter for each projection of each expert, as
 engines do, and stacks them itself. Stacked adapters have those of all experts in one A and one B.
+Also which linear layers of towers and projectors adapters can be on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_policy.converters.families.shared.pictures import PARAMETERS
 from megatron_policy.converters.rows.blocks import Row
 from megatron_policy.converters.rows.expert_rows import (
     Stacked,
@@ -181,3 +183,23 @@ def name_modules(
 def _is_end(name: str, paths: Collection[str]) -> bool:
     """Whether one of the paths is, or ends in, this name."""
     return any(path == name or path.endswith(f".{name}") for path in paths)
+
+
+_EMBEDS = re.compile("embed|pos_emb|token")
+"""What modules have in their names that look up rows in place of multiplying."""
+
+
+def is_of_tower(entry: Entry) -> bool:
+    """Whether it is of a tower or a projector, or of an adapter there."""
+    return entry.megatron.startswith(PARAMETERS)
+
+
+def is_linear_of_tower(entry: Entry) -> bool:
+    """Whether it is the weight of a linear layer there, by its name and shape, in a file that has
+    the names of transformers' modules: PEFT goes by these.
+    """
+    name, row = entry.megatron.removeprefix(PARAMETERS), entry.row
+    if not is_of_tower(entry) or not name.endswith(WEIGHT) or not entry.hf[0].endswith(name):
+        return False
+    module = name.removesuffix(WEIGHT).rpartition(".")[2]
+    return type(row) is Whole and len(row.dims) == 2 and not _EMBEDS.search(module)

@@ -21,13 +21,13 @@ from megatron_policy.adapters.rows import Concatenated, GatedQkvParts, QkvParts
 from megatron_policy.adapters.stacks import (
     INNER,
     has_gates,
+    is_linear_of_tower,
     is_read_apart,
     name_stack,
     stack_adapters,
 )
 from megatron_policy.adapters.stacks import PREFIX as PREFIX
 from megatron_policy.adapters.stacks import WEIGHT as WEIGHT
-from megatron_policy.adapters.towers import is_linear_of_tower
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.blocks import Role, Row, fill_shard
 from megatron_policy.converters.rows.expert_rows import (

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from itertools import chain, groupby
 from typing import Any
 
+from megatron_policy.adapters.stacks import is_of_tower
 from megatron_policy.adapters.table import (
     AdapterSpec,
     Parts,
@@ -22,7 +23,6 @@ from megatron_policy.adapters.table import (
     name_parameter,
     strip_weight,
 )
-from megatron_policy.adapters.towers import is_of_tower
 from megatron_policy.config.model_table import bind_model, check_implementation, check_reference
 from megatron_policy.config.parallel_sizes import Engine, engine_of
 from megatron_policy.config.param_groups import ParamGroups

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from megatron_policy.adapters.stacks import is_of_tower
 from megatron_policy.adapters.table import strip_weight
-from megatron_policy.adapters.towers import is_of_tower
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.config.trained import PeftConfig

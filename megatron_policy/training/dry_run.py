@@ -21,8 +21,7 @@ from megatron_policy.interfaces.loss import LossFunction, LossType
 from megatron_policy.lm_head.output import Output
 from megatron_policy.packing.microbatch import Microbatch, counted
 from megatron_policy.training.checks import rows_per_group
-from megatron_policy.training.loss_calls import try_loss
-from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.loss_calls import check_loss, try_loss
 from megatron_policy.training.loss_faults import LossFault, check_finite, name_of, raise_faults
 from megatron_policy.training.losses import (
     ValidCounts,

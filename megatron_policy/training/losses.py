@@ -24,8 +24,7 @@ from megatron_policy.lm_head.output import Output, Watch, shifted
 from megatron_policy.packing.microbatch import counted, inside
 from megatron_policy.parallel.groups import Groups
 from megatron_policy.training.checks import candidates_key, loss_kind, rows_per_group
-from megatron_policy.training.loss_calls import keep_graph, try_loss
-from megatron_policy.training.loss_checks import SCALAR_ARGUMENTS
+from megatron_policy.training.loss_calls import SCALAR_ARGUMENTS, keep_graph, try_loss
 from megatron_policy.training.loss_faults import LossFault
 
 Metrics = dict[str, Any]

@@ -15,7 +15,7 @@ from megatron_policy.config.model_table import bind_reference
 from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.interfaces.engine import Adapters, TrainingEngine
-from megatron_policy.memory.host_copies import HostCopies
+from megatron_policy.memory.pinned_pool import HostCopies
 from megatron_policy.weights.load import load_parameters
 
 _KEY = "policy.reference_model_name"

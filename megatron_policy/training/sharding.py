@@ -33,7 +33,7 @@ from megatron_policy.training.checks import (
 )
 from megatron_policy.training.dry_run import choose_rows
 from megatron_policy.training.longest import Longest
-from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.loss_calls import check_loss
 from megatron_policy.training.replay import Replay, RouterReplay
 from megatron_policy.training.results import TrainResult
 from megatron_policy.training.rollout_mismatch import check_rollouts

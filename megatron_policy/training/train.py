@@ -10,7 +10,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.interfaces.loss import LossFunction
 from megatron_policy.training.batching import GlobalBatch
 from megatron_policy.training.checks import check_sizes
-from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.loss_calls import check_loss
 from megatron_policy.training.loss_faults import any_fault, raise_everywhere
 from megatron_policy.training.losses import Metrics, ValidCounts, count_valid
 from megatron_policy.training.results import OptimStats, TrainResult, complete_metrics, result_of

@@ -11,7 +11,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.packing.microbatch import ROUTED_EXPERTS
-from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.loss_calls import check_loss
 from megatron_policy.training.replay import NOT_RECORDED, Replay
 from megatron_policy.training.sharding import BatchDispatcher, merged_training
 from megatron_policy.training.step import NEEDS_OPTIMIZER

@@ -17,7 +17,7 @@ import torch
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.device import exchange
 from megatron_policy.errors import BatchError, ConfigError
-from megatron_policy.memory import host_copies
+from megatron_policy.memory import pinned_pool
 from megatron_policy.memory.states import IDLE, LOGPROB, TRAIN
 from megatron_policy.policy import MegatronPolicy
 from tests import oracle, peft_models, scalar_oracle
@@ -265,13 +265,13 @@ def exchanges(config: dict[str, Any]) -> tuple[list[int], int, int]:
 
         return counted
 
-    with replaced(host_copies, "swap", counting), open_policy(config) as policy:
+    with replaced(pinned_pool, "swap", counting), open_policy(config) as policy:
         policy.reference_logprobs(READ)
         with policy.reference():
             policy.logprobs(READ)
             policy.entropy(READ)
         held = {id(each): each.nbytes for _, each in policy._engine.held}
-        copies = [o for o in gc.get_objects() if isinstance(o, host_copies.HostCopies)]
+        copies = [o for o in gc.get_objects() if isinstance(o, pinned_pool.HostCopies)]
         return moved, sum(held.values()), sum(each.nbytes for each in copies)
 
 

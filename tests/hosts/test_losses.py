@@ -12,7 +12,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.hosts.nemo_rl.losses import adapt_loss, restore_tensors, set_aside
 from megatron_policy.interfaces import LossType
 from megatron_policy.training.checks import rows_per_group
-from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.loss_calls import check_loss
 from tests.hosts.fake_host import PARTS, HostBatch, host_with
 
 

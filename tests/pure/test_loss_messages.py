@@ -14,8 +14,7 @@ from megatron_policy.batch import BatchedDataDict
 from megatron_policy.errors import LossError
 from megatron_policy.interfaces import LossInputType
 from megatron_policy.parallel.groups import Groups
-from megatron_policy.training.loss_calls import try_loss
-from megatron_policy.training.loss_checks import check_loss
+from megatron_policy.training.loss_calls import check_loss, try_loss
 from megatron_policy.training.loss_faults import LossFault, raise_everywhere
 
 ONE_RANK: Any = SimpleNamespace(size=lambda: 1)

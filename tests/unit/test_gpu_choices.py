@@ -37,7 +37,7 @@ from megatron_policy.engines.megatron.layers import grouped_experts
 from megatron_policy.engines.megatron.optimizer import fuse_weight_gradients
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.lm_head.fused_tiles import LEAST_WIDTH, WIDTH_MULTIPLE, tiling
-from megatron_policy.memory import host_copies, pinned_pool
+from megatron_policy.memory import pinned_pool
 from megatron_policy.refit.buffers import Buffer
 from megatron_policy.refit.transports.ipc.shared_memory import ExportedBuffer
 from megatron_policy.training.reference import Reference
@@ -444,10 +444,12 @@ def test_a_reference_takes_no_more_pinned_memory_than_its_blocks(
         asked.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def pool(block_bytes: int) -> Any:
-        return pinned_pool.PinnedMemoryPool(allocate, block_bytes=1 << 16)
+    real = pinned_pool.PinnedMemoryPool
 
-    monkeypatch.setattr(host_copies, "PinnedMemoryPool", pool)
+    def pool(block_bytes: int) -> Any:
+        return real(allocate, block_bytes=1 << 16)
+
+    monkeypatch.setattr(pinned_pool, "PinnedMemoryPool", pool)
     parameters = [torch.randn((1 << 12) + 1) for _ in range(20)]
     kept = [each.clone() for each in parameters]
     frozen = Reference(parameters)

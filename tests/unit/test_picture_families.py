@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
+from megatron_policy.adapters.stacks import is_of_tower
 from megatron_policy.adapters.table import is_adaptable, name_module, strip_weight
-from megatron_policy.adapters.towers import is_of_tower
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.convert import convert
 from megatron_policy.converters.architecture import Moe, Scoring, TileMedium

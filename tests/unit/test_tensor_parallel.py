@@ -15,8 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from megatron_policy.config.fsdp import DTensorConfig
 from megatron_policy.converters.rows.blocks import fill_parts, fill_shard
 from megatron_policy.converters.rows.shards import copies_of
-from megatron_policy.engines.hugging_face.decoder import Decoder
-from megatron_policy.engines.hugging_face.module import sources_of
+from megatron_policy.engines.hugging_face.module import Decoder, sources_of
 from megatron_policy.engines.hugging_face.table import Cut, Shape, ShardRow, Shares
 from megatron_policy.engines.hugging_face.tensor_plan import Style, plan_of
 from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion

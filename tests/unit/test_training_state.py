@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_policy.config import PolicyConfig
-from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
+from megatron_policy.engines.megatron.optimizer_shards import MegatronOptimizerState
 from megatron_policy.engines.megatron.trainable import MegatronTrainable
 from megatron_policy.errors import CheckpointError, ConfigError
 from megatron_policy.weights.load import mark_unfilled, refuse_unfilled

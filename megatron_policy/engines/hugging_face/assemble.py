@@ -26,12 +26,12 @@ from megatron_policy.device import is_accelerated
 from megatron_policy.device.timing import Recorder
 from megatron_policy.engines.composite import take_surroundings
 from megatron_policy.engines.hugging_face.attention import NAME
-from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.engine import FsdpEngine
 from megatron_policy.engines.hugging_face.fsdp1 import Fsdp1
 from megatron_policy.engines.hugging_face.head import FusedHead, OwnHead
 from megatron_policy.engines.hugging_face.import_paths import refuse_schedule
 from megatron_policy.engines.hugging_face.module import (
+    Decoder,
     SourceTensors,
     build_module,
     refuse_unmatched,

@@ -16,8 +16,8 @@ from megatron_policy.converters.table import Table
 from megatron_policy.device.process_groups import forget_groups
 from megatron_policy.device.timing import BACKWARD, FORWARD, SCORING, TRAINING, Recorder
 from megatron_policy.engines.hugging_face.attention import attending
-from megatron_policy.engines.hugging_face.decoder import Decoder
 from megatron_policy.engines.hugging_face.head import FusedHead, OwnHead
+from megatron_policy.engines.hugging_face.module import Decoder
 from megatron_policy.engines.hugging_face.optimizer import FsdpTrainable
 from megatron_policy.engines.hugging_face.process_groups import FsdpGroups
 from megatron_policy.engines.hugging_face.sharding import Sharding

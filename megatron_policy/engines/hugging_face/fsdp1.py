@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
 from megatron_policy.device import current_device
-from megatron_policy.engines.hugging_face.decoder import Decoder
+from megatron_policy.engines.hugging_face.module import Decoder
 from megatron_policy.engines.hugging_face.sharding import Split, persistent_buffers
 
 _WRAPPED = "_fsdp_wrapped_module."

@@ -1,11 +1,15 @@
 """Builds a transformers model with parameters on the meta device and real buffers, and says which
-HF tensors make each of its parameters.
+HF tensors make each of its parameters; and the root module that FSDP shards, whose forward pass
+ends in what is made of its hidden states, while the weights of its head are there.
+
+Shapes: T positions that this context-parallel rank computes, R rows of them, D model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -16,9 +20,10 @@ import torch
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.parallel_sizes import parallel_sizes, transformers_settings
 from megatron_policy.converters.formats.hf_config import transformers_config
-from megatron_policy.engines.composite import parameters_on_meta
+from megatron_policy.engines.composite import DEEP, DEEP_AT, parameters_on_meta
 from megatron_policy.engines.hugging_face.attention import register_attention
 from megatron_policy.errors import ConfigError, ConversionError
+from megatron_policy.interfaces.embedder import Entering
 
 _SHOWN = 8
 
@@ -153,3 +158,87 @@ def refuse_unmatched(module: Any, sources: dict[str, SourceTensors], names: Iter
             f"the checkpoint is not the {type(module).__name__} of its config.json: {said}. "
             "Correct the checkpoint or its config.json"
         )
+
+
+Embed = Callable[[torch.Tensor], Entering]
+"""From tokens `[R, T]` to what the model's code is to take for their embedding, and what it is to
+add to the outputs of its first layers.
+"""
+Finish = Callable[[torch.Tensor], torch.Tensor]
+"""From hidden states `[T, R, D]` to what a forward pass returns."""
+
+
+class Decoder(torch.nn.Module):
+    """A causal language model of transformers without its logits."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def base(self) -> Any:
+        """The module that makes hidden states: what the model makes logits of. ConfigError if the
+        model's class has none apart from its head.
+        """
+        base = self.model.get_decoder()
+        if base is None or base is self.model:
+            raise ConfigError(
+                f"{type(self.model).__name__} has no decoder apart from its head, so its hidden "
+                "states cannot be read: this model cannot be trained here"
+            )
+        return base
+
+    def forward(
+        self,
+        tokens_RT: torch.Tensor,
+        positions: torch.Tensor,
+        embed: Embed,
+        finish: Finish,
+        cache: Any = None,
+    ) -> torch.Tensor:
+        """What `finish` makes of the hidden states. Tokens have one position each, `[R, T]`, or
+        three, `[3, R, T]`. `cache` is one of transformers, or None.
+
+        The model is given the tokens, not their embedding: some read them in other places too.
+        """
+        entering = embed(tokens_RT)
+        deep = {}
+        if entering.deep:
+            # The features at all tokens that the mask names, one after another.
+            features = [each_RTD.flatten(0, 1) for each_RTD in entering.deep]
+            everywhere_RT = torch.ones_like(entering.hidden[..., 0], dtype=torch.bool)
+            deep = {DEEP: features, DEEP_AT: everywhere_RT}
+        with _computing(self.model.get_input_embeddings(), lambda _: entering.hidden):
+            output = self.base(
+                input_ids=tokens_RT,
+                position_ids=positions,
+                # Without one, transformers looks for packed sequences, and waits for the device.
+                attention_mask=None if cache is not None else torch.ones_like(tokens_RT),
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **deep,
+            )
+        return finish(output.last_hidden_state.transpose(0, 1))
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The layers of the decoder, in order: of the lists of modules, the one with most."""
+        lists = [m for m in self.base.modules() if isinstance(m, torch.nn.ModuleList)]
+        inner = {id(m) for each in lists for m in each.modules() if m is not each}
+        outer = [list(each) for each in lists if id(each) not in inner]
+        return max(outer, key=len)
+
+
+@contextmanager
+def _computing(
+    module: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """In this context `module` computes `forward` in place of what it computes itself."""
+    own = vars(module).pop("forward", None)
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own

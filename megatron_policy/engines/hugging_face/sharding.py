@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_policy.converters.rows.blocks import Ranges, Shape
 from megatron_policy.device import current_device, is_accelerated
-from megatron_policy.engines.hugging_face.decoder import Decoder
+from megatron_policy.engines.hugging_face.module import Decoder
 from megatron_policy.errors import ConfigError
 
 

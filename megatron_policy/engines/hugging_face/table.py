@@ -18,8 +18,7 @@ from megatron_policy.converters.rows.blocks import Block, Ranges, Shape, Within
 from megatron_policy.converters.rows.expert_rows import Stacked
 from megatron_policy.converters.rows.kinds import RowBase
 from megatron_policy.converters.table import EMBEDDING, HEAD, LAYER, Entry, Table
-from megatron_policy.engines.hugging_face.decoder import Decoder
-from megatron_policy.engines.hugging_face.module import SourceTensors
+from megatron_policy.engines.hugging_face.module import Decoder, SourceTensors
 from megatron_policy.engines.hugging_face.sharding import Sharding, Split
 from megatron_policy.errors import ConversionError
 from megatron_policy.weights.load import Held

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_policy.engines.hugging_face.decoder import Decoder
-from megatron_policy.engines.hugging_face.module import SourceTensors
+from megatron_policy.engines.hugging_face.module import Decoder, SourceTensors
 from megatron_policy.engines.hugging_face.table import Cut, Shares
 from megatron_policy.engines.hugging_face.tensor_plan import KEY, Plan, Style, linears
 from megatron_policy.engines.hugging_face.tensor_regions import TensorRegion

@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_policy.adapters.rows import Concatenated
+from megatron_policy.adapters.stacks import is_of_tower
 from megatron_policy.adapters.table import (
     PREFIX,
     AdapterSpec,
@@ -34,13 +35,12 @@ from megatron_policy.adapters.table import (
     name_module,
     number_outputs,
 )
-from megatron_policy.adapters.towers import is_of_tower
 from megatron_policy.config.trained import PeftConfig
 from megatron_policy.converters.table import Entry, Table
 from megatron_policy.device import current_device
 from megatron_policy.engines.megatron.layers.norm import mark_replica
 from megatron_policy.errors import ConfigError
-from megatron_policy.memory.host_copies import HostCopies
+from megatron_policy.memory.pinned_pool import HostCopies
 from megatron_policy.parallel.topology import Placement
 from megatron_policy.weights.load import Held, canonical_name
 

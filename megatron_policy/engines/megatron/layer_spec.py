@@ -43,8 +43,7 @@ from megatron_policy.engines.megatron.layers.mixers import (
     mixer_spec,
 )
 from megatron_policy.engines.megatron.layers.mla import mla_spec
-from megatron_policy.engines.megatron.layers.norm import norm_of
-from megatron_policy.engines.megatron.layers.qk_norm import AllHeadsRMSNorm, EachHeadLayerNorm
+from megatron_policy.engines.megatron.layers.norm import AllHeadsRMSNorm, EachHeadLayerNorm, norm_of
 from megatron_policy.engines.megatron.layers.te_attention import te_attention
 from megatron_policy.engines.megatron.model_config import LOCAL, TRANSFORMER_ENGINE
 from megatron_policy.errors import ConfigError

@@ -35,7 +35,7 @@ from megatron_policy.engines.megatron.optimizer import (
     make_scheduler,
     wrap_chunks,
 )
-from megatron_policy.engines.megatron.optimizer_state import MegatronOptimizerState
+from megatron_policy.engines.megatron.optimizer_shards import MegatronOptimizerState
 from megatron_policy.engines.megatron.routers import Routers
 from megatron_policy.engines.shared import read_samples
 from megatron_policy.interfaces.engine import NotFiniteError

@@ -34,8 +34,7 @@ from megatron_policy.converters.architecture import (
     short_convolution,
 )
 from megatron_policy.device import current_device
-from megatron_policy.engines.megatron.layers.norm import WholeLinear, make_shard
-from megatron_policy.engines.megatron.layers.qk_norm import sum_over_ranks
+from megatron_policy.engines.megatron.layers.norm import WholeLinear, make_shard, sum_over_ranks
 from megatron_policy.engines.megatron.layers.recurrent import (
     HeadShare,
     RecurrentMixer,
