@@ -50,7 +50,7 @@ class BatchedDataDict(UserDict[str, Any]):
         """Number of rows B, 0 without keys. ValueError if the keys disagree."""
         first: tuple[str, int] | None = None
         for key, value in self.data.items():
-            rows = _rows(value)
+            rows = value.size(0) if isinstance(value, torch.Tensor) else len(value)
             if first is None:
                 first = (key, rows)
             elif rows != first[1]:
@@ -249,10 +249,6 @@ def _pick(value: Any, chosen: torch.Tensor, rows: Sequence[int]) -> Any:
     if isinstance(value, torch.Tensor):
         return value[chosen.to(value.device)]
     return [value[row] for row in rows]
-
-
-def _rows(value: Any) -> int:
-    return value.size(0) if isinstance(value, torch.Tensor) else len(value)
 
 
 def _concatenate(key: str, values: list[Any], pad: float) -> Any:

@@ -206,7 +206,8 @@ class Output:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same by this head, whatever temperature rows have."""
         chosen_N = self._find_wanted(shifted(wanted_BS, 1))
-        targets_NK = self._take(targets_BSK).flatten(0, 1)[chosen_N]
+        targets_TRK = self.microbatch.layout.take(targets_BSK, self.context_group.rank())
+        targets_NK = targets_TRK.flatten(0, 1)[chosen_N]
         logprobs_NK, entropy_N = head.scores(hidden_ND[chosen_N], targets_NK, entropy)
         logprobs_BSK = self._put(logprobs_NK, chosen_N)[:, :-1]
         return logprobs_BSK, None if entropy_N is None else self._put(entropy_N, chosen_N)[:, :-1]
@@ -216,9 +217,6 @@ class Output:
         layout = self.microbatch.host.layout
         wanted_TR = layout.take(wanted_BS.cpu().long(), self.context_group.rank())
         return to_device(wanted_TR.flatten().nonzero()[:, 0])
-
-    def _take(self, values_BS: torch.Tensor) -> torch.Tensor:
-        return self.microbatch.layout.take(values_BS, self.context_group.rank())
 
     def _hidden(self, chosen_N: torch.Tensor) -> torch.Tensor:
         return self.head.whole(self.hidden_TRD).flatten(0, 1)[chosen_N]
