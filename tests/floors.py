@@ -67,7 +67,7 @@ READS_FILES = {
 MEGATRON = ("engines.megatron", "engines.megatron.*")
 # Strings outside MEGATRON that name it, as those do that are imported by name.
 NAMES_MEGATRON = {
-    ("cli.failures", "megatron"): "the logger that a command silences",
+    ("cli.report", "megatron"): "the logger that a command silences",
     ("config.classify", "megatron"): "a value of the host's key for its backend",
     ("monitoring.library_warnings", "megatron"): "a package whose warnings are collected",
     ("hosts.nemo_rl.redirect", "megatron"): "a value of MEGATRON_POLICY_WORKERS",

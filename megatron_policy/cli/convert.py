@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_policy.cli.failures import FAILED, MISUNDERSTOOD, one_line, one_line_errors
 from megatron_policy.cli.options import (
     MAX_MEMORY,
     AsJson,
@@ -21,7 +20,14 @@ from megatron_policy.cli.options import (
     parse_size,
 )
 from megatron_policy.cli.output import say, transfer
-from megatron_policy.cli.report import CommandReport, show
+from megatron_policy.cli.report import (
+    FAILED,
+    MISUNDERSTOOD,
+    CommandReport,
+    one_line,
+    one_line_errors,
+    show,
+)
 from megatron_policy.estimate.sizes import show_size
 
 if TYPE_CHECKING:

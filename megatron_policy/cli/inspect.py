@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron_policy.cli.failures import one_line, one_line_errors
 from megatron_policy.cli.options import AsJson, Config, Overrides, PolicyFile
 from megatron_policy.cli.output import CONFIG_ONLY
-from megatron_policy.cli.report import CommandReport, show
+from megatron_policy.cli.report import CommandReport, one_line, one_line_errors, show
 
 if TYPE_CHECKING:
     from megatron_policy.converters.inspection import Inspection, Weight

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_policy.cli.failures import one_line_errors
 from megatron_policy.cli.options import AsJson, Precision, keys_as_options
-from megatron_policy.cli.report import CommandReport, show
+from megatron_policy.cli.report import CommandReport, one_line_errors, show
 
 if TYPE_CHECKING:
     from megatron_policy.parity import Deviation, Parity

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_policy.cli import plan_options as options
-from megatron_policy.cli.failures import one_line_errors
 from megatron_policy.cli.options import (
     AsJson,
     Dtype,
@@ -22,7 +21,7 @@ from megatron_policy.cli.options import (
     keys_as_options,
 )
 from megatron_policy.cli.output import say
-from megatron_policy.cli.report import show
+from megatron_policy.cli.report import one_line_errors, show
 from megatron_policy.estimate.sizes import show_gib
 
 if TYPE_CHECKING:

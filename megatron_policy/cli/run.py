@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_policy.cli.failures import INTERRUPTED, fail
+from megatron_policy.cli.report import INTERRUPTED, fail
 
 # Everything after the program belongs to the program, even if it looks like our option.
 AS_PYTHON = {"allow_interspersed_args": False}

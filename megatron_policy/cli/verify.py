@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_policy.cli.failures import one_line, one_line_errors
 from megatron_policy.cli.options import MAX_MEMORY, AsJson, Config, MaxMemory, arguments_as_options
 from megatron_policy.cli.output import transfer
-from megatron_policy.cli.report import CommandReport, show
+from megatron_policy.cli.report import CommandReport, one_line, one_line_errors, show
 from megatron_policy.errors import CheckpointError
 from megatron_policy.estimate.sizes import show_size
 

@@ -14,8 +14,8 @@ import typer
 
 from megatron_policy import errors
 from megatron_policy.cli import app
-from megatron_policy.cli.failures import SHOWN_ITEMS, one_line, one_line_errors
 from megatron_policy.cli.options import parse_size
+from megatron_policy.cli.report import SHOWN_ITEMS, one_line, one_line_errors
 from megatron_policy.estimate.sizes import show_size
 from megatron_policy.parallel.topology import ranges
 from tests.unit.command_line import run
