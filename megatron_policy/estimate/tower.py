@@ -162,7 +162,8 @@ def _run(
         kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    counter = FlopCounterMode(display=False, custom_mapping={_ATTENTION: _count_attention})
+    count: Any = {_ATTENTION: lambda q, k, v, *_, **__: int(sdpa_flop_count(q, k, v))}
+    counter = FlopCounterMode(display=False, custom_mapping=count)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     alone: Any = _ShapesAlone()  # type: ignore[no-untyped-call]
     with torch.enable_grad(), _OneKernel(), alone, counter, hooks:
@@ -192,10 +193,6 @@ def _adapt(linear: torch.nn.Module, peft: PeftConfig) -> None:
         return result + F.dropout(more, peft.dropout * (not before))
 
     linear.register_forward_hook(add)
-
-
-def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
 
 
 class _OneKernel(TorchFunctionMode):

@@ -6,15 +6,15 @@ The engine's side is in `refit.receive.collective`, the protocol in `handshake`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_policy.coordination.authenticated_connection import checked_secret, new_secret
 from megatron_policy.coordination.control_store import ControlStore
-from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
+from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.coordination.timeouts import ENGINE_SHARE, checked_timeout
 from megatron_policy.errors import ConfigError
 from megatron_policy.refit.buffers import BufferSlice
@@ -189,9 +189,10 @@ class CollectiveSession:
         self, member: Sender, channel: BoundedProcessGroup, plan: RefitPlan, exporter: Exporter
     ) -> None:
         self._exporter = exporter
-        self._member, self._channel, self._accepted = member, channel, False
+        self._member, self._accepted = member, False
         stream, size = Stream.of(plan.tensors), plan.bucket_bytes
-        self._writer = Writer(stream, size, exporter.device, self._send)
+        send = partial(channel.broadcast, source=0)
+        self._writer = Writer(stream, size, exporter.device, send)
 
     def place(self, tensor: RefitTensor) -> BufferSlice:
         with raise_peer_failure(self._member.find_failure):
@@ -211,6 +212,3 @@ class CollectiveSession:
     def close(self) -> None:
         if not self._accepted:
             self._member.give_up("its log says what failed")
-
-    def _send(self, chunk: Tensor) -> PendingCollective:
-        return self._channel.broadcast(chunk, 0)
