@@ -55,9 +55,9 @@ def architecture(fields: Fields) -> Architecture:
     for name in _INITIAL:
         fields.ignore(name, "other fields say it, or it only affects rounding")
     fields.expect("hidden_act", ("silu", "swish"), "Mamba2 and its gate have it")
-    heads, head_dim = fields.take("mamba_n_heads"), fields.take("mamba_d_head", "auto")
-    inner = fields.take("mamba_expand", 2) * fields.take("hidden_size")
+    mamba_heads, head_dim = fields.take("mamba_n_heads"), fields.take("mamba_d_head", "auto")
     kind, hidden = fields.take("position_embedding_type", None), fields.take("hidden_size")
+    inner = fields.take("mamba_expand", 2) * hidden
     fields.expect("position_embedding_type", ("rope", "nope"), "heads are rotated, or not")
     if kind != "rope":
         for name in ("rope_theta", "rope_scaling", "rope_parameters"):
@@ -75,8 +75,8 @@ def architecture(fields: Fields) -> Architecture:
             attention_scale=float(fields.take("attention_multiplier")),
         ),
         "linear_attention": Mamba2(
-            num_heads=heads,
-            head_dim=inner // heads if head_dim == "auto" else head_dim,
+            num_heads=mamba_heads,
+            head_dim=inner // mamba_heads if head_dim == "auto" else head_dim,
             groups=fields.take("mamba_n_groups"),
             state_size=fields.take("mamba_d_state"),
             taps=fields.take("mamba_d_conv"),

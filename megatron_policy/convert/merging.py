@@ -238,18 +238,7 @@ class _MergedTensors:
                 own_OI, values_OI = (
                     t.as_strided(size, (inputs, 1), t.storage_offset() + at) for t in (own, values)
                 )
-                total, product = torch.zeros(own_OI.shape), torch.empty(own_OI.shape)
-                of_tile_OR = b_OR[tile.start - rows.start :][: len(tile)]
-                for r in range(len(a_RI)):
-                    total += torch.mul(of_tile_OR[:, r : r + 1], a_RI[r], out=product)
-                total += own_OI
-                values_OI.copy_(total)
-                # Of these dtypes only float16 is narrow enough for weights to leave its range.
-                if values_OI.dtype == torch.float16 and torch.isinf(values_OI).any():
-                    raise ConversionError(
-                        "merged weights are beyond the range of float16: convert with "
-                        "dtype='bfloat16'"
-                    )
+                _add_product(a_RI, b_OR[tile.start - rows.start :][: len(tile)], own_OI, values_OI)
 
     def _part(self, adapter: _Adapter, side: str, first: int, count: int) -> Tensor:
         """A range of one of the adapter's matrices, in fp32."""
@@ -259,6 +248,20 @@ class _MergedTensors:
         spare = torch.empty(count * self._of_adapters.scratch(name, dtype), dtype=torch.uint8)
         self._of_adapters.read(name, first, values, spare)
         return values.float()
+
+
+def _add_product(a_RI: Tensor, b_OR: Tensor, own_OI: Tensor, values_OI: Tensor) -> None:
+    """Write the sum of some elements of a weight and of its adapter's product to `values`."""
+    total, product = torch.zeros(own_OI.shape), torch.empty(own_OI.shape)
+    for r in range(len(a_RI)):
+        total += torch.mul(b_OR[:, r : r + 1], a_RI[r], out=product)
+    total += own_OI
+    values_OI.copy_(total)
+    # Of these dtypes only float16 is narrow enough for weights to leave its range.
+    if values_OI.dtype == torch.float16 and torch.isinf(values_OI).any():
+        raise ConversionError(
+            "merged weights are beyond the range of float16: convert with dtype='bfloat16'"
+        )
 
 
 def _cut(first: int, count: int, inputs: int) -> Iterator[tuple[range, range]]:

@@ -60,13 +60,13 @@ log = logging.getLogger("megatron_policy.hosts.nemo_rl")
 def install(workers: str | None = None) -> None:
     """See `megatron_policy.hosts.nemo_rl.install`."""
     replaced = choose_workers(workers)
+    builder = _find_builder()
     environments = getattr(_import(ENVIRONMENTS), "ACTOR_ENVIRONMENT_REGISTRY", None)
     if not isinstance(environments, MutableMapping):
         _refuse(f"{ENVIRONMENTS} has no mapping ACTOR_ENVIRONMENT_REGISTRY")
     if not any(name in environments for name in THEIR_WORKERS):
         similar = ", ".join(sorted(name for name in environments if "Megatron" in name)) or "none"
         _refuse(f"its Megatron worker is not one of {', '.join(THEIR_WORKERS)}; it has {similar}")
-    builder, environments = _find_builder(), environments
     environments[OUR_WORKER] = environments[OUR_VALUE_WORKER] = find_worker_python()
     if os.environ.get(PYTHON_VARIABLE, "").strip():
         # Processes in other folders inherit it, and may run this code too.
