@@ -133,14 +133,14 @@ def _scaling(fields: Fields, section: Fields) -> Scaling | None:
                 original_max_position=_original(fields, section),
             )
         case "yarn":
-            factor = _number(section, "factor")
+            original, factor = _original(fields, section), _number(section, "factor")
             attention = _mscale(factor, 1.0)
             if section.take("mscale", None) and section.take("mscale_all_dim", None):
                 of_all = _mscale(factor, _number(section, "mscale_all_dim"))
                 attention = _mscale(factor, _number(section, "mscale")) / of_all
             return YarnScaling(
                 factor=factor,
-                original_max_position=_original(fields, section),
+                original_max_position=original,
                 beta_fast=_number(section, "beta_fast", 32.0),
                 beta_slow=_number(section, "beta_slow", 1.0),
                 truncate=bool(section.take("truncate", True)),

@@ -54,15 +54,15 @@ def architecture(fields: Fields) -> Architecture:
     """The architecture a GraniteMoeHybridConfig describes."""
     for name in _INITIAL:
         fields.ignore(name, "other fields say it, or it only affects rounding")
-    fields.expect("hidden_act", ("silu", "swish"), "Mamba2 and its gate have it")
-    mamba_heads, head_dim = fields.take("mamba_n_heads"), fields.take("mamba_d_head", "auto")
     kind, hidden = fields.take("position_embedding_type", None), fields.take("hidden_size")
-    inner = fields.take("mamba_expand", 2) * hidden
     fields.expect("position_embedding_type", ("rope", "nope"), "heads are rotated, or not")
     if kind != "rope":
         for name in ("rope_theta", "rope_scaling", "rope_parameters"):
             fields.ignore(name, "no layer has a rotary embedding")
     heads, bias = fields.take("num_attention_heads"), fields.take("attention_bias", False)
+    fields.expect("hidden_act", ("silu", "swish"), "Mamba2 and its gate have it")
+    mamba_heads, head_dim = fields.take("mamba_n_heads"), fields.take("mamba_d_head", "auto")
+    inner = fields.take("mamba_expand", 2) * hidden
     kinds: dict[str, Mixer] = {
         "full_attention": Attention(
             num_attention_heads=heads,
