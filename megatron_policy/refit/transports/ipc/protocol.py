@@ -31,7 +31,7 @@ from megatron_policy.device import shared as on_gpu
 from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
 from megatron_policy.formats.digests import UNSEALED, is_sealed, seal
-from megatron_policy.formats.manifest_values import xxh3
+from megatron_policy.formats.manifest import xxh3
 from megatron_policy.refit.manifest import (
     Form,
     RefitInfo,
