@@ -166,7 +166,7 @@ OTHERWISE: dict[str, str] = {
         config.model_table:_make_unlisted_table converters.formats.*:*
         adapters.base:* adapters.opening:* adapters.peft_files:*
         engines.hugging_face.assemble:_refuse_mixing engines.hugging_face.assemble:_tensor_parallel
-        engines.hugging_face.decoder:Decoder.base
+        engines.hugging_face.module:Decoder.base
     """,
     "the cuts that `check_build` makes too: tests/unit/test_tensor_parallel.py": """
         engines.hugging_face.tensor_plan:_translate_style
