@@ -33,7 +33,7 @@ from tests.dist.cases import policy_config
 from tests.dist.layouts import LENGTH, SIZES, VOCAB
 from tests.hosts.fake_host import PARTS, HostBatch, Meeting, Packed, Protocol, host_with
 from tests.losses import SequenceNLL
-from tests.picture_models import IMAGE, MEDIA, VIDEO, make_model, make_rows
+from tests.picture_models import IMAGE, KEYS, VIDEO, make_model, make_rows
 from tests.ranks import RankPool
 
 ROWS = 8
@@ -163,14 +163,57 @@ def test_a_host_that_renames_at_once_keeps_its_checkpoint_and_the_log_tells_what
     assert "not restored: optimizer (a new one was requested" in said
 
 
-def read_pictures(path: Path, packed: Callable[..., Any]) -> None:
-    """The host's worker makes of pictures that are `packed` what its policy makes of lists of them,
-    in reading, in a step and in a step in parts; `mm_token_type_ids` come with them.
-    """
-    rows = make_rows("qwen3_vl")
+def name_types(rows: dict[str, Any]) -> dict[str, Any]:
+    """Rows with `mm_token_type_ids`."""
     ids_BS = rows["input_ids"]
-    types = {"mm_token_type_ids": (ids_BS == IMAGE) + 2 * (ids_BS == VIDEO).long()}
-    host_rows = HostBatch({**rows, **types, **{key: packed(rows[key], 0) for key in MEDIA}})
+    return rows | {"mm_token_type_ids": (ids_BS == IMAGE) + 2 * (ids_BS == VIDEO).long()}
+
+
+def lay_out_as_makers(rows: dict[str, Any]) -> dict[str, Any]:
+    """Rows of Nemotron Omni in the layout of its makers' processor."""
+    makers: dict[str, Any] = {key: rows.pop(key, [None] * 8) for key in KEYS}
+    layout = ("pixel_values", "imgs_sizes", "num_frames", "sound_clips", "sound_length")
+    for key in layout:
+        rows[key] = [None] * 8
+    for row in range(8):
+        if (grids := makers["image_grid_hw"][row]) is not None:
+            cut = makers["pixel_values"][row].split(grids.prod(1).tolist())
+            seen = [
+                patches.view(*grid, 3, 2, 2).permute(2, 0, 3, 1, 4).reshape(3, *(2 * grid))
+                for patches, grid in zip(cut, grids, strict=True)
+            ]
+            rows["imgs_sizes"][row], rows["num_frames"][row] = 2 * grids, torch.ones(len(grids))
+            most = (2 * grids).max(0).values.tolist()
+            filled = torch.zeros(len(seen), 3, *most)
+            for place, each in zip(filled, seen, strict=True):
+                place[:, : each.size(1), : each.size(2)] = each
+            rows["pixel_values"][row] = filled
+        if (video := makers["pixel_values_videos"][row]) is not None:
+            frames = video.unflatten(2, (2, 3)).flatten(0, 2)
+            rows["pixel_values"][row], count = frames, torch.tensor([len(frames)])
+            rows["imgs_sizes"][row] = torch.tensor([[*frames.shape[2:]]] * len(frames))
+            rows["num_frames"][row] = count
+        if (clips := makers["input_features"][row]) is not None:
+            rows["sound_clips"][row] = clips
+            rows["sound_length"][row] = makers["input_features_mask"][row].sum(1)
+    return rows
+
+
+FORMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "qwen3_vl": name_types,
+    "nemotron_h_omni": lay_out_as_makers,
+}
+
+
+def read_pictures(path: Path, family: str, packed: Callable[..., Any]) -> None:
+    """The host's worker makes of pictures that are `packed` what its policy makes of lists of them,
+    in reading, in a step and in a step in parts.
+    """
+    rows = make_rows(family)
+    ids_BS = rows["input_ids"]
+    given = FORMS[family](dict(rows))
+    lists = {key: packed(value, 0) for key, value in given.items() if isinstance(value, list)}
+    host_rows = HostBatch({**given, **lists})
     config = policy_config(path, {}) | {"max_total_sequence_length": ids_BS.size(1)}
     with host_with(PARTS):
         worker = NemoRLWorker(config | {"is_vlm": True}, TOKENIZER, processor=object())
@@ -187,8 +230,11 @@ def read_pictures(path: Path, packed: Callable[..., Any]) -> None:
         worker.shutdown()
 
 
-def test_what_the_host_packs_for_towers_is_read_row_by_row(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(1, read_pictures, make_model(tmp_path / "hf", "qwen3_vl"), Packed)
+@pytest.mark.parametrize("family", FORMS)
+def test_what_the_host_packs_for_towers_is_read_row_by_row(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
+    ranks.run(1, read_pictures, make_model(tmp_path / "hf", family), family, Packed)
 
 
 def batch() -> BatchedDataDict:

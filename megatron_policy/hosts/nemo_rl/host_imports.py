@@ -8,10 +8,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from functools import wraps
 from typing import Any
-
-from megatron_policy.batch import BatchedDataDict
 
 
 def import_part(module: str, name: str) -> Any:
@@ -53,29 +50,6 @@ def to_host_batch(data: Any) -> Any:
     """
     kind = find_part("nemo_rl.distributed.batched_data_dict", "BatchedDataDict")
     return data if kind is None else kind(dict(data))
-
-
-def from_host_batch(data: Any) -> Any:
-    """The host's rows as ours, with the plan they came with: what the host packs for towers
-    (`PackedTensor`) is a list with a tensor, or None, for each row. What is no batch is left alone.
-    """
-    if not isinstance(data, Mapping):
-        return data
-    taken = BatchedDataDict(data)
-    for key, value in data.items():
-        if hasattr(value, "as_tensor") and hasattr(value, "slice"):
-            taken[key] = [value.slice([row]).as_tensor() for row in range(len(value))]
-    return taken
-
-
-def exchange_host_batches(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, which gets the host's rows as ours and returns a batch of the host's type."""
-
-    @wraps(method)
-    def call(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        return to_host_batch(method(self, from_host_batch(data), *args, **kwargs))
-
-    return call
 
 
 def rename_result(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
 from megatron_policy.errors import ConfigError
-from megatron_policy.hosts.nemo_rl.host_imports import from_host_batch, to_host_batch
+from megatron_policy.hosts.nemo_rl.host_imports import to_host_batch
+from megatron_policy.hosts.nemo_rl.rows import read_host_batch
 from megatron_policy.hosts.nemo_rl.worker import ACTOR_OPTIONS, NemoRLWorker
 from megatron_policy.memory.states import IDLE, LOGPROB
 
@@ -72,7 +73,9 @@ class NemoRLValueWorker(NemoRLWorker):
 
     def get_values(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> Any:
         """`values`, fp32 [B, S], of the tokens before each position."""
-        values_BS = self.policy.values(from_host_batch(data), micro_batch_size=micro_batch_size)
+        values_BS = self.policy.values(
+            read_host_batch(self, data), micro_batch_size=micro_batch_size
+        )
         return to_host_batch(BatchedDataDict({"values": shift_values(values_BS)}))
 
     def prepare_for_inference(self) -> None:

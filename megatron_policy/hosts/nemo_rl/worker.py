@@ -25,14 +25,13 @@ from megatron_policy.hosts.nemo_rl.config import (
 )
 from megatron_policy.hosts.nemo_rl.data_plane import fetch_rows
 from megatron_policy.hosts.nemo_rl.host_imports import (
-    exchange_host_batches,
-    from_host_batch,
     rename_result,
     to_host_batch,
 )
 from megatron_policy.hosts.nemo_rl.losses import adapt_loss, set_aside
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED, refuses
 from megatron_policy.hosts.nemo_rl.refit import HostRefits, find_node_and_device
+from megatron_policy.hosts.nemo_rl.rows import exchange_host_batches, read_host_batch
 from megatron_policy.memory.states import Kind
 from megatron_policy.policy.driver_names import delegate
 from megatron_policy.workers.assigned_gpu import ALL_VISIBLE
@@ -114,7 +113,7 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         `check_dim_skip_keys` is not the sequence.
         """
         aside = tuple(check_dim_skip_keys or ())
-        given, loss_fn = set_aside(from_host_batch(data), aside), adapt_loss(loss_fn, aside)
+        given, loss_fn = set_aside(read_host_batch(self, data), aside), adapt_loss(loss_fn, aside)
         return self._report(
             self.policy.train(given, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
         )
@@ -127,7 +126,7 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
 
     def train_microbatch(self, data: Mapping[str, Any]) -> None:
         """Accumulate a part of that step; see `GradientAccumulator`."""
-        self.policy.train_microbatch(from_host_batch(data))
+        self.policy.train_microbatch(read_host_batch(self, data))
 
     def finish_train_step(self) -> dict[str, Any]:
         """Take that step; returns what `train` does."""
@@ -171,7 +170,7 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         """`topk_logits`, fp32, and `topk_indices`, int64, both [B, S, k]: divided by the
         temperature of `policy.generation`, as the host's are in every version that has them.
         """
-        found = self.policy.get_topk_logits(from_host_batch(data), k, micro_batch_size)
+        found = self.policy.get_topk_logits(read_host_batch(self, data), k, micro_batch_size)
         generation = self.policy.config.generation
         if generation is not None and generation.temperature:
             found["topk_logits"] /= generation.temperature
@@ -186,7 +185,7 @@ class NemoRLWorker(MegatronPolicyWorkerImpl):
         """
         if Kind.PARAMETERS not in self.policy.memory.state.holds:
             self.policy.prepare_for_generation()
-        return to_host_batch(super().generate(from_host_batch(data), greedy))
+        return to_host_batch(super().generate(read_host_batch(self, data), greedy))
 
     def generate_async(self, data: Mapping[str, Any], greedy: bool = False) -> Iterator[Any]:
         """The number of each prompt, and its continuation as `generate` returns it, in order."""
