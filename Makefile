@@ -88,7 +88,7 @@ soak: $(VENV)/.installed ## 2,000 refits of each protocol, 200 exports at once, 
 	$(BIN)/python -m tests.soak.saves --count 200
 
 invariance: $(VENV)/.installed ## measure every layout against Hugging Face and write docs/invariance.md
-	INVARIANCE_PAGE=1 $(BIN)/python -m pytest -m "" $(PYTEST_ARGS) tests/dist/test_invariance.py tests/dist/test_adapters.py tests/dist/test_scalar_training.py tests/dist/test_hybrids.py tests/dist/test_pictures_in_training.py
+	INVARIANCE_PAGE=1 $(BIN)/python -m pytest -m "" $(PYTEST_ARGS) tests/dist/test_invariance.py tests/dist/test_adapters.py tests/dist/test_scalar_training.py tests/dist/test_hybrids.py tests/dist/test_pictures_in_training.py tests/dist/test_picture_adapters.py
 
 compatibility: $(VENV)/.installed ## write the pages of keys, methods and commands from the code's tables
 	$(BIN)/python -m tests.compatibility.page

@@ -5,6 +5,7 @@ AdamW.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Trained:
         for gradients, norm in zip(self.gradients, self.grad_norms, strict=True):
             share = (1 - BETAS[0]) * min(1.0, CLIP / (norm + 1e-6))
             for name in filter(is_of_tower, gradients):
-                own = name.removeprefix("model.")
+                own = name_in_shell(name)
                 found[own] = BETAS[0] * found.get(own, 0.0) + share * gradients[name]
         return found
 
@@ -221,6 +222,14 @@ def name_on_file(model: PreTrainedModel, name: str) -> str:
         if name.startswith(held):
             return written + name.removeprefix(held)
     return name
+
+
+def name_in_shell(name: str) -> str:
+    """What checkpoints of training call a parameter of what surrounds a decoder, or an adapter
+    there, which has the name that PEFT gives it.
+    """
+    own = re.sub(r"^(base_model\.model\.)?(model\.)?", "", name)
+    return re.sub(r"\.lora_([AB])\.default\.weight$", lambda m: f".adapter.{m[1].lower()}", own)
 
 
 def is_of_tower(name: str) -> bool:

@@ -87,6 +87,8 @@ def read(job: Job) -> ModelOutputs:
         ("qwen2_vl", LAYOUTS),
         ("qwen2_5_omni_thinker", LAYOUTS),
         ("qwen2_5_vl", LAYOUTS),
+        ("qwen3_5", LAYOUTS),
+        ("qwen3_5_moe", OF_EXPERTS),
         ("qwen3", LAYOUTS),
         ("qwen3_moe", OF_EXPERTS),
         ("qwen3_omni_moe_thinker", OF_EXPERTS),

@@ -47,11 +47,13 @@ from tests.dist.resuming import iteration, paths, read_disk
 from tests.dist.test_export import tensors_of
 from tests.exact import ROOM, Exact, InDouble, assert_equal, furthest
 from tests.invariance import page
+from tests.invariance.cases import CLOSEST
 from tests.invariance.further import (
     AT_ONCE,
     BF16,
     BY_RAY,
     IN_BF16,
+    OF_FAMILIES,
     PICTURES_TABLE,
     RAY,
     RESUMED,
@@ -59,6 +61,7 @@ from tests.invariance.further import (
     FurtherCell,
     name_resumed,
 )
+from tests.invariance.oracle import Choices
 from tests.losses import loss_mask, token_nll
 from tests.picture_models import (
     IMAGE,
@@ -260,6 +263,8 @@ class Expected:
     hf: oracle.Learned
     before: Exact
     after: Exact
+    closest: float
+    """See `tests.invariance.oracle.Truth`."""
 
     def configure(self, case: Layout, batching: str) -> dict[str, Any]:
         """A policy's configuration; in bf16 if the checkpoint is."""
@@ -310,9 +315,10 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if family == "qwen3_5_moe":
             stack_experts(path)
         rows = rows_of(family)
-        hf = oracle.Learned.of(path, rows, GLOBAL_BATCH, loss_of, dtype, load=load_model)
-        after = hf.read(partial(hf_logprobs, rows=rows))
-        return Expected(path, rows, hf, exact_of(path, rows, dtype), after)
+        with Choices() as choices:
+            hf = oracle.Learned.of(path, rows, GLOBAL_BATCH, loss_of, dtype, load=load_model)
+            before, after = exact_of(path, rows, dtype), hf.read(partial(hf_logprobs, rows=rows))
+        return Expected(path, rows, hf, before, after, choices.closest)
 
     return made
 
@@ -360,6 +366,8 @@ def test_pictures_count_as_in_transformers(
         if "few" in batching:
             assert max(rank["patches"]) <= FEW
     record = expected.assert_same(seen, seen, tmp_path, name)
+    if family in OF_FAMILIES:
+        assert expected.closest > CLOSEST, "rounding alone could choose another expert"
     measured.add(FurtherCell(name, batching, AT_ONCE, family), record)
 
 
@@ -455,6 +463,18 @@ def test_a_planted_fault_is_ten_times_further_away_than_all_rounding(
         found, exact = expected.pair_logprobs(seen, rank, "before")
         apart = furthest(found, exact.value) / (ROOM * exact.rounding)
         assert apart < 1 if fault == "partial gradients" else apart > 10
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", ["plain positions", "nothing deep", "partial gradients"])
+def test_a_planted_fault_is_further_away_than_rounding_in_bf16(
+    ranks, model_of, tmp_path: Path, fault: str
+) -> None:
+    expected = model_of("qwen3_vl", torch.bfloat16)
+    config = expected.configure(*LAYOUTS["TP2+SP"])
+    ranks.run(2, train_on_pictures, config, expected.rows, tmp_path, fault)
+    apart = expected.hf.compare_towers(read_towers(tmp_path))
+    assert apart > ROOM * expected.hf.towers_rounding
 
 
 TOWER, PROJECTORS = "model.visual.*", "model.visual.*merger*"

@@ -198,4 +198,25 @@ PICTURES_TABLE = Table(
         )
     },
 )
-FURTHER = (ADAPTERS, SCALAR, HYBRIDS_TABLE, PICTURES_TABLE)
+OF_DECODERS, OF_TOWERS = "of the decoder", "of decoder and tower"
+PICTURE_ADAPTERS = Table(
+    "picture_adapters",
+    "adapters are",
+    tuple(
+        FurtherCell(layout, dict(OF_FAMILIES[family])[layout], OF_TOWERS, family)
+        for family, layouts in (
+            ("qwen2_5_vl", ("TP2+SP",)),
+            ("qwen3_vl", ("one process", "TP2", "TP2+SP", "PP2", "CP2", "DP2, overlaps")),
+            ("qwen3_vl_moe", ("EP2xTP2+SP", "PP2")),
+        )
+        for layout in layouts
+    ),
+    {
+        "loss": "loss",
+        "grad norm": "grad norm",
+        "weights": "adapters",
+        "tower's gradients": "tower's gradients",
+        "logprobs": "logprobs after",
+    },
+)
+FURTHER = (ADAPTERS, SCALAR, HYBRIDS_TABLE, PICTURES_TABLE, PICTURE_ADAPTERS)
