@@ -113,9 +113,16 @@ def own_share(policy: MegatronPolicy, data: BatchedDataDict) -> BatchedDataDict:
     return data.shard_by_batch_size(policy.topology.dp, batch_size=GLOBAL_BATCH)[policy.coords.dp]
 
 
+def as_text(tokens: torch.Tensor) -> BatchedDataDict:
+    """Rows of text, whose tokens are no places of pictures in a model that sees either."""
+    drawn = torch.ones_like(tokens)
+    drawn[:, 0] = 0
+    return BatchedDataDict({"input_ids": tokens, "token_mask": drawn})
+
+
 def read_everything(policy: MegatronPolicy, tokens: torch.Tensor, k: int) -> dict[str, Any]:
     """Log-probabilities and the `k` largest logits of `tokens`, the same on every rank."""
-    data = BatchedDataDict({"input_ids": tokens})
+    data = as_text(tokens)
     values, indices = policy.topk_logits(data, k)
     logits = torch.zeros(*tokens.shape, k).scatter_(-1, indices, values) if k else None
     return {"logits": logits, "logprobs": policy.logprobs(data)}
@@ -139,11 +146,11 @@ def train_two_steps(
         ]
         seen["weights"] = {name: p.detach().clone() for name, p in policy.named_parameters()}
         if init_reference:
-            seen["reference"] = policy.reference_logprobs(BatchedDataDict({"input_ids": tokens}))
+            seen["reference"] = policy.reference_logprobs(as_text(tokens))
             seen["unchanged"] = all(
                 torch.equal(seen["weights"][name], p) for name, p in policy.named_parameters()
             )
-            seen["after"] = policy.logprobs(BatchedDataDict({"input_ids": tokens}))
+            seen["after"] = policy.logprobs(as_text(tokens))
         return seen
 
 

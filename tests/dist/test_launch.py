@@ -251,7 +251,7 @@ def leave_first(config: dict[str, Any], root: Path, leaving: int, what: str) -> 
 @pytest.mark.parametrize("what", ["export", "save"])
 @pytest.mark.parametrize("leaving", [0, 1])
 @pytest.mark.parametrize("name", ["DP2", "FSDP2 x 2"])
-def test_the_error_says_whether_a_rank_left_or_gave_no_sign_of_life(
+def test_the_error_says_that_a_rank_has_left(
     model, tmp_path, name: str, what: str, leaving: int
 ) -> None:
     times = {"refit_timeout_s": TIMEOUT_S, "checkpoint_timeout_s": TIMEOUT_S}
@@ -262,7 +262,5 @@ def test_the_error_says_whether_a_rank_left_or_gave_no_sign_of_life(
         said = processes[1 - leaving].result()
     if leaving == 0:
         assert "the rendezvous on rank 0 has left" in said
-    elif name == "DP2" or what == "save":
-        assert f"{TIMEOUT_S:g} s" in said
-    else:  # they exchange weights, and connections end with a process
-        assert "a process has left, or was ended, after" in said
+    else:  # where they exchange weights, their connections can tell first
+        assert "rank 1 has left, or was ended" in said or "a process has left, or was" in said

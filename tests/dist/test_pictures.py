@@ -83,7 +83,12 @@ def continue_prompts(
     """Texts, and their log-probabilities as they were written and as they are read."""
     with open_policy(config, tokenizer=TOKENIZER, **UNUSED) as policy:
         done = policy.generate(prompts, greedy=True)
-        grown = {"input_ids": done.tokens_BT, "input_lengths": done.lengths_B}
+        drawn_BT = torch.arange(done.tokens_BT.shape[1]) >= prompts["input_lengths"][:, None]
+        grown = {
+            "input_ids": done.tokens_BT,
+            "input_lengths": done.lengths_B,
+            "token_mask": drawn_BT.long(),
+        }
         texts = BatchedDataDict({**prompts, **grown})
         return texts, done.logprobs_BT, policy.logprobs(texts)
 

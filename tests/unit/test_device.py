@@ -53,13 +53,17 @@ def test_every_patch_tells_its_reason() -> None:
 def test_imports_patch_nothing_and_bring_reports_no_megatron_and_megatron_no_compiler() -> None:
     code = (
         "import sys, torch\n"
+        "from types import SimpleNamespace\n"
         "before = torch.empty, torch.Tensor.type, torch.cuda.current_device\n"
         "compile_ = torch.compile\n"
         "import megatron_policy.checkpoint.report\n"
         "assert 'megatron' not in sys.modules, 'who reads a report needs it'\n"
         "import megatron_policy.policy.policy, megatron_policy.engines.megatron.cpu_platform\n"
         "assert (torch.empty, torch.Tensor.type, torch.cuda.current_device) == before\n"
-        "megatron_policy.policy.policy._megatron_core()\n"
+        "off = SimpleNamespace(enabled=False)\n"
+        "config = SimpleNamespace(fsdp_cfg=off, dtensor_cfg=off)\n"
+        "megatron_policy.policy.policy._default_engine(config)\n"
+        "assert 'megatron' in sys.modules\n"
         "assert torch.compile is compile_\n"
         "if not torch.cuda.is_available():\n"
         "    assert 'torch._inductor.compile_fx' not in sys.modules, 'a compiler was imported'\n"

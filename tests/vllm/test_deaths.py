@@ -115,7 +115,10 @@ def test_a_trainer_that_is_killed_in_a_group(
 
 @pytest.mark.parametrize(
     ("transport", "words"),
-    [("stream", "the engine at .*"), ("group", "a process has left, or was ended, after .*")],
+    [
+        ("stream", "the engine at .*the next refit starts from scratch"),
+        ("group", "(a process|engine 0) has left, or was ended"),
+    ],
 )
 def test_an_engine_that_is_killed(
     caller: EngineCaller,
@@ -147,7 +150,7 @@ def test_an_engine_that_is_killed(
             victim.call("prepare", info_of(weights), TIMEOUT_S, True)
             receive(victim)
             began = time.monotonic()
-            with pytest.raises(RefitError, match=f"(?s){words}the next refit starts from scratch"):
+            with pytest.raises(RefitError, match=f"(?s){words}"):
                 send(weights, made, 1, TIMEOUT_S, kill)
             assert time.monotonic() - began < 2 * TIMEOUT_S
     finally:
