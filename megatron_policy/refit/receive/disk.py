@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ from megatron_policy.refit.receive.assembler import EngineState, WeightAssembler
 
 _PORTION = 256 * 2**20  # bytes given to the engine at a time
 _ATTEMPTS = 3  # what is read can be replaced meanwhile, by what is newer
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # between two looks for a newer version
 
 
 def receive_directory(
@@ -61,14 +63,22 @@ def receive_deltas(
     engine: EngineState,
     assembler_of: Callable[..., WeightAssembler],
     path: str | os.PathLike[str],
+    wait_s: float = 0.0,
 ) -> int:
-    """Bring an engine to the newest version in `path`; returns its step. See `Receiver`."""
+    """Bring an engine to the newest version in `path`; returns its step. With `wait_s`, wait at
+    most so many seconds for one that it does not have. See `Receiver`.
+    """
     if not engine.staged:
         raise ConfigError(
             "deltas change weights that the receiver has staged: make it with staged=True, or "
             "receive whole weights"
         )
     folder, failure = open_folder(path), None
+    if wait_s and not _wait_for_newer(engine, folder, wait_s):
+        raise assembler_of().refusal(
+            f"{path} has had nothing newer than step {engine.step} for {wait_s:g} s. See whether "
+            "the trainer still refits, and call again, or wait longer: Receiver(timeout_s=...)"
+        )
     for _ in range(_ATTEMPTS):
         chain = read_chain(folder)
         if chain is None:
@@ -83,6 +93,26 @@ def receive_deltas(
         f"a file of the newest version is gone or cannot be read: {failure}. Bring it back, or "
         f"remove {CHAIN} to have the next refit write whole weights"
     )
+
+
+def _wait_for_newer(
+    engine: EngineState, folder: Directory | ObjectFolder, timeout_s: float
+) -> bool:
+    """Wait for a version that the engine does not have; not if it must load again, or if this is
+    no chain but a checkpoint. False if it has the newest version when the time is up.
+    """
+    end, pause = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
+    while True:
+        chain = read_chain(folder)
+        if chain is None:
+            over = _has_checkpoint(folder)
+        else:
+            over = engine.mixed or engine.version != (chain.name, chain.newest.number)
+        left = end - time.monotonic()
+        if over or left <= 0:
+            return over or chain is None
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def _follow(
@@ -134,13 +164,20 @@ def _check_files(root: Path, place: str) -> None:
 
 
 def _describe_missing_chain(folder: Directory | ObjectFolder, path: object) -> str:
-    with suppress(OSError):
-        folder.read(MANIFEST)
+    if _has_checkpoint(folder):
         return f"{path} is of an HfDirectory or a PeftDirectory: call receive_directory"
     return (
         f"{path} has no {CHAIN} yet: the trainer has published nothing there until now. Call again "
         "after its first refit to this DeltaDirectory"
     )
+
+
+def _has_checkpoint(folder: Directory | ObjectFolder) -> bool:
+    """Whether this is a published checkpoint itself."""
+    with suppress(OSError):
+        folder.read(MANIFEST)
+        return True
+    return False
 
 
 def _can_read(folder: Directory | ObjectFolder, chain: Chain, pending: Sequence[Version]) -> bool:

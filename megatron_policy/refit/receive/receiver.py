@@ -130,11 +130,13 @@ class Receiver:
 
         return receive_directory(self.assembler, path)
 
-    def receive_deltas(self, path: str | os.PathLike[str]) -> int:
+    def receive_deltas(self, path: str | os.PathLike[str], *, wait: bool = False) -> int:
         """Receive what a trainer has published in a `DeltaDirectory` since the last call, or whole
         weights and what was published since them; returns the step. Nothing is loaded if there is
-        nothing new. ConfigError without `staged`: deltas change weights that were staged.
+        nothing new, unless it is to `wait` for that: RefitError if nothing comes in `timeout_s`
+        seconds. ConfigError without `staged`: deltas change weights that were staged.
         """
         from megatron_policy.refit.receive.disk import receive_deltas
 
-        return receive_deltas(self._engine, self.assembler, path)
+        wait_s = self.timeout_s if wait else 0.0
+        return receive_deltas(self._engine, self.assembler, path, wait_s)
