@@ -45,6 +45,7 @@ TimelineFile = Annotated[
 ]
 
 _TRACE = ".json"
+_SIZES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "first_layers", "last_layers")
 
 
 def plan(
@@ -77,6 +78,8 @@ def plan(
     precision: options.TrainedDtype = None,
     tensors: options.Tensors = False,
     engine_layout: options.EngineLayout = None,
+    machine: options.Machine = None,
+    shared_nodes: options.SharedNodes = False,
     delta: options.Delta = None,
     picture: PictureFile = None,
     timeline: TimelineFile = None,
@@ -86,16 +89,14 @@ def plan(
     Give a CONFIG, or a --model and --gpus; without a layout (--tp and so on) the legal ones are
     searched, and the best that fit are listed. Pictures are of the first. Reads no weights.
     """
-    given = options.given_options(locals())
-    layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "cp": cp, "ep": ep, "etp": etp}
-    layout |= {"first_layers": first_layers, "last_layers": last_layers}
-    trained = precision or Precision.bfloat16
     with one_line_errors(as_json):
-        options.refuse_unread(given)
+        options.refuse_unread(options.given_options(locals()))
+        layout = {name: size for name, size in locals().items() if name in _SIZES}
+        trained = precision or Precision.bfloat16
         check_files(picture, timeline)
         if refit is not None:
-            said = (bucket_size, dtype, trained, engine_layout, delta, gpu, tensors, as_json)
-            return _show_refit(refit, layout, gpus, *said, picture)
+            said = (bucket_size, dtype, trained, engine_layout, delta, tensors, as_json)
+            return _show_refit(refit, layout, gpus, *said, (machine, gpu, shared_nodes), picture)
         from megatron_policy.cli import plan_inputs as inputs
 
         of_rows = (seq_len, inputs.RowMedia(patches or 0, frames or 0))
@@ -118,19 +119,21 @@ def _show_refit(
     precision: Precision,
     engine_layout: str | None,
     changed: float | None,
-    gpu: str | None,
     tensors: bool,
     as_json: bool,
+    links: tuple[str | None, str | None, bool],
     picture: Path | None,
 ) -> None:
     from megatron_policy.cli.plan_inputs import complete_sizes, count_ranks, device_of
+    from megatron_policy.cli.plan_links import parse_machine
     from megatron_policy.cli.plan_refit import refit_of, report_refit
 
     with keys_as_options(uneven=True):
         sizes = complete_sizes(layout)
         ranks = count_ranks(sizes, layout["dp"], gpus)
-        port = None if gpu is None else device_of(gpu, None, None).network_link
-        to = (engine_layout, port, changed)
+        figures, gpu, shared = links
+        device = None if gpu is None else device_of(gpu, None, None)
+        to = (engine_layout, parse_machine(figures, device, shared), changed)
         planned = refit_of(source, sizes, ranks, bucket_bytes, dtype, precision, *to)
         show(report_refit(planned, tensors), as_json)
         draw_refit(planned, picture, as_json)

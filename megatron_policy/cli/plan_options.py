@@ -94,6 +94,22 @@ EngineLayout = Annotated[
         help="With --refit: the engine's ranks, as tp=8,dp=2,ep=16: what each gets of its own.",
     ),
 ]
+Machine = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FIGURES",
+        help="With --engine-layout: gpus_per_node=8,nvlink_GBps=450,network_GBps=50, each way and "
+        "of each GPU; what is not given is that of --gpu.",
+    ),
+]
+SharedNodes = Annotated[
+    bool,
+    typer.Option(
+        "--shared-nodes",
+        help="With --machine or --gpu: the engine's ranks begin on the GPUs that trainers leave of "
+        "a node, not on a node of their own.",
+    ),
+]
 Delta = Annotated[
     float | None,
     typer.Option(
@@ -129,7 +145,10 @@ _OF_CONFIG = (
     *("config", "overrides", "gpus", "gpu", "gpu-memory", "beside-engine", "seq-len"),
     *("patches", "frames", "json", "picture", "timeline"),
 )
-_OF_REFIT_ALONE = ("bucket-size", "dtype", "tensors", "engine-layout", "delta")
+_OF_LINKS = ("gpu", "machine", "shared-nodes")
+_OF_REFIT_ALONE = (
+    *("bucket-size", "dtype", "tensors", "engine-layout", "delta", "machine", "shared-nodes"),
+)
 _KEYS = {
     "model": "model_name",
     "rows": "train_global_batch_size",
@@ -153,8 +172,10 @@ def refuse_unread(given: dict[str, Any]) -> None:
         "json" if name == "as-json" else name for name, value in given.items() if value is not False
     ]
     if "refit" in names:
-        read = (*_OF_REFIT, "gpu") if "engine-layout" in names else _OF_REFIT
+        read = (*_OF_REFIT, *_OF_LINKS) if "engine-layout" in names else _OF_REFIT
         unread, reason = [n for n in names if n not in read], "with --refit"
+        if unread and set(unread) <= set(_OF_LINKS):
+            reason += " without --engine-layout"
     elif "config" in names:
         unread = [name for name in names if name not in _OF_CONFIG]
         reason = f"with a CONFIG{_in_config(unread, given)}"

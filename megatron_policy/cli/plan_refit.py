@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_policy.cli.options import Dtype, Precision, parse_size
 from megatron_policy.cli.output import CONFIG_ONLY
+from megatron_policy.cli.plan_links import links_as_data, show_links
 from megatron_policy.cli.report import CommandReport, layout_data
 from megatron_policy.config.layout import checked_topology, layer_split
 from megatron_policy.config.parallel_sizes import keys_of_sizes
@@ -24,6 +28,7 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.estimate.sizes import show_size
 from megatron_policy.parallel.topology import LayerSplit, Topology, ranges
 from megatron_policy.refit.deltas.codec import expect_bytes
+from megatron_policy.refit.links import LinkTraffic, Machine
 from megatron_policy.refit.plan import RefitPlan, RefitTensor, pack_tensors
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.shards import ShardPlan, place_on_grid, plan_shards
@@ -44,18 +49,31 @@ class PlannedRefit:
     engine: Topology | None = None
     shards: ShardPlan | None = None
     """The engine's grid, and what is sent from shards to its shards."""
-    port: float | None = None
-    """Bytes per second of each rank's network port, if the time over it is wanted."""
+    machine: Machine | None = None
+    """Whose links are used, if what goes over each of them is wanted."""
     changed: float | None = None
     """The share of all elements that a refit of what has changed sends, if that is wanted."""
 
     @property
-    def changed_bytes(self) -> int:
-        """What is expected to be sent of what has changed, in random places, without headers."""
+    def element_bytes(self) -> Mapping[torch.dtype, float]:
+        """What is expected to be sent for each element of each dtype if those that have changed are
+        in random places, without headers.
+        """
         assert self.changed is not None
-        each = {tensor.dtype: tensor.dtype.itemsize for tensor in self.plan.tensors}
-        of_element = {dtype: expect_bytes(self.changed, size) for dtype, size in each.items()}
-        return round(sum(t.nbytes / each[t.dtype] * of_element[t.dtype] for t in self.plan.tensors))
+        dtypes = {tensor.dtype for tensor in self.plan.tensors}
+        return {dtype: expect_bytes(self.changed, dtype.itemsize) for dtype in dtypes}
+
+    @property
+    def changed_bytes(self) -> int:
+        """What is expected to be sent of what has changed."""
+        of = self.element_bytes
+        return round(sum(t.nbytes / t.dtype.itemsize * of[t.dtype] for t in self.plan.tensors))
+
+    def trace_links(self, pairs: Mapping[tuple[int, int], float]) -> LinkTraffic | None:
+        """What goes over the machine's links of these bytes from trainers to engine ranks."""
+        if self.machine is None or self.engine is None:
+            return None
+        return LinkTraffic(self.machine, self.topology.world_size, self.engine.world_size, pairs)
 
 
 def report_refit(planned: PlannedRefit, tensors: bool) -> CommandReport:
@@ -83,11 +101,7 @@ def _lines(planned: PlannedRefit) -> Iterator[str]:
     if planned.engine is not None and planned.shards is not None:
         yield f"to an engine on {_name_ranks(table, planned.engine)}, shard to shard:"
         yield from _shard_lines(planned.shards)
-        if planned.port is not None:
-            yield (
-                f"  over the network at least {bound_time(planned.shards, planned.port):.3g} s: "
-                f"{_name_busiest(planned.shards)} at {show_size(int(planned.port))}/s"
-            )
+        yield from show_links(planned.trace_links(planned.shards.link_bytes))
     if planned.changed is not None:
         yield from _delta_lines(planned)
     what = " and ".join(sorted({"rounds" if e.gathers else "packs" for e in plan.exchanges}))
@@ -108,13 +122,13 @@ def _delta_lines(planned: PlannedRefit) -> Iterator[str]:
     )
     if planned.shards is None:
         return
-    most = round(max(planned.shards.received) * share)
+    pairs = planned.shards.scale_links(planned.element_bytes)
+    received: defaultdict[int, float] = defaultdict(float)
+    for (_, target), nbytes in pairs.items():
+        received[target] += nbytes
+    most = round(max(received.values()))
     yield f"  to an engine rank, from shards to its shards, about {show_size(most)} at most"
-    if planned.port is not None:
-        yield (
-            "  over the network at least about "
-            f"{bound_time(planned.shards, planned.port) * share:.3g} s"
-        )
+    yield from show_links(planned.trace_links(pairs))
 
 
 def _name_ranks(table: Table, grid: Topology) -> str:
@@ -140,20 +154,6 @@ def _shard_lines(shards: ShardPlan) -> Iterator[str]:
         f"  {len(shards.transfers)} transfers between {len(links)} pairs of ranks, at most "
         f"{show_size(most)} (from rank {source} to engine rank {target})"
     )
-
-
-def bound_time(shards: ShardPlan, port: float) -> float:
-    """The seconds that it takes at least where every rank sends, and receives, so many bytes per
-    second.
-    """
-    return max(*shards.sent, *shards.received) / port
-
-
-def _name_busiest(shards: ShardPlan) -> str:
-    sent, received = max(shards.sent), max(shards.received)
-    if sent > received:
-        return f"rank {shards.sent.index(sent)} sends {show_size(sent)}"
-    return f"engine rank {shards.received.index(received)} receives {show_size(received)}"
 
 
 def _cost(plan: RefitPlan, ranks: int) -> Iterator[str]:
@@ -249,6 +249,9 @@ def _as_data(planned: PlannedRefit, tensors: bool) -> dict[str, Any]:
     }
     if planned.changed is not None:
         data["deltas"] |= {"changed": planned.changed, "sent_bytes": planned.changed_bytes}
+        if planned.shards is not None:
+            pairs = planned.shards.scale_links(planned.element_bytes)
+            data["deltas"] |= links_as_data(planned.trace_links(pairs))
     if planned.shards is not None:
         shards = planned.shards
         data["shards"] = {
@@ -256,9 +259,7 @@ def _as_data(planned: PlannedRefit, tensors: bool) -> dict[str, Any]:
             "pairs": len(shards.link_bytes),
             "sent_bytes": shards.sent,
             "received_bytes": shards.received,
-        }
-        if planned.port is not None:
-            data["shards"]["seconds_at_least"] = bound_time(shards, planned.port)
+        } | links_as_data(planned.trace_links(shards.link_bytes))
     if tensors:
         data["sent"] = [
             {"name": each.name, "bytes": each.nbytes, "stage": each.stage} for each in plan.tensors
@@ -282,13 +283,12 @@ def refit_of(
     dtype: Dtype | None,
     precision: Precision,
     engine_layout: str | None,
-    port: float | None = None,
+    machine: Machine | None = None,
     changed: float | None = None,
 ) -> PlannedRefit:
     """Plan a refit of `source` under a layout of these `sizes` over so many `ranks`, and to the
-    shards of an engine with that layout, if there is one, whose ranks and the trainer's have
-    network ports of so many bytes per second; and, if told, one of the share of all elements that
-    has `changed`.
+    shards of an engine with that layout, if there is one, over the links of that `machine`, if
+    there is one; and, if told, one of the share of all elements that has `changed`.
     """
     source = with_config(source)
     seen, table = open_headers(source)
@@ -313,7 +313,7 @@ def refit_of(
     except ValueError as error:
         raise ConfigError(f"--engine-layout {engine_layout}: {error}") from error
     shards = plan_shards(plan, architecture, topology, placements, engine.world_size)
-    return replace(planned, engine=engine, shards=shards, port=port)
+    return replace(planned, engine=engine, shards=shards, machine=machine)
 
 
 def parse_grid(sizes: str) -> Topology:

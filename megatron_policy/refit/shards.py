@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.blocks import blocks_of, of_expert
 from megatron_policy.converters.rows.expert_rows import Stacked
@@ -93,8 +95,22 @@ class ShardPlan:
     def link_bytes(self) -> Mapping[tuple[int, int], int]:
         """Bytes from each trainer to each engine rank, of those that exchange any."""
         found: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for (source, target, dtype), elements in self._link_elements.items():
+            found[source, target] += elements * dtype.itemsize
+        return found
+
+    def scale_links(self, sizes: Mapping[torch.dtype, float]) -> Mapping[tuple[int, int], float]:
+        """The same where elements of each dtype take so many bytes."""
+        found: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for (source, target, dtype), elements in self._link_elements.items():
+            found[source, target] += elements * sizes[dtype]
+        return found
+
+    @cached_property
+    def _link_elements(self) -> Mapping[tuple[int, int, torch.dtype], int]:
+        found: defaultdict[tuple[int, int, torch.dtype], int] = defaultdict(int)
         for transfer in self.transfers:
-            found[transfer.source, transfer.target] += transfer.nbytes
+            found[transfer.source, transfer.target, transfer.tensor.dtype] += transfer.elements
         return found
 
     @property

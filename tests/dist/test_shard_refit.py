@@ -5,6 +5,7 @@ processes of their own; what fails is refused on both sides, and the next refit 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.parallel.topology import Topology
@@ -63,6 +65,7 @@ def join(policy: Any, port: int, engines: int, timeout_s: float = TIMEOUT_S) -> 
 def send(config: dict[str, Any], grid: Topology, port: int, fault: str) -> dict[str, Any]:
     """Three refits, of which the second fails if there is a `fault`."""
     encoded: list[Any] = []
+    wire: Counter[int] = Counter()
 
     def note(encode: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
         def act(layout: Any) -> bytes:
@@ -71,8 +74,16 @@ def send(config: dict[str, Any], grid: Topology, port: int, fault: str) -> dict[
 
         return act
 
+    def count(send: Callable[[Any, torch.Tensor, int], Any]) -> Callable[..., Any]:
+        def act(channel: Any, memory: torch.Tensor, target: int) -> Any:
+            wire[target - 1] += memory.nbytes
+            return send(channel, memory, target)
+
+        return act
+
     with (
         replaced(transport_module.ShardLayout, "encode", note),
+        replaced(BoundedProcessGroup, "send", count),
         open_policy(config, **UNUSED) as policy,
     ):
         held = held_by(policy, grid)
@@ -81,18 +92,21 @@ def send(config: dict[str, Any], grid: Topology, port: int, fault: str) -> dict[
         for number in range(3):
             disturb(policy, number, 0.5)
             now = bits_of(policy)
+            wire.clear()
             if number == 1 and fault:
                 fail_once(policy, refits, fault)
                 continue
             sent.append(policy.refit(refits).total_bytes)
             seen.append(now)
+        links, over = refits.plan(policy.exporter)[0].link_bytes, dict(wire)
         with pytest.raises(ConfigError, match="ShardRefits sends while"):
             policy.begin_refit(refits)
         group.of_shards = False
         with pytest.raises(ConfigError, match="join it with train_world_size and of_shards=True"):
             group.shards(held)
         group.close()
-        return {"seen": seen, "sent": sent, "held": held, "encoded": len(encoded)}
+        told = {"encoded": len(encoded), "planned": dict(links), "wire": over}
+        return {"seen": seen, "sent": sent, "held": held, **told}
 
 
 def fail_once(policy: Any, refits: Any, fault: str) -> None:
@@ -161,6 +175,9 @@ def run(
         assert not differing
         received = sum(len(bits) for each in own for _, _, bits in each.values())
         assert sum(of_rank["sent"][number] for of_rank in of_ranks) == received
+    # What went over each link in the last one is what is planned, as all runs are aligned here.
+    wire = {(rank, to): n for rank, of in enumerate(of_ranks) for to, n in of["wire"].items()}
+    assert wire == first["planned"]
 
 
 def send_changes(config: dict[str, Any], grid: Topology, port: int) -> dict[str, Any]:

@@ -222,14 +222,59 @@ def test_shards_of_an_engine_are_planned(checkpoint) -> None:
 
 def test_the_time_of_a_refit_between_shards_is_bound_by_the_busiest_port(checkpoint) -> None:
     options = (checkpoint("qwen2", dtype="bfloat16"), "--tp", "2", "--gpu", "A100")
-    for grid, busiest in (("tp=4", r"rank \d sends"), ("tp=1", "engine rank 0 receives")):
+    for grid, busiest in (("tp=4", r"trainer rank \d"), ("tp=1", "engine rank 0")):
         code, said, _ = plan(*options, "--engine-layout", grid)
-        assert code == 0 and re.search(rf"at least \S+ s: {busiest} .* at 25 GB/s", said), said
+        bound = rf"at least \S+ s: {busiest}'s network, .* at 25 GB/s"
+        assert code == 0 and re.search(bound, said), said
         found = json.loads(plan(*options, "--engine-layout", grid, "--json")[1])["shards"]
         most = max(*found["sent_bytes"], *found["received_bytes"])
-        assert found["seconds_at_least"] == most / 25e9
+        assert found["links"]["seconds_at_least"] == most / 25e9
+        assert re.fullmatch(f"{busiest}'s network", found["links"]["bottleneck"])
     code, _, said = plan(*options)
-    assert code == 2 and "--gpu cannot be given with --refit" in said
+    assert code == 2 and "--gpu cannot be given with --refit without --engine-layout" in said
+
+
+def test_a_machine_says_what_goes_over_its_links(checkpoint) -> None:
+    options = (checkpoint("qwen2", dtype="bfloat16"), "--tp", "2", "--engine-layout", "tp=2")
+    options += ("--delta", "0.03", "--machine", "gpus_per_node=3,nvlink_GBps=4,network_GBps=0.5")
+    code, said, _ = plan(*options, "--shared-nodes")
+    # Engine rank 0 is beside both trainers, engine rank 1 on a node of its own.
+    assert code == 0 and said.count("trainers and engine on nodes of 3 GPUs: ") == 2, said
+    assert said.count("s: engine rank 1's network, ") == 2 and " in 2 of 2 rounds" in said
+    assert said.count("at most between nodes: node 0 sends") == 2
+    found = json.loads(plan(*options, "--shared-nodes", "--json")[1])
+    near, far = found["shards"]["received_bytes"]
+    whole, changed = found["shards"]["links"], found["deltas"]["links"]
+    assert (whole["nvlink_bytes"], whole["network_bytes"]) == (near, far)
+    assert whole["busiest"]["node"]["receiver"] == {"name": "node 1", "bytes": far}
+    assert (whole["rounds"], whole["seconds_at_least"]) == (2, far / 5e8)
+    assert changed["network_bytes"] == pytest.approx(far * 0.045, rel=1e-3)
+    assert changed["busiest"]["nvlink"]["receiver"]["bytes"] == changed["nvlink_bytes"] > 0
+    apart = json.loads(plan(*options, "--json")[1])["shards"]["links"]
+    assert (apart["nvlink_bytes"], apart["network_bytes"]) == (0, near + far)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--machine gpus=8", "--machine gpus=8: give gpus_per_node, nvlink_GBps, network_GBps"),
+        ("--machine network_GBps=0", "--machine network_GBps=0: give"),
+        ("--machine network_GBps=inf", "--machine network_GBps=inf: give"),
+        ("--machine gpus_per_node=2.5", "--machine gpus_per_node=2.5: give"),
+        ("--machine network_GBps=1,network_GBps=2", "each once and above 0"),
+        ("--machine network_GBps=25", "25: gpus_per_node, nvlink_GBps not given: give all of"),
+        ("--shared-nodes", "--shared-nodes needs --machine, or --gpu"),
+    ],
+)
+def test_a_machine_that_cannot_be_read_is_refused(checkpoint, options: str, said: str) -> None:
+    code, _, errors = plan(checkpoint("qwen2"), "--engine-layout", "tp=2", *options.split())
+    assert code == 2 and said in errors
+
+
+def test_figures_of_a_machine_replace_those_of_its_gpus(checkpoint) -> None:
+    options = ("--engine-layout", "tp=2", "--gpu", "H100", "--machine", "network_GBps=12.5")
+    code, said, _ = plan(checkpoint("qwen2"), *options)
+    assert code == 0 and "on nodes of their own of 8 GPUs" in said and " at 12.5 GB/s" in said
 
 
 def test_a_refit_of_what_has_changed_is_planned(checkpoint) -> None:
@@ -238,7 +283,7 @@ def test_a_refit_of_what_has_changed_is_planned(checkpoint) -> None:
     code, said, _ = plan(*options, *to)
     assert code == 0 and "where 0.03 of all elements has changed" in said
     assert ", 4.5% of all bytes" in said
-    assert re.search(r"to an engine rank, .* at most\n  over the network at least about", said)
+    assert re.search(r"to an engine rank, .* at most\n  trainers and engine on", said)
     found = json.loads(plan(*options, *to, "--json")[1])
     # Values of 2 bytes, and a byte for each gap, of which 0.97 ** 255 take another.
     assert found["deltas"]["sent_bytes"] == pytest.approx(found["bytes"] * 0.015 * 3, rel=1e-3)
