@@ -1,11 +1,12 @@
-"""Messages of changes that are damaged, lost, repeated or come in another order between a trainer
-and an engine in another process: nothing wrong is accepted, and the next refit works.
+"""Messages and files of changes that are damaged, lost, repeated or come in another order between a
+trainer and an engine in another process: nothing wrong is accepted, and the next refit works.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.transports.delta_stream import DeltaStream
 from megatron_policy.refit.transports.ipc.protocol import ACK
 from megatron_policy.refit.transports.ipc.transport import IpcStream, Line, listen
-from tests.dist.test_delta_deaths import paired
+from tests.dist.test_delta_deaths import paired, release
 from tests.dist.test_detached_refit import SIZES
 from tests.dist.test_trainer_deaths import _here
 
 DAMAGES = 200
 MOST_MESSAGES = 6
 BUFFER = 4 * 1024  # of which changes fill several
+FILE_DAMAGES, FILE_KINDS = 50, ("flip", "cut", "remove", "swap")
+REFITS = 2  # until all weights are written again
 KINDS = ("flip", "cut", "drop", "repeat", "swap", "flip what is sent", "cut what is sent")
 
 
@@ -155,4 +158,49 @@ def test_damaged_and_reordered_messages_are_refused_and_the_next_refit_works(
             number += bool(done)
             pair.begin()
             pair.end()
+    assert all(refused.values()), refused
+
+
+def damage_file(root: Path, kind: str, seed: str) -> None:
+    """Do that to a file of a chain: a swap is with one of its kind, of another version or rank."""
+    meddler = Meddler(kind, 0, seed)
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path.stat().st_size)
+    path = meddler.draw.choice(files)
+    content = path.read_bytes()
+    if kind == "swap":
+        like = [each for each in files if each.suffix == path.suffix and each != path]
+        other = meddler.draw.choice(like or files)
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+    elif kind == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(meddler.damage(content))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["directory", "store"])
+def test_damaged_and_swapped_files_are_refused_and_the_next_refit_works(
+    checkpoint: Any, tmp_path: Path, way: str
+) -> None:
+    draw, path = random.Random(way), checkpoint("qwen2", **SIZES)
+    refused = dict.fromkeys(FILE_KINDS, 0)
+    with paired(way, tmp_path, path) as pair:
+        pair.publish()
+        assert pair.receive() == ("", had := pair.newest)
+        for number in range(FILE_DAMAGES):
+            kind = FILE_KINDS[number % len(FILE_KINDS)]
+            for _ in range(1 + draw.randrange(3)):
+                pair.publish()
+            if draw.random() < 0.4:
+                pair.engine.call(release)  # it takes all weights next
+            damage_file(tmp_path / "chain", kind, f"{way} {number}")
+            said, found = pair.receive()
+            assert found == (had := had if said else pair.newest), (kind, said)
+            refused[kind] += bool(said)
+            for left in reversed(range(REFITS)):
+                pair.publish()
+                said, found = pair.receive()
+                assert left or not said, (kind, said)
+                assert found == (had := had if said else pair.newest), (kind, said)
     assert all(refused.values()), refused

@@ -172,13 +172,28 @@ class Pair:
         """What was sent last."""
         return self._may_have[-1]
 
+    def publish(self) -> None:
+        """A refit that works, of which the engine does not know yet."""
+        self.begin(held=True)
+        assert self.results() == ["", ""]
+
+    def receive(self) -> tuple[str, Bits]:
+        """What the engine says, if it fails, of what was published; what it has then."""
+        self.engine.begin(receive, *self._reached)
+        said, found = self.engine.result(TIMEOUT_S)
+        return said, found
+
     def start_engine(self) -> None:
         self.engine = OtherProcess()
         self._may_have.insert(0, self.engine.call(start_engine, self._forms))
         self._receiving = False
 
-    def begin(self, act: Callable[..., Any] = refit, *more: Any, arm: Any = None) -> None:
-        """Begin a refit of other weights, on both sides; `arm` is called before."""
+    def begin(
+        self, act: Callable[..., Any] = refit, *more: Any, arm: Any = None, held: bool = False
+    ) -> None:
+        """Begin a refit of other weights, on both sides, or if the engine is `held`, on the
+        trainers'; `arm` is called before.
+        """
         self._number += 1
         for process in self.trainers:
             process.begin(change, self._number)
@@ -188,7 +203,8 @@ class Pair:
             arm()
         for process in self.trainers:
             process.begin(act, *self._reached, *more)
-        self.begin_to_receive()
+        if not held:
+            self.begin_to_receive()
 
     def begin_to_receive(self) -> None:
         """Begin it unless an earlier one still waits for a trainer."""
