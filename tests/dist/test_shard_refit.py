@@ -18,6 +18,7 @@ from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.parallel.topology import Topology
+from megatron_policy.refit.deltas.codec import expect_bytes
 from megatron_policy.refit.shards import place_on_grid
 from megatron_policy.refit.transports.collective import shards as transport_module
 from megatron_policy.refit.transports.collective.stream import Writer
@@ -188,7 +189,7 @@ def send_changes(config: dict[str, Any], grid: Topology, port: int) -> dict[str,
         refits, seen, sent = DeltaShards(group.shards(held)), [], list[Any]()
         for number in range(CHANGES):
             if number != 2:  # else nothing changes
-                disturb(policy, number, 0.05)
+                disturb(policy, number, SHARE)
             seen.append(bits_of(policy))
             try:
                 manifest = policy.refit(refits)
@@ -198,12 +199,19 @@ def send_changes(config: dict[str, Any], grid: Topology, port: int) -> dict[str,
                 sent.append(manifest.total_bytes)
         with pytest.raises(ConfigError, match="DeltaShards sends while"):
             policy.begin_refit(refits)
+        shards = group.shards(held).plan(policy.exporter)[0]
+        sizes = {each.tensor.dtype for each in shards.transfers}
+        links = shards.scale_links({size: expect_bytes(SHARE, size.itemsize) for size in sizes})
         group.close()
-        return {"seen": seen, "sent": sent, "held": held}
+        planned = sum(nbytes for (source, _), nbytes in links.items() if source == policy.rank)
+        of_plan = {"planned": planned, "runs": len(shards.by_source[policy.rank])}
+        return {"seen": seen, "sent": sent, "held": held, **of_plan}
 
 
 CHANGES, FORGETS, DIFFERS = 8, 3, 5
 """How many refits, before which an engine rank is new, and before which it has other weights."""
+SHARE, HEADER = 0.05, 200
+"""Which share of the elements changes, and most bytes that say of which run changes are."""
 
 
 def forget() -> None:
@@ -226,7 +234,8 @@ def test_each_engine_rank_gets_what_has_changed_of_its_own_elements(
     family, layout, grid, more = ENGINES[case]
     world, section = LAYOUTS[layout]
     top = {"refit_bucket_bytes": BUCKET, "refit_timeout_s": TIMEOUT_S}
-    config = policy_config(checkpoint(family, **SIZES), section | more, **top)
+    path = checkpoint(family, **SIZES | {"vocab": 4001})
+    config = policy_config(path, section | more, **top)
     heard = []
     with reserved_port() as port, ThreadPoolExecutor(1) as pool:
         trainers = pool.submit(ranks.run, world, send_changes, config, grid, port)
@@ -253,6 +262,10 @@ def test_each_engine_rank_gets_what_has_changed_of_its_own_elements(
             assert sum(sent) == whole_bytes, number
         else:
             assert sum(sent) < whole_bytes / 2, number
+            for of_rank in () if more or number == 2 else of_ranks:
+                over = of_rank["sent"][number] - of_rank["planned"]
+                allowed = 0.04 * of_rank["planned"]
+                assert -allowed < over < allowed + HEADER * of_rank["runs"], number
 
 
 def start_empty(options: dict[str, Any]) -> None:
