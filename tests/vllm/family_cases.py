@@ -15,6 +15,7 @@ from tests.families import SAMPLES
 from tests.families.deepseek_v3 import SCALED
 from tests.mtp_checkpoints import NUMBERED, add_mtp_layers
 from tests.quantised import quantise_fp8, quantise_mxfp4
+from tests.vllm.picture_cases import SEEING, add_processor, publish
 
 VOCAB = 256
 ROWS, LENGTH = 4, 24  # what models are compared on
@@ -77,6 +78,11 @@ OWN: dict[str, dict[str, Any]] = {
     "olmoe": EPSILON,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": EXPERTS,
+    "qwen3_vl_moe": EXPERTS | {"norm_topk_prob": True},
+    "qwen3_5": DELTA_NET,
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe": DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 64},
+    "qwen3_5_moe_text": DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 64},
     "qwen3_next": DELTA_NET
     | EXPERTS
     | {"shared_expert_intermediate_size": 64, "mlp_only_layers": []},
@@ -102,6 +108,9 @@ BF16_ALONE = (
     "qwen3_next",
 )
 """Families whose recurrences vLLM's kernels for CPUs compute in bf16 alone."""
+
+SEES = {"skip_tokenizer_init": False, "max_model_len": 128, "mm_device_do_normalize": False}
+"""What an engine is started with whose rows have pictures, of pixels as the policy reads them."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,9 @@ class Case:
         make_checkpoint(path, self.family, **fields | self.fields | given)
         if self.family == "mimo":
             (path / "configuration_mimo.py").write_text(MIMO)
+        if self.sees:
+            publish(path, self.family)
+            add_processor(path, self.family, VOCAB)
         if self.mtp:
             add_mtp_layers(path)
         if self.quantised:
@@ -141,7 +153,14 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """What an engine is started with."""
-        return OPTIONS.get(self.family, {}) | {"dtype": str(self.dtype).removeprefix("torch.")}
+        sees = SEES if self.sees else {}
+        dtype = {"dtype": str(self.dtype).removeprefix("torch.")}
+        return OPTIONS.get(self.family, {}) | sees | dtype
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model is compared on rows with pictures."""
+        return self.family in SEEING
 
 
 def is_tied(family: str) -> bool:
@@ -177,12 +196,12 @@ OF_WHOLE = (
     "Failed to load the processor",
     "vLLM needs the processor of a published checkpoint, which these have not",
 )
-IMAGES = "vLLM's file of this family needs torchvision"
-BF16 = "vLLM computes with the numbers of this activation in bf16, whatever the model's dtype"
-PROCESSOR = (
-    "requires a tokenizer",
-    "vLLM starts models of this family with their processor of pictures, which the tests' have not",
+CAUSAL = "vLLM's attention for CPUs has no tokens of a picture that see those behind them"
+TURNED = (
+    "must match the size of tensor",
+    "vLLM reads experts as transformers 4 saved them, which the tests' are not",
 )
+BF16 = "vLLM computes with the numbers of this activation in bf16, whatever the model's dtype"
 KERNEL = ("has no attribute 'set_allocator'", "vLLM's delta nets of this family need Triton")
 REFUSED: dict[str, tuple[str, str]] = {
     "apertus": (FAR, BF16),
@@ -193,31 +212,21 @@ REFUSED: dict[str, tuple[str, str]] = {
         FAR,
         "vLLM's router for CPUs leaves out correction biases of a softmax, without an error",
     ),
-    "glm4v_moe": ("failed to be inspected", IMAGES),
+    "gemma3": (FAR, CAUSAL),
+    "gemma3 with biases": (FAR, CAUSAL),
     "granitemoe with biases": (UNREAD, "vLLM's attention of this family has no biases"),
     "kimi_linear": (
         "--mamba-block-size can only be set with",
         "vLLM has models of this family for NVIDIA's and AMD's GPUs alone",
     ),
-    "gemma3": ("failed to be inspected", IMAGES),
-    "gemma3 with biases": ("failed to be inspected", IMAGES),
-    "glm4v": ("failed to be inspected", IMAGES),
-    "idefics3": PROCESSOR,
-    "idefics3 with biases": PROCESSOR,
-    "internvl": ("failed to be inspected", IMAGES),
     "kimi_k25": (
         "Failed to load the processor",
         "vLLM reads pictures of this family with its makers' processor",
     ),
-    "llava": ("failed to be inspected", IMAGES),
-    "llava with biases": ("failed to be inspected", IMAGES),
-    "llava_next": ("failed to be inspected", IMAGES),
-    "llava_onevision": ("failed to be inspected", IMAGES),
     "minimax_m2": (
         "AssertionError",
         "vLLM's router for CPUs has no sigmoid of experts without groups, and an empty message",
     ),
-    "mistral3": ("failed to be inspected", IMAGES),
     "nemotron_h": (
         "is_act_and_mul=False is supported only",
         "vLLM has experts without gates on GPUs alone",
@@ -230,28 +239,19 @@ REFUSED: dict[str, tuple[str, str]] = {
     "olmo_hybrid with biases": KERNEL,
     "olmoe with biases": (UNREAD, "vLLM's attention of this family has no biases"),
     "qwen2_5_omni_thinker": OF_WHOLE,
-    "qwen2_5_vl": ("failed to be inspected", IMAGES),
-    "qwen2_vl": ("failed to be inspected", IMAGES),
     "qwen3 with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
-    "qwen3_5": ("failed to be inspected", IMAGES),
-    "qwen3_5 with biases": ("failed to be inspected", IMAGES),
-    "qwen3_5_moe": ("failed to be inspected", IMAGES),
-    "qwen3_5_moe with biases": ("failed to be inspected", IMAGES),
-    "qwen3_5_moe_text": ("failed to be inspected", IMAGES),
-    "qwen3_5_moe_text with biases": ("failed to be inspected", IMAGES),
-    "qwen3_5_text": ("failed to be inspected", IMAGES),
-    "qwen3_5_text with biases": ("failed to be inspected", IMAGES),
+    "qwen3_5 with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
+    "qwen3_5_moe with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
+    "qwen3_5_moe_text with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
+    "qwen3_5_text with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
+    "qwen3_vl with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
+    "qwen3_vl_moe": TURNED,
+    "qwen3_vl_moe with biases": TURNED,
     "qwen3_moe with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
     "qwen3_next with biases": (UNREAD, "vLLM's output projection of this family has no bias"),
     "qwen3_omni_moe_thinker": OF_WHOLE,
     "qwen3_omni_moe_thinker with biases": OF_WHOLE,
-    "qwen3_vl": ("failed to be inspected", IMAGES),
-    "qwen3_vl with biases": ("failed to be inspected", IMAGES),
-    "qwen3_vl_moe": ("failed to be inspected", IMAGES),
-    "qwen3_vl_moe with biases": ("failed to be inspected", IMAGES),
     "seed_oss with biases": (UNREAD, "vLLM's layers of this family have no such biases"),
-    "smolvlm": PROCESSOR,
-    "smolvlm with biases": PROCESSOR,
 }
 """By the names of cases: what vLLM or the refit says, and why."""
 PACKED = (

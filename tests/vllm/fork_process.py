@@ -22,10 +22,16 @@ import vllm.v1.engine.llm_engine
 import vllm.v1.executor.uniproc_executor
 import vllm.v1.worker.cpu_worker
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_map
 
+from megatron_policy.inference.vllm.engine import make_prompt
 from megatron_policy.inference.vllm.reload import ModelReload
 from tests.vllm.computed import Digests, digest_model
 from tests.vllm.engine_process import Engine, answer
+
+
+def _as_array(tensor: torch.Tensor) -> Any:
+    return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
 
 
 class FamilyEngine(Engine):
@@ -48,6 +54,19 @@ class FamilyEngine(Engine):
     def digests(self) -> Digests:
         """See `digest_model`."""
         return digest_model(self._worker.model_runner.get_model())
+
+    def render(self, prompts: list[Any]) -> list[tuple[list[int], dict[str, Any]]]:
+        """What vLLM's processor makes of prompts: the tokens of each, and arrays of its pictures,
+        or lists of them.
+        """
+        plain = [make_prompt(prompt) for prompt in prompts]
+        rendered = self.llm.llm_engine.renderer.render_cmpl(plain, skip_mm_cache=True)
+        found = []
+        for each in rendered:
+            media = each["mm_kwargs"].get_data() if each["type"] == "multimodal" else {}
+            arrays = {key: tree_map(_as_array, value) for key, value in media.items()}
+            found.append((each["prompt_token_ids"], arrays))
+        return found
 
     def load_each(self, path: str) -> list[str]:
         """Reload a checkpoint in one file, one tensor at a time; the names that vLLM has loaded

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_policy import BatchedDataDict, MegatronPolicy
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.refit.transports.collective.transport import Collective
+from megatron_policy.refit.transports.delta_stream import DeltaStream
 from megatron_policy.refit.transports.deltas import DeltaDirectory
 from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
@@ -40,12 +41,18 @@ TIMES = {"refit_timeout_s": TIMEOUT_S, "refit_bucket_bytes": BUFFER}
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}}
 PEFT = {"enabled": True, "dim": 4, "alpha": 6.0}
 
+MOST = ["model.embed_tokens.*", "model.layers.0.*", "lm_head.*"]
+"""What is frozen where less than half of the weights is to change."""
+
+FROZEN = {"optimizer": {"param_groups": [{"names": MOST, "freeze": True}]}}
+
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "tp2": (2, "qwen2", OF_REFITS["tp2"][1], {}),
     "pp2": (2, "qwen2", OF_REFITS["pp2"][1], {}),
     "ep2": (2, "qwen3_moe", OF_REFITS["ep2"][1], {}),
     "fsdp2": (2, "qwen2", OF_REFITS["fsdp2"][1], {}),
     "packed": (2, "qwen2", {}, PACKED),
+    "frozen": (2, "qwen2", OF_REFITS["tp2"][1] | FROZEN, {}),
 }
 """The number of ranks, the family, and its sections of the configuration."""
 
@@ -165,10 +172,23 @@ class Session:
 
 def by_stream(session: Session) -> Any:
     """A pack after the other; each of several workers from a rank of its own."""
+    session.policy.refit(begin_stream(session))
+    return session.result()
+
+
+def by_delta_stream(session: Session) -> Any:
+    """What has changed since what the engine has staged, by a stream; all weights at first."""
+    sent = session.policy.refit(DeltaStream(begin_stream(session)))
+    if session.engine is not None:  # rank 0, which sends in all cells
+        assert bool(sent.changed_bytes) == (session.refits > 1), sent.changed_bytes
+    return session.result()
+
+
+def begin_stream(session: Session) -> IpcStream:
+    """Let the engine receive, and what reaches it."""
     addresses = [f"ipc://{session.folder}/{rank}" for rank in range(session.workers)]
     session.begin("receive_stream", addresses)
-    session.policy.refit(IpcStream(dict(enumerate(addresses)), BUFFER))
-    return session.result()
+    return IpcStream(dict(enumerate(addresses)), BUFFER)
 
 
 def by_handles(session: Session) -> Any:
@@ -231,6 +251,7 @@ TRANSPORTS: dict[str, Callable[[Session], Any]] = {
     "collective": by_group,
     "directory": by_directory,
     "deltas": by_deltas,
+    "delta stream": by_delta_stream,
     "adapters": by_adapters,
 }
 

@@ -17,7 +17,6 @@ from tests.exact import ROOM, Exact, assert_equal, furthest, load_hf
 from tests.vllm.engines import options_of
 from tests.vllm.sessions import LAYOUTS, NEW, PROMPTS, SIZES, TRANSPORTS, Handed, follow
 
-WHOLE = [name for name in TRANSPORTS if name != "adapters"]
 CELLS: list[tuple[str, int, list[str]]] = [
     ("tp2", 1, ["stream", "collective"]),
     ("tp2", 2, ["handles", "directory"]),
@@ -32,6 +31,8 @@ CELLS: list[tuple[str, int, list[str]]] = [
     ("tp2", 1, ["deltas", "deltas", "stream", "deltas"]),
     ("ep2", 2, ["deltas", "deltas"]),
     ("tp2", 1, ["deltas"] * 50),
+    ("frozen", 1, ["delta stream"] * 4),
+    ("frozen", 2, ["delta stream"] * 3),
     ("tp2", 1, ["adapters", "adapters"]),
     ("pp2", 2, ["adapters"]),
     ("packed", 1, ["adapters"]),
@@ -51,6 +52,7 @@ def test_the_cells_cover_every_pair() -> None:
         for layout, each in itertools.product(LAYOUTS, TRANSPORTS)
         if each != "adapters" or layout not in WITHOUT_ADAPTERS
         if each != "deltas" or layout in ("tp2", "ep2")  # others: tests/dist/test_delta_refit.py
+        if (each == "delta stream") == (layout == "frozen")  # tests/dist/test_delta_stream.py
     }
     assert {cell[:2] for cell in cells} == {*itertools.product(LAYOUTS, (1, 2))}
     assert {cell[1:] for cell in cells} == {*itertools.product((1, 2), TRANSPORTS)}
@@ -111,7 +113,9 @@ def test_an_engine_computes_what_the_policy_does(
     world, family, _, _ = LAYOUTS[layout]
     path = checkpoint(family, **SIZES)
     address = engine(path, **options_of(family, workers))
-    staged = "deltas" in transports or (workers == 2 and layout in ("tp2", "fsdp2"))
+    staged = any("delta" in each for each in transports) or (
+        workers == 2 and layout in ("tp2", "fsdp2")
+    )
     seen, *_ = ranks.run(
         world, follow, address, layout, path, transports, workers, tmp_path, staged
     )

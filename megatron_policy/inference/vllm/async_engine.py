@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_policy.errors import ConfigError, RefitError
-from megatron_policy.inference.vllm.engine import read_scores, scoring_params
+from megatron_policy.inference.vllm.engine import (
+    Prompt,
+    make_prompt,
+    read_scores,
+    scoring_params,
+)
 from megatron_policy.inference.vllm.worker import (
     make_plain,
     read_answers,
@@ -108,7 +113,7 @@ class AsyncVllmEngine:
         self._mixed = True
         await self._call("refit_mark_mixed")
 
-    async def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def logprobs(self, rows: Sequence[Prompt]) -> list[list[float]]:
         """Log-probabilities of rows, as `VllmEngine.logprobs`; RefitError while the weights are
         mixed, and nothing is computed with them.
         """
@@ -116,14 +121,14 @@ class AsyncVllmEngine:
             raise RefitError("vLLM's weights are mixed, and it is paused until a complete refit")
         return list(await asyncio.gather(*map(self._score, rows)))
 
-    async def generate(self, prompt: Sequence[int], **sampling: Any) -> Completion:
+    async def generate(self, prompt: Prompt, **sampling: Any) -> Completion:
         """One completion; `sampling` are fields of vLLM's `SamplingParams`."""
         done = Completion()
         async for growing in self.stream(prompt, **sampling):
             done = growing
         return done
 
-    async def stream(self, prompt: Sequence[int], **sampling: Any) -> AsyncIterator[Completion]:
+    async def stream(self, prompt: Prompt, **sampling: Any) -> AsyncIterator[Completion]:
         """The same while it grows: the completion after each step of the engine."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -145,9 +150,7 @@ class AsyncVllmEngine:
         finally:
             reading.cancel()  # ends the request of a caller that has left
 
-    async def _read_drawn(
-        self, prompt: Sequence[int], params: Any, drawn: asyncio.Queue[Any]
-    ) -> None:
+    async def _read_drawn(self, prompt: Prompt, params: Any, drawn: asyncio.Queue[Any]) -> None:
         """Put what vLLM has drawn there with the step of the weights, and None in the end: at once,
         as a caller can ask for it after the next refit.
         """
@@ -158,12 +161,12 @@ class AsyncVllmEngine:
         finally:
             drawn.put_nowait(None)
 
-    async def _score(self, row: Sequence[int]) -> list[float]:
+    async def _score(self, row: Prompt) -> list[float]:
         outputs = [output async for output in self._generate(row, scoring_params())]
-        return read_scores(row, outputs[0])
+        return read_scores(outputs[0])
 
-    def _generate(self, prompt: Sequence[int], params: Any) -> AsyncIterator[Any]:
-        inputs, number = {"prompt_token_ids": list(prompt)}, f"policy-{next(self._numbers)}"
+    def _generate(self, prompt: Prompt, params: Any) -> AsyncIterator[Any]:
+        inputs, number = make_prompt(prompt), f"policy-{next(self._numbers)}"
         outputs: AsyncIterator[Any] = self.llm.generate(inputs, params, number)
         return outputs
 

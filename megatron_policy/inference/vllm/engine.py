@@ -26,9 +26,20 @@ def scoring_params() -> Any:
     return SamplingParams(max_tokens=1, prompt_logprobs=0)
 
 
-def read_scores(row: Sequence[int], output: Any) -> list[float]:
+Prompt = Sequence[int] | Mapping[str, Any]
+"""Tokens, or one of vLLM's own prompts: `prompt_token_ids` with one placeholder for each picture,
+and `multi_modal_data` with the pictures.
+"""
+
+
+def make_prompt(prompt: Prompt) -> Mapping[str, Any]:
+    """vLLM's own form of a prompt."""
+    return prompt if isinstance(prompt, Mapping) else {"prompt_token_ids": list(prompt)}
+
+
+def read_scores(output: Any) -> list[float]:
     """The log-probability of each token of a row but the first, in vLLM's output for it."""
-    found = zip(row[1:], output.prompt_logprobs[1:], strict=True)
+    found = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return [of_position[token].logprob for token, of_position in found]
 
 
@@ -115,19 +126,22 @@ class VllmEngine:
     def forget_cached(self) -> None:
         """Let nothing be read that was computed with the weights before."""
         self.llm.reset_prefix_cache(reset_running_requests=True)
+        engine = self.llm.llm_engine
+        if engine.model_config.is_multimodal_model:
+            engine.reset_encoder_cache()
 
     def mark_mixed(self) -> None:
         """Mark the weights of all workers as not to be used, until the next complete refit."""
         self._call("refit_mark_mixed")
 
-    def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(self, rows: Sequence[Prompt]) -> list[list[float]]:
         """Log-probability in fp32 of each token but the first of its row, given those before; by
         vLLM's `prompt_logprobs`, which are those of the model itself: no temperature, no filters.
+        A row with pictures has the tokens that vLLM makes of them too.
         """
-        outputs = self._generate(rows, scoring_params())
-        return [read_scores(*each) for each in zip(rows, outputs, strict=True)]
+        return [read_scores(output) for output in self._generate(rows, scoring_params())]
 
-    def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Any]:
+    def generate(self, prompts: Sequence[Prompt], **sampling: Any) -> list[Any]:
         """One completion of each prompt, as vLLM's `CompletionOutput` with `token_ids` and
         `logprobs`; `sampling` are fields of `SamplingParams`.
         """
@@ -136,8 +150,8 @@ class VllmEngine:
         params = SamplingParams(**{"logprobs": 0, "detokenize": False} | sampling)
         return [output.outputs[0] for output in self._generate(prompts, params)]
 
-    def _generate(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    def _generate(self, prompts: Sequence[Prompt], params: Any) -> list[Any]:
+        inputs = [make_prompt(prompt) for prompt in prompts]
         outputs: list[Any] = self.llm.generate(
             inputs, params, use_tqdm=False, lora_request=self._adapters
         )

@@ -135,7 +135,7 @@ class ModelReload:
             if self._direct.find_lost(into):
                 into = self._model.load_weights([(name, tensor)])
             self._direct.record(into)
-            if into is None or into or self._is_for_drafts(name):
+            if into is None or into or self._is_for_drafts(name) or self._is_left_out(name):
                 self._kinds.add(kind)
             elif not self._may_be_elsewhere(name):
                 self._unread.append(name)
@@ -146,6 +146,14 @@ class ModelReload:
         parallel = self._config.parallel_config
         return parallel.pipeline_parallel_size > 1 or (
             parallel.enable_expert_parallel and ".experts." in name
+        )
+
+    def _is_left_out(self, name: str) -> bool:
+        """Whether it is the norm behind a tower whose features are taken before it, in vLLM as in
+        the model's own class, which computes nothing.
+        """
+        return ".post_layernorm." in name and any(
+            vars(module).get("post_layernorm", name) is None for module in self._model.modules()
         )
 
     def _is_for_drafts(self, name: str) -> bool:
