@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.plan import RefitTensor
 from megatron_policy.refit.receive.collective import join_collective
-from megatron_policy.refit.transports.collective.transport import Collective, CollectiveSession
+from megatron_policy.refit.transports.collective.transport import Collective
 from tests import collective_engine, refit_engine
 from tests.collective_engine import SECRET
 from tests.other_process import OtherProcess
@@ -289,14 +290,14 @@ def test_a_byte_that_changes_on_the_way_is_refused_by_name(
     group: Group, engine: OtherProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_refits(group, engine, seed=1)
-    send = CollectiveSession._send
+    send = BoundedProcessGroup.broadcast
 
-    def flip(self: CollectiveSession, chunk: torch.Tensor) -> Any:
+    def flip(self: BoundedProcessGroup, chunk: torch.Tensor, source: int) -> Any:
         chunk[7] ^= 1
-        return send(self, chunk)
+        return send(self, chunk, source)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CollectiveSession, "_send", flip)
+        patch.setattr(BoundedProcessGroup, "broadcast", flip)
         wrong = "with a wrong digest: .*embed"
         assert_fails(group, engine, seed=2, trainer=f"engine 0: .*{wrong}", engine=wrong)
     assert engine.call(refit_engine.state)[:3] == (bits(weights(1)), 1, False)

@@ -66,7 +66,8 @@ def device_mask() -> Iterator[None]:
     """The positions of wanted tokens are found on the GPU."""
 
     def find_wanted(self: Output, wanted_BS: torch.Tensor) -> torch.Tensor:
-        return self._take(to_device(wanted_BS.long())).flatten().nonzero()[:, 0]
+        wanted_BS, rank = to_device(wanted_BS.long()), self.context_group.rank()
+        return self.microbatch.layout.take(wanted_BS, rank).flatten().nonzero()[:, 0]
 
     with mock.patch.object(Output, "_find_wanted", find_wanted):
         yield

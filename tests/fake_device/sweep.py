@@ -91,9 +91,10 @@ def batch(microbatches: int, vocab: int) -> BatchedDataDict:
     """Rows for so many microbatches of a long and a short row."""
     rows = 2 * microbatches
     lengths = torch.tensor([LONG, SHORT] * microbatches)
-    inside = torch.arange(WIDTH) < lengths.unsqueeze(1)
+    columns = torch.arange(WIDTH)
+    inside = (columns > 0) & (columns < lengths.unsqueeze(1))
     return BatchedDataDict(
-        input_ids=torch.arange(rows * WIDTH).view(rows, WIDTH) % vocab,
+        input_ids=(1 + torch.arange(rows * WIDTH)).view(rows, WIDTH) % vocab,
         input_lengths=lengths,
         token_mask=inside.float(),
         sample_mask=torch.ones(rows),
