@@ -109,6 +109,12 @@ BF16_ALONE = (
 )
 """Families whose recurrences vLLM's kernels for CPUs compute in bf16 alone."""
 
+UNUSED = dict.fromkeys(("llava", "llava_next"), r".*vision_tower.*\.(layers\.1|post_layernorm)\.")
+UNUSED["llava_onevision"] = r".*vision_tower.*\.post_layernorm\."
+"""What a tower has behind the layer whose features are taken, the last but one of two, or its norm:
+no gradient reaches it, and vLLM leaves it out.
+"""
+
 SEES = {"skip_tokenizer_init": False, "max_model_len": 128, "mm_device_do_normalize": False}
 """What an engine is started with whose rows have pictures, of pixels as the policy reads them."""
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
@@ -260,6 +259,8 @@ def publish(path: Path, family: str) -> None:
 def draw_prompts(family: str) -> list[Any]:
     """Prompts of vLLM: of text alone, of a picture, of two, and of the first one again."""
     seeing, random = SEEING[family], np.random.default_rng(SEEDS.get(family, 7))
+
+    from PIL import Image  # of an extra: not all that imports this file has it
 
     def draw(height: int, width: int) -> Image.Image:
         shape = (*(seeing.size if any(seeing.size) else (height, width)), 3)

@@ -28,7 +28,7 @@ from tests.picture_models import KEYS, hf_logprobs
 from tests.vllm import family_page
 from tests.vllm.computed import Digests
 from tests.vllm.engines import EngineError
-from tests.vllm.family_cases import CASES, LENGTH, REFUSED_HERE, ROWS, VOCAB, Case
+from tests.vllm.family_cases import CASES, LENGTH, REFUSED_HERE, ROWS, UNUSED, VOCAB, Case
 from tests.vllm.forks import ForkedEngine
 from tests.vllm.picture_cases import draw_prompts, join_rendered
 
@@ -38,12 +38,6 @@ MOVED = 1e-2
 
 DRAFTS = r"(model\.(layers\.2|mtp_layers)|mtp)\."
 """What vLLM leaves out: layers for multi-token prediction, behind the two ordinary ones."""
-
-UNUSED = dict.fromkeys(("llava", "llava_next"), r".*vision_tower.*\.(layers\.1|post_layernorm)\.")
-UNUSED["llava_onevision"] = r".*vision_tower.*\.post_layernorm\."
-"""What a tower has behind the layer whose features are taken, the last but one of two, or its norm:
-no gradient reaches it, and vLLM leaves it out.
-"""
 
 COMPUTED = ("_rope_by_thw_cache", "_rot_pos_ids_cache", "deepstack_input_embeds")
 CONSTANTS = ("act_fn.beta", "act_fn.eps")
