@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -262,5 +263,7 @@ def test_the_error_says_that_a_rank_has_left(
         said = processes[1 - leaving].result()
     if leaving == 0:
         assert "the rendezvous on rank 0 has left" in said
-    else:  # where they exchange weights, their connections can tell first
-        assert "rank 1 has left, or was ended" in said or "a process has left, or was" in said
+    elif name == "DP2" or what == "save":
+        assert "rank 1 has left, or was ended: look into its log" in said
+    else:  # they exchange weights, and the connections of that can tell first
+        assert re.search("(rank 1|a process) has left, or was ended", said)

@@ -232,7 +232,7 @@ def add_processor(path: Path, family: str, vocab: int) -> None:
 
 ALONE = ("llava_onevision",)
 """Families of which vLLM cuts several pictures of a row into tiles, which transformers does not."""
-SEEDS = {"qwen3_5_moe": 8}
+SEEDS = {"qwen3_5_moe": 8, "qwen3_5_moe_text": 2}
 """With which rounding to bf16 sends no token to another expert."""
 
 

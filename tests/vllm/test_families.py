@@ -30,7 +30,7 @@ from tests.vllm.computed import Digests
 from tests.vllm.engines import EngineError
 from tests.vllm.family_cases import CASES, LENGTH, REFUSED_HERE, ROWS, UNUSED, VOCAB, Case
 from tests.vllm.forks import ForkedEngine
-from tests.vllm.picture_cases import draw_prompts, join_rendered
+from tests.vllm.picture_cases import SEEDS, draw_prompts, join_rendered
 
 LR = 0.02
 MOVED = 1e-2
@@ -112,7 +112,8 @@ def make_rows(case: Case, engine: ForkedEngine) -> tuple[list[Any], BatchedDataD
     if case.sees:
         asked = draw_prompts(case.family)
         return asked, join_rendered(case.family, engine.call("render", asked))
-    tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    random = torch.Generator().manual_seed(SEEDS.get(case.family, 1))
+    tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=random)
     lengths = torch.full((ROWS,), LENGTH)
     return tokens.tolist(), BatchedDataDict({"input_ids": tokens, "input_lengths": lengths})
 
