@@ -89,9 +89,13 @@ def versions_of(folder: str) -> list[str]:
 
 
 def read_commit() -> str:
-    """The checkout's commit, and whether files differ from it."""
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    """The checkout's commit, and whether files other than the page differ from it."""
+
+    def ask(*command: str) -> str:
+        return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout
+
+    changed = ask("status", "--porcelain", "--untracked-files=no", ".", f":(exclude){PAGE}")
+    return ask("describe", "--always").strip() + ("-dirty" if changed else "")
 
 
 def with_row(page: str, row: str) -> str:
