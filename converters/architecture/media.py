@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -38,6 +39,8 @@ class Medium(ABC):
     """The token that stands before each picture or clip, if the model's class finds them by it to
     make positions. Another one stands behind.
     """
+    joined: ClassVar[bool] = False
+    """Whether groups of tokens, see `list_groups`, can follow each other with nothing between."""
 
     @property
     @abstractmethod
@@ -48,13 +51,13 @@ class Medium(ABC):
     def count_patches(self, given: OfRow) -> int:
         """The patches of what a row has."""
 
-    def list_groups(self, given: OfRow) -> list[int] | None:
-        """The tokens of a row that stand together, if it matters which do."""
-        return None
+    @abstractmethod
+    def list_groups(self, given: OfRow) -> list[int]:
+        """The tokens of a row that stand together, whose places features take."""
 
     def count_tokens(self, given: OfRow) -> int:
         """The tokens of a row whose places features take."""
-        return sum(self.list_groups(given) or ())
+        return sum(self.list_groups(given))
 
     def find_kind(self, values: torch.Tensor) -> Shape:
         """What `values` of rows that are read at once have to have in common."""
@@ -195,7 +198,7 @@ class PatchMedium(SeenMedium):
             raise self._refuse_shape(row, values, shape)
         if self.still and (grids[:, 0] > 1).any():
             raise BatchError(
-                f"{self.grids!r} has {grids.tolist()} in row {row}: the model reads pictures, "
+                f"{self.grids!r} has {grids.tolist()} in row {row}: these are pictures, "
                 "which have one frame"
             )
         patches = int(grids.prod(-1).sum())
@@ -225,6 +228,7 @@ class PictureMedium(SeenMedium):
     """Tokens of a picture beside those of its patches."""
     fixed: tuple[int, int] | None = None
     """The height and width that every picture has to have."""
+    joined = True
     by_row: bool = False
     """Whether the model's class takes them as `[rows, pictures, ...]`, without those whose pixels
     are all zeros.
@@ -249,10 +253,12 @@ class PictureMedium(SeenMedium):
     def count_patches(self, given: OfRow) -> int:
         return int((self._measure(given) // self.patch).prod(-1).sum())
 
-    def count_tokens(self, given: OfRow) -> int:
-        sizes_N2 = self._measure(given)
-        tokens_N = (sizes_N2 // (self.patch * self.side)).prod(-1)
-        return int(tokens_N.sum()) + self.further * len(sizes_N2)
+    def list_groups(self, given: OfRow) -> list[int]:
+        """The tokens of each picture; where pictures differ in size, of each row of its tokens."""
+        sizes = (self._measure(given) // (self.patch * self.side)).tolist()
+        if self.sizes is None:
+            return [height * width + self.further for height, width in sizes]
+        return [width for height, width in sizes for _ in range(height)]
 
     def _measure(self, given: OfRow) -> torch.Tensor:
         """The pixels of each picture that count, in height and width, int `[pictures, 2]`."""
@@ -293,6 +299,13 @@ class PictureMedium(SeenMedium):
                 f"pixels of each of the {len(values)} pictures in height and width, multiples of "
                 f"{step} up to {[*most]}"
             )
+        for number, (height, width) in enumerate(sizes.tolist()):
+            if values[number, :, height:].any() or values[number, ..., width:].any():
+                raise BatchError(
+                    f"{self.values!r} has more than zeros behind the {height} x {width} pixels "
+                    f"that {self.sizes!r} says of picture {number} of row {row}: pass the sizes of "
+                    "these pictures, in their order"
+                )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ _EXCESS = 1.1
 @dataclass(frozen=True)
 class TileMedium(SeenMedium):
     """Pictures of any size in tiles, of each the whole in one and its parts in others: values
-    `[pictures, tiles, channels, side, side]`, behind those of a picture anything.
+    `[pictures, tiles, channels, side, side]`, behind those of a picture zeros.
     """
 
     patch: int
@@ -39,6 +39,7 @@ class TileMedium(SeenMedium):
     """
     most: int | None = None
     """How many tiles the features of a picture's parts can fill, into which more are shrunk."""
+    joined = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,11 +74,11 @@ class TileMedium(SeenMedium):
     def count_patches(self, given: OfRow) -> int:
         return sum(self.list_tiles(given)) * self.of_tile
 
-    def count_tokens(self, given: OfRow) -> int:
-        """The tokens of a row whose places its pictures take. Each row of features of the parts,
-        and a picture without parts, is followed by one more.
+    def list_groups(self, given: OfRow) -> list[int]:
+        """The tokens of each picture. Each row of features of the parts, and a picture without
+        parts, is followed by one more.
         """
-        tokens, side = 0, self.tile // self.patch
+        tokens, side = list[int](), self.tile // self.patch
         for size, alone in self._list_pictures(given):
             rows, columns = 1, 0
             if not alone:
@@ -86,7 +87,7 @@ class TileMedium(SeenMedium):
                 rows, columns = crop_padding(grid, size)
                 if self.most is not None:
                     rows, columns = shrink((rows, columns), self.most * self.of_tile)
-            tokens += self.of_tile + rows * (columns + 1)
+            tokens.append(self.of_tile + rows * (columns + 1))
         return tokens
 
     def _count_tiles(self, size: Size, alone: bool) -> int:
@@ -131,12 +132,20 @@ class TileMedium(SeenMedium):
                     f"{self.counts!r} has {counts.tolist()} in row {row}, which has {len(values)} "
                     f"pictures: pass how many were given together, [{len(values)}]"
                 )
-        if (most := max(self.list_tiles(given))) > values.size(1):
+        tiles = self.list_tiles(given)
+        if (most := max(tiles)) > values.size(1):
             raise BatchError(
                 f"{self.values!r} has {values.size(1)} tiles of each picture in row {row}, but of "
                 f"the sizes {sizes.tolist()} one has {most}: pass all that the model's "
                 "processor makes"
             )
+        for number, count in enumerate(tiles):
+            if values[number, count:].any():
+                raise BatchError(
+                    f"{self.values!r} has more than zeros behind the {count} tiles that "
+                    f"{self.keys[-1]!r} makes of picture {number} of row {row}: pass the sizes of "
+                    "these pictures, in their order"
+                )
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,7 @@ class FrameMedium(Medium):
     """Pixels along height and width of a patch."""
     tile: int
     """Pixels along height and width of a frame."""
+    joined = True
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -157,10 +167,11 @@ class FrameMedium(Medium):
     def count_patches(self, given: OfRow) -> int:
         return math.prod(self._measure(given)) * (self.tile // self.patch) ** 2
 
-    def count_tokens(self, given: OfRow) -> int:
+    def list_groups(self, given: OfRow) -> list[int]:
+        """The tokens of each video."""
         videos, frames = self._measure(given)
         of_frame = math.ceil(self.tile // self.patch / 2) ** 2
-        return videos * (frames * of_frame + 1)
+        return [frames * of_frame + 1] * videos
 
     def _measure(self, given: OfRow) -> Size:
         """How many videos a row has, and of how many frames each."""

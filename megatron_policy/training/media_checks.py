@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 
@@ -69,7 +69,8 @@ def _check_groups(batch: BatchedDataDict, shell: Shell) -> None:
         for row, types_S in enumerate(types_BS):
             wanted, taken_S = medium.list_groups(pick_row(medium, batch, row)), types_S == number
             runs = [len([*run]) for is_one, run in groupby(taken_S.tolist()) if is_one]
-            if wanted not in (None, runs):
+            whole = medium.joined and {*accumulate(runs)} <= {*accumulate(wanted)}
+            if runs != wanted and not whole:
                 raise BatchError(
                     f"row {row} has tokens {medium.placeholder} in groups of {runs}, but its "
                     f"{medium.keys[-1]!r} make groups of {wanted}: keep the order of pictures and "

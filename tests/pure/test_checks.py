@@ -355,6 +355,7 @@ def test_a_row_has_pictures_or_videos_where_their_placeholders_are_the_same() ->
 
 
 SIZES = torch.tensor([[4, 8], [4, 4]])
+PIXELS = torch.stack([torch.ones(3, 4, 8), torch.ones(3, 4, 8) * (torch.arange(8) < 4)])
 TILE = torch.ones(1, 3, 2, 5)
 
 
@@ -363,7 +364,7 @@ def seen_whole(**changes: object) -> BatchedDataDict:
     of two tokens in place of the film.
     """
     data = {
-        "pixel_values": [None, torch.ones(2, 3, 4, 8), None],
+        "pixel_values": [None, PIXELS, None],
         "image_sizes": [None, SIZES, None],
         "tiles": [None, None, TILE],
         "token_mask": torch.zeros(3, 6),
@@ -371,7 +372,7 @@ def seen_whole(**changes: object) -> BatchedDataDict:
         "films": None,
         "film_grids": None,
     }
-    tokens = torch.tensor([[1] * 6, [7, 7, 1, 7, 1, 1], [8, 1, 8, 1, 1, 1]])
+    tokens = torch.tensor([[1] * 6, [7, 7, 1, 7, 1, 1], [8, 8, 1, 1, 1, 1]])
     return pictured(**{"input_ids": tokens} | data | changes)
 
 
@@ -393,6 +394,14 @@ def test_whole_pictures_that_fit_their_placeholders_pass() -> None:
         ),
         ({"image_sizes": [None, SIZES - 2, None]}, r"\[\[2, 6\], .* in row 1: .* multiples of 4"),
         ({"image_sizes": [None, SIZES[:1], None]}, "in row 1: .* each of the 2 pictures"),
+        (
+            {"image_sizes": [None, SIZES.flip(0), None]},
+            "more than zeros behind the 4 x 4 pixels .* of picture 0 of row 1",
+        ),
+        (
+            {"input_ids": torch.tensor([[1] * 6, [7, 1, 7, 7, 1, 1], [8, 8, 1, 1, 1, 1]])},
+            r"groups of \[1, 2\], but its 'image_sizes' make groups of \[2, 1\]",
+        ),
         ({"image_sizes": [None, SIZES.float(), None]}, "'image_sizes' has sizes"),
         ({"pixel_values": [None, torch.ones(12, 5), None]}, r"has shape \[12, 5\] in row 1: pass"),
         (

@@ -97,7 +97,9 @@ def take_media(
     )
     merged, patch = vision["spatial_merge_size"] ** 2, (*first,)[:1] or None
     start = more.get("start")
-    still = PatchMedium(image, "pixel_values", merged, "image_grid_thw", patch, start=start)
+    still = PatchMedium(
+        image, "pixel_values", merged, "image_grid_thw", patch, still=True, start=start
+    )
     films = PatchMedium(videos, "pixel_values_videos", merged, "video_grid_thw", patch, **more)
     return [still, films], len(vision.get("deepstack_visual_indexes") or ())
 
