@@ -19,13 +19,14 @@ from .moe import Moe
 from .part import LayerPart
 from .recurrence import HeadRows, Recurrence
 from .rotary import Rope
-from .shell import Shell, find_drawn, join_rows, pick_row
+from .shell import SAY_DRAWN, Shell, join_rows, pick_row
 from .short_convolution import ShortConvolution
 from .tiles import FilmMedium, FrameMedium, TileMedium
 from .traits import Activation, Norm, QkNorm, ScalarHead, Scoring
 
 __all__ = [
     "MOST_LAYERS",
+    "SAY_DRAWN",
     "Activation",
     "Architecture",
     "Attention",
@@ -58,7 +59,6 @@ __all__ = [
     "SoundMedium",
     "TileMedium",
     "VocabShard",
-    "find_drawn",
     "join_rows",
     "padded_vocab",
     "pick_row",

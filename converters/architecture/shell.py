@@ -15,6 +15,9 @@ from megatron_policy.errors import ConversionError
 
 from .media import Found, Make, Medium, OfRow, SeenMedium, Shape, Size, SoundMedium
 
+SAY_DRAWN = ("token_mask", "mm_token_type_ids", "token_type_ids")
+"""The keys of a batch of which the first that is there says what was drawn, see `find_drawn`."""
+
 
 @dataclass(frozen=True)
 class Shell:
@@ -59,13 +62,26 @@ class Shell:
         token, and 0 for text. `text_BS` is False behind rows' ends. Placeholders that were drawn,
         see `find_drawn`, are text.
         """
-        tokens_BS, drawn_BS = batch["input_ids"], find_drawn(batch)
+        tokens_BS, drawn_BS = batch["input_ids"], self.find_drawn(batch)
         types_BS = torch.zeros_like(tokens_BS)
         for number, medium in enumerate(self.media, start=1):
             for row, at_S in enumerate((tokens_BS == medium.placeholder) & text_BS):
                 count = medium.count_tokens(pick_row(medium, batch, row))
                 types_BS[row, choose_placeholders(at_S, drawn_BS[row], count)] = number
         return types_BS
+
+    def find_drawn(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Bool `[B, S]`: the tokens that are text even if they are placeholders, as the policy has
+        drawn them. `token_mask` counts these, unless it also counts the row's first token, which
+        nobody has drawn; without it, `mm_token_type_ids` are 0 there, or `token_type_ids` if they
+        say which tokens see each other; and without all of them there are none.
+        """
+        mask, *types = SAY_DRAWN if self.both_ways else SAY_DRAWN[:-1]
+        if mask in batch:
+            counted_BS: torch.Tensor = batch[mask] != 0
+            return counted_BS & ~counted_BS[:, :1]
+        found = (batch[key] == 0 for key in types if key in batch)
+        return next(found, torch.zeros_like(batch["input_ids"], dtype=torch.bool))
 
     @property
     def text(self) -> int:
@@ -127,18 +143,6 @@ class Shell:
 def pick_row(medium: Medium, batch: Mapping[str, Any], row: int) -> OfRow:
     """What a row of a batch has for a medium."""
     return {key: batch[key][row] if key in batch else None for key in medium.keys}
-
-
-def find_drawn(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Bool `[B, S]`: the tokens that are text even if they are placeholders, as the policy has
-    drawn them. `token_mask` counts these, unless it also counts the row's first token, which nobody
-    has drawn; without it, `mm_token_type_ids` are 0 there, and without both there are none.
-    """
-    if "token_mask" in batch:
-        counted_BS: torch.Tensor = batch["token_mask"] != 0
-        return counted_BS & ~counted_BS[:, :1]
-    types_BS: torch.Tensor = batch.get("mm_token_type_ids", torch.ones_like(batch["input_ids"]))
-    return types_BS == 0
 
 
 def choose_placeholders(at_S: torch.Tensor, drawn_S: torch.Tensor, count: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.config import PolicyConfig
-from megatron_policy.converters.architecture import Architecture
+from megatron_policy.converters.architecture import SAY_DRAWN, Architecture
 from megatron_policy.converters.table import Table
 from megatron_policy.device import current_device
 from megatron_policy.errors import CheckpointError, ConfigError
@@ -75,8 +75,7 @@ class GrowingRows:
     ) -> GrowingRows:
         """For `prompts` and `positions` as `NewCache` has them."""
         missing = positions - prompts["input_ids"].size(1)
-        masks = ("token_mask", "mm_token_type_ids") if embedder.attachments else ()
-        read = ("input_ids", *masks)
+        read = ("input_ids", *(SAY_DRAWN if embedder.attachments else ()))
         wide = {key: F.pad(prompts[key], (0, missing)) for key in read if key in prompts}
         rows = BatchedDataDict({**prompts, **wide})
         alone = Multiples(row=1, sequence=1, context_ranks=1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import Architecture, Shell
+from megatron_policy.converters.architecture import SAY_DRAWN, Architecture, Shell
 from megatron_policy.dtypes import holds_integers
 from megatron_policy.errors import BatchError, ConfigError, LossError
 from megatron_policy.interfaces import LossFunction, LossInputType
@@ -148,7 +148,7 @@ def check_prompts(
                 f"and {longest} (input_ids are {width} wide, and by max_total_sequence_length and "
                 f"the model's positions a text has at most {max_length} tokens)"
             )
-    keys = ("input_ids", "input_lengths", "token_mask", "mm_token_type_ids", *attachments)
+    keys = ("input_ids", "input_lengths", *SAY_DRAWN, *attachments)
     return BatchedDataDict({key: data[key] for key in keys if key in data})
 
 

@@ -7,7 +7,7 @@ from itertools import accumulate, groupby
 import torch
 
 from megatron_policy.batch import BatchedDataDict
-from megatron_policy.converters.architecture import Medium, Shell, find_drawn, pick_row
+from megatron_policy.converters.architecture import Medium, Shell, pick_row
 from megatron_policy.errors import BatchError
 from megatron_policy.packing.microbatch import PATCHES, inside
 
@@ -15,9 +15,9 @@ from megatron_policy.packing.microbatch import PATCHES, inside
 def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
     """BatchError, naming the row, unless what each row of a checked `batch` has for the model's
     towers fits the grids beside it, and these its placeholders. What the policy has drawn, see
-    `find_drawn`, is text, placeholders too. Adds the number of patches of each row.
+    `Shell.find_drawn`, is text, placeholders too. Adds the number of patches of each row.
     """
-    tokens_BS, text_BS, drawn_BS = batch["input_ids"], inside(batch), find_drawn(batch)
+    tokens_BS, text_BS, drawn_BS = batch["input_ids"], inside(batch), shell.find_drawn(batch)
     patches_B = torch.zeros(len(tokens_BS), dtype=torch.long)
     for medium in shell.media:
         _check_optional(medium, batch)

@@ -282,6 +282,11 @@ def test_without_a_mask_types_say_which_placeholders_are_text() -> None:
     ):
         with pytest.raises(BatchError, match=said):
             check(types)
+    seen = {"token_type_ids": torch.stack([TYPES[0], TYPES[1], TYPES[2]])}
+    seeing = replace(SHELL, both_ways=True)
+    check_batch(data | seen, 9, SHELL.attachments, seeing)
+    with pytest.raises(BatchError, match="row 1 has 4 tokens 7, 0 of them drawn"):
+        check_batch(data | seen, 9, SHELL.attachments, SHELL)
     with pytest.raises(BatchError, match="'mm_token_type_ids' is list of shape"):
         check_batch(data | {"mm_token_type_ids": [[0]] * 3}, 9, SHELL.attachments, SHELL)
 
@@ -541,6 +546,9 @@ def test_placeholders_of_prompts_are_pictures_unless_a_mask_says_they_were_drawn
     del prompts["token_mask"]
     with pytest.raises(BatchError, match=r"row 2 has 1 tokens 7.* make 0"):
         check_prompts(prompts, 9, 8, SHELL.attachments, SHELL)
+    seeing = replace(SHELL, both_ways=True)
+    found = check_prompts(prompts | {"token_type_ids": TYPES}, 9, 8, SHELL.attachments, seeing)
+    assert torch.equal(seeing.find_types(found, inside(found)), TYPES), "what workers read of it"
 
 
 PADDED = Batching("padded")

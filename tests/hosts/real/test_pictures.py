@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.converters.architecture import PictureMedium, Shell
+from megatron_policy.errors import BatchError
 from megatron_policy.hosts.nemo_rl.rows import from_host_batch
+from megatron_policy.packing.microbatch import inside
 from megatron_policy.packing.plan import Plan
+from megatron_policy.training.checks import check_batch
 from tests.hosts.real import host
 from tests.picture_models import CLIPS, KEYS, make_rows
 from tests.unit.test_omni_rows import SHELL, SIDE, find_cut
@@ -81,6 +85,41 @@ def test_what_the_host_deals_to_ranks_has_the_media_of_its_rows(
                 assert (found is None) == (wanted is None)
                 assert found is None or torch.equal(found, wanted)
     assert sorted(seen) == list(range(8))
+
+
+@pytest.mark.parametrize("key", ["mm_token_type_ids", "token_type_ids", "none"])
+def test_teachers_know_what_was_drawn_where_types_of_tokens_say_it(key: str) -> None:
+    """The host's collector gives teachers no mask, but what its rows have of pictures."""
+    pytest.importorskip("datasets", reason="the host's messages need it")
+    from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
+    from nemo_rl.data.multimodal_utils import PackedTensor
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict as HostBatch
+
+    if key not in (*HostBatch.ADDITIONAL_OPTIONAL_KEY_TENSORS, "none"):
+        pytest.skip("this release gives no such types")
+    medium = PictureMedium(7, "pixel_values", 1, patch=2, fixed=(2, 4))
+    shell = Shell((("tower", (1,)),), "", (medium,), both_ways=key == "token_type_ids")
+    asked, types = torch.tensor([1, 7, 7, 1]), torch.tensor([0, 1, 1, 0])
+    picture = PackedTensor(torch.ones(1, 3, 2, 4), dim_to_pack=0)
+    prompt = {"role": "user", "content": "", "token_ids": asked, "pixel_values": picture}
+    answers = [[5, 7, 2], [5, 2]]
+    logs = [
+        [
+            prompt if key == "none" else prompt | {key: types},
+            {"role": "assistant", "content": "", "token_ids": torch.tensor(answer)},
+        ]
+        for answer in answers
+    ]
+    flat, lengths = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": 0})
+    ids = {"input_ids": flat["token_ids"], "input_lengths": lengths}
+    given = from_host_batch(host.batch(ids | flat.get_multimodal_dict(as_tensors=False)))
+    if key == "none":
+        with pytest.raises(BatchError, match=r"row 0 has 3 tokens 7, 0 of them drawn .* make 2"):
+            check_batch(given, 9, shell.attachments, shell)
+        return
+    checked = check_batch(given, 9, shell.attachments, shell)
+    found = shell.find_types(checked, inside(checked))
+    assert found.tolist() == [[*types.tolist(), 0, 0, 0]] * 2
 
 
 class NemotronH_Nano_Omni_Reasoning_V3Processor:
