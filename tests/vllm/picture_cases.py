@@ -245,6 +245,15 @@ def publish(path: Path, family: str) -> None:
             for name, tensor in weights.items()
         }
         save_file(named, path / "model.safetensors", {"format": "pt"})
+    if family == "qwen3_vl_moe":  # as transformers 4 saved them
+        weights, file = load_file(path / "model.safetensors"), path / "config.json"
+        turned = {
+            name: each.mT.contiguous() if ".mlp.experts." in name else each
+            for name, each in weights.items()
+        }
+        save_file(turned, path / "model.safetensors", {"format": "pt"})
+        config = json.loads(file.read_text()) | {"transformers_version": "4.57.1"}
+        file.write_text(json.dumps(config))
     if family in ("glm4v", "glm4v_moe"):
         config = json.loads((path / "config.json").read_text())
         text = config["text_config"]
