@@ -39,7 +39,7 @@ OURS = ("megatron_policy", "refit_engine")
 SCAN_AND_PACK = ("SentCopy.advance", "encode_message", "Operation.gather", "Operation.broadcast")
 END = ("Operation.collect_failures", "Operation.leave_together")
 TAKE = ("decode_message", "Patches.apply", "Patches.check", "SmallEngine.load", "Patches.undo")
-READ = ("receive_deltas", "read_chain", "read_file", "receive_directory")
+READ = ("receive_deltas", "read_chain", "read_messages", "receive_directory")
 WHOLE = ("DirectorySession.place", "ShardFile.put", "DirectorySession.finish")
 PHASES: dict[str, dict[str, tuple[str, ...]]] = {
     "directory": {

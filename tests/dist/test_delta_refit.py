@@ -22,7 +22,7 @@ from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.formats.digests import UNSEALED, seal
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.deltas import folder as folder_module
-from megatron_policy.refit.deltas.chain import MANIFEST, Chain, read_chain
+from megatron_policy.refit.deltas.chain import MANIFEST, Chain, Version, read_chain
 from megatron_policy.refit.deltas.folder import open_folder
 from megatron_policy.refit.receive.receiver import Receiver
 from megatron_policy.refit.transports.deltas import DeltaDirectory
@@ -173,9 +173,21 @@ def make_unreadable(path: Path) -> None:
     path.mkdir()
 
 
-def make_newer(path: Path) -> None:
-    fields = json.loads(path.read_bytes()) | {"digest": UNSEALED, "format": 2}
+def make_other(number: int, path: Path) -> None:
+    """As a release with another format writes it."""
+    fields = json.loads(path.read_bytes()) | {"digest": UNSEALED, "format": number}
     path.write_bytes(seal(json.dumps(fields).encode()))
+
+
+def swap_versions(path: Path) -> None:
+    """The manifests of this version and of the one before change places."""
+    other = path.parent.with_name("00000001.delta") / path.name
+    content = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+OF_2 = "*/00000002.delta/version.json"
 
 
 DAMAGE: dict[str, tuple[int | str, Callable[[Path], object]]] = {
@@ -187,7 +199,12 @@ DAMAGE: dict[str, tuple[int | str, Callable[[Path], object]]] = {
         "*/00000000/model.safetensors",
         Path.unlink,
     ),
-    "is of format 2, .* use the same version": (MANIFEST, make_newer),
+    r"2\.delta/version.json is not what the trainer": (OF_2, partial(edit, lambda b: b[:-1])),
+    r"version.json is not what the trainer": (OF_2, swap_versions),
+    r"1\.delta/version.json is not what": (OF_2.replace("2", "1"), partial(edit, bytes.upper)),
+    r"gone or cannot be read: .*version.json": (OF_2, Path.unlink),
+    "is of format 3, .* use the same version": (MANIFEST, partial(make_other, 3)),
+    "is of format 1, .* next refit to it begins a new chain": (MANIFEST, partial(make_other, 1)),
     "contradicts its digest": (MANIFEST, partial(edit, lambda b: b.replace(b"0", b"1", 1))),
     "cannot be read": (MANIFEST, partial(edit, lambda b: b[:40])),
     "has no chain.json": (MANIFEST, Path.unlink),
@@ -211,6 +228,25 @@ def test_what_is_damaged_or_lost_is_refused_until_it_is_whole_again(
         shutil.rmtree(copy)
         shutil.copytree(root, copy)
         assert late.receive() == seen[2]
+
+
+def test_a_later_version_costs_its_own_files_alone(start: Any) -> None:
+    seen, follower = start([0, 1, 2, 3])
+    read, chain = list[str](), chain_in(follower.root)
+
+    def note(call: Callable[..., bytes]) -> Callable[..., bytes]:
+        def act(folder: Any, name: str) -> bytes:
+            read.append(name)
+            return call(folder, name)
+
+        return act
+
+    follower.receiver._engine.version = (chain.name, 2)
+    with replaced(folder_module.Directory, "read", note):
+        assert follower.receive() == seen[3]
+    assert read == [MANIFEST, chain.name_manifest(3), chain.name_file(3, 0)]
+    longer = Chain(chain.name, chain.whole, Version(10**7, 9), chain.digest)
+    assert len(longer.encode()) == len(chain.encode()) + 7
 
 
 def publish_past_damage(path: Path, root: Path) -> None:
@@ -256,12 +292,9 @@ def publish_on_a_full_disk(path: Path, section: dict[str, Any], root: Path) -> N
             return
         chain = chain_in(root)
         assert (chain.name, chain.newest.number, chain.whole[-1].number) == (name, number, whole)
-        sizes = open_folder(root).list_sizes()
-        assert {each for each in sizes if each.endswith(".delta")} == set(chain.files)
-        assert len([each for each in sizes if each.endswith(MANIFEST)]) == 1
-        assert len({each.split("/")[1] for each in sizes if each.count("/") == 2}) == 1 + (
-            whole > 0
-        )
+        found = open_folder(root).list_files()
+        assert chain.is_complete(found, 2) and found.keys() == {"", *set.union(*chain.folders)}
+        assert found[""] == [MANIFEST] and len(chain.whole) == 1 + (whole > 0)
         for follower in (late, Follower(forms, root)):
             assert follower.receive() == now
 

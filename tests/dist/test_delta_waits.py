@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.deltas.chain import Chain
+from megatron_policy.refit.deltas.chain import VERSION_MANIFEST, Chain
 from megatron_policy.refit.deltas.folder import open_folder
 from megatron_policy.refit.receive import disk
 from megatron_policy.refit.transports.deltas import DeltaDirectory
@@ -62,12 +62,13 @@ def publish_while_an_engine_waits(path: Path, root: Path | str) -> None:
     """Versions that come while it waits, none, and one of which all but the manifest is there."""
 
     def look_before(publish: Callable[..., Any]) -> Callable[..., Any]:
-        def act(to: DeltaDirectory, chain: Chain) -> None:
-            there = open_folder(root).list_sizes()
-            assert chain.is_complete(there) and not waiter.engine.loads[loads:]
+        def act(to: DeltaDirectory, chain: Chain, *manifest: bytes) -> None:
+            there = {**open_folder(root).list_files()}
+            there.get(chain.name_delta(chain.newest.number), []).append(VERSION_MANIFEST)
+            assert chain.is_complete(there, 1) and not waiter.engine.loads[loads:]
             with pytest.raises(RefitError, match=NOTHING):
                 waiter.wait()
-            publish(to, chain)
+            publish(to, chain, *manifest)
 
         return act
 

@@ -1,18 +1,20 @@
-"""A chain of versions of the weights in a folder: what its manifest says.
+"""A chain of versions of the weights in a folder: what its manifests say.
 
-    chain.json                        the manifest, replaced as a whole when a version is complete
+    chain.json                        the versions, replaced as a whole when one is complete
     CHAIN/VERSION/                    all weights of a version, as an export
-    CHAIN/VERSION.RANK.delta          what a rank has changed in it: a message
+    CHAIN/VERSION.delta/RANK.delta    what a rank has changed in it: a message
+    CHAIN/VERSION.delta/version.json  the digests of these, and that of the one before
 
 CHAIN is new for each trainer's run and after each failure: versions of two chains say nothing of
-one another.
+one another. `chain.json` has the digest of the newest `version.json`, so that all of them are
+known by their digests, and none is written or read again for a version that comes later.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,107 +23,101 @@ from megatron_policy.formats.digests import UNSEALED, digest_bytes, is_sealed, s
 from megatron_policy.formats.manifest import count, text, xxh3
 from megatron_policy.refit.deltas.folder import Folder
 
-MANIFEST = "chain.json"
-FORMAT = 1
+MANIFEST, VERSION_MANIFEST = "chain.json", "version.json"
+FORMAT = 2
 _NAME = re.compile(r"[0-9a-f]{16}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class DeltaFile:
-    """What one rank has changed: a file of so many bytes, with this digest."""
-
-    rank: int
-    nbytes: int
-    digest: str
-
-
-@dataclass(frozen=True)
 class Version:
-    """The weights after `step` optimizer steps. `files` make those of the version before it into
-    them.
-    """
+    """The weights after `step` optimizer steps."""
 
     number: int
     step: int
-    files: tuple[DeltaFile, ...] = ()
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The versions that a directory has: some `whole`, and `deltas` to the newest one, each from
-    the one before.
+    """The versions that a directory has: some `whole`, and deltas from the first of these to the
+    `newest`, each from the one before. `digest` is of the newest delta's manifest.
     """
 
     name: str
     whole: tuple[Version, ...]
-    deltas: tuple[Version, ...] = ()
+    newest: Version
+    digest: str = UNSEALED
 
-    @property
-    def newest(self) -> Version:
-        """The newest version."""
-        return (*self.whole[-1:], *self.deltas[-1:])[-1]
+    @classmethod
+    def begin(cls, name: str, step: int) -> Chain:
+        """The chain of one whole version."""
+        first = Version(0, step)
+        return cls(name, (first,), first)
 
-    def after(self, number: int) -> tuple[Version, ...] | None:
-        """The deltas that make a version the newest one; None if some of them are not there."""
-        later = tuple(delta for delta in self.deltas if delta.number > number)
-        reached = number == self.newest.number or (later and later[0].number == number + 1)
-        return later if reached else None
+    def leads_from(self, number: int) -> bool:
+        """Whether deltas make that version the newest one."""
+        return self.whole[0].number <= number <= self.newest.number
 
-    def with_delta(self, delta: Version) -> Chain:
-        """The chain with one more version."""
-        return Chain(self.name, self.whole, (*self.deltas, delta))
+    def with_delta(self, step: int, digest: str) -> Chain:
+        """The chain with one more version, whose manifest has this digest."""
+        return Chain(self.name, self.whole, Version(self.newest.number + 1, step), digest)
 
     def with_whole(self) -> Chain:
         """The chain whose newest version is there as a whole too, without those that only lead to
         whole ones older than the last.
         """
-        last, newest = self.whole[-1], self.newest
-        kept = tuple(delta for delta in self.deltas if delta.number > last.number)
-        return Chain(self.name, (last, Version(newest.number, newest.step)), kept)
+        return Chain(self.name, (self.whole[-1], self.newest), self.newest, self.digest)
 
     def name_whole(self, number: int) -> str:
         """The folder of all weights of a version."""
         return f"{self.name}/{number:08d}"
 
+    def name_delta(self, number: int) -> str:
+        """The folder of what has been changed in a version."""
+        return f"{self.name}/{number:08d}.delta"
+
     def name_file(self, number: int, rank: int) -> str:
         """The file of what a rank has changed."""
-        return f"{self.name}/{number:08d}.{rank}.delta"
+        return f"{self.name_delta(number)}/{rank}.delta"
+
+    def name_manifest(self, number: int) -> str:
+        """The manifest of what has been changed in a version."""
+        return f"{self.name_delta(number)}/{VERSION_MANIFEST}"
 
     @property
-    def files(self) -> dict[str, int]:
-        """Bytes of each file of what ranks have changed, by name."""
-        return {
-            self.name_file(each.number, file.rank): file.nbytes
-            for each in self.deltas
-            for file in each.files
-        }
+    def folders(self) -> tuple[set[str], set[str]]:
+        """The folders of the whole versions, and of the deltas."""
+        deltas = range(self.whole[0].number + 1, self.newest.number + 1)
+        return {self.name_whole(of.number) for of in self.whole}, set(map(self.name_delta, deltas))
 
-    def is_complete(self, sizes: Mapping[str, int]) -> bool:
-        """Whether a folder with files of these sizes has all that the chain consists of, as far as
-        sizes tell.
+    def is_complete(self, found: Mapping[str, Collection[str]], ranks: int) -> bool:
+        """Whether folders with these files have all that the chain of a trainer of so many ranks
+        consists of, as far as names tell.
         """
-        folders = {name.rpartition("/")[0] for name in sizes}
-        return self.files.items() <= sizes.items() and all(
-            self.name_whole(each.number) in folders for each in self.whole
-        )
+        whole, deltas = self.folders
+        files = {VERSION_MANIFEST, *(f"{rank}.delta" for rank in range(ranks))}
+        return whole <= found.keys() and all(files <= set(found.get(of, ())) for of in deltas)
 
     def encode(self) -> bytes:
-        """The content of the manifest."""
+        """The content of `chain.json`."""
         content = {
             "digest": UNSEALED,
             "format": FORMAT,
             "chain": self.name,
             "whole": [[version.number, version.step] for version in self.whole],
-            "deltas": [
-                [v.number, v.step, [[file.rank, file.nbytes, file.digest] for file in v.files]]
-                for v in self.deltas
-            ],
+            "newest": [self.newest.number, self.newest.step, self.digest],
         }
         return seal(json.dumps(content).encode())
 
 
+def encode_delta(before: str, digests: Sequence[str]) -> bytes:
+    """The content of a version's manifest: the digests of the ranks' files, in their order, and of
+    the manifest `before`.
+    """
+    return json.dumps({"before": before, "files": digests}).encode()
+
+
 def read_chain(folder: Folder) -> Chain | None:
-    """The chain in a folder; None if there is none. RefitError if its manifest is damaged."""
+    """The chain in a folder; None if there is none. RefitError if `chain.json` is damaged."""
     path = folder.locate(MANIFEST)
     try:
         content = folder.read(MANIFEST)
@@ -136,23 +132,30 @@ def read_chain(folder: Folder) -> Chain | None:
         if fields["format"] != FORMAT:
             raise RefitError(
                 f"{path} is of format {fields['format']}, but this version reads {FORMAT}: use the "
-                "same version of megatron-policy on both sides"
+                "same version of megatron-policy on both sides; a trainer's next refit to it "
+                "begins a new chain"
             )
         return _chain(fields)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise RefitError(f"{path} cannot be read: {error}; refit again") from error
 
 
-def read_file(folder: Folder, chain: Chain, number: int, file: DeltaFile) -> bytes:
-    """The message of a rank. RefitError if it is damaged, OSError if it is not there."""
-    name = chain.name_file(number, file.rank)
-    content = folder.read(name)
-    if (len(content), digest_bytes(content)) != (file.nbytes, file.digest):
-        raise RefitError(
-            f"{folder.locate(name)} is not what the trainer has written: engines take the next "
-            f"whole version; remove {MANIFEST} to have the next refit write one"
-        )
-    return content
+def read_messages(folder: Folder, chain: Chain, since: int) -> Iterator[bytes]:
+    """The messages that make that version the newest one, in order. RefitError if a file is
+    damaged, OSError if it is not there.
+    """
+    later, digest = [], chain.digest
+    for number in range(chain.newest.number, since, -1):
+        content = _read(folder, name := chain.name_manifest(number), digest)
+        try:
+            fields = json.loads(content)
+            digest = xxh3(fields["before"])
+            later.append((number, [xxh3(each) for each in fields["files"]]))
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise RefitError(f"{folder.locate(name)} cannot be read: {error}") from error
+    for number, digests in reversed(later):
+        for rank, digest in enumerate(digests):
+            yield _read(folder, chain.name_file(number, rank), digest)
 
 
 def is_name(name: str) -> bool:
@@ -160,20 +163,23 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def _read(folder: Folder, name: str, digest: str) -> bytes:
+    content = folder.read(name)
+    if digest_bytes(content) != digest:
+        raise RefitError(
+            f"{folder.locate(name)} is not what the trainer has written: engines take the next "
+            f"whole version; remove {MANIFEST} to have the next refit write one"
+        )
+    return content
+
+
 def _chain(fields: dict[str, Any]) -> Chain:
     name = text(fields["chain"])
     whole = tuple(Version(count(number), count(step)) for number, step in fields["whole"])
-    deltas = tuple(
-        Version(count(number), count(step), tuple(_file(*file) for file in files))
-        for number, step, files in fields["deltas"]
-    )
-    numbers = [delta.number for delta in deltas]
+    number, step, digest = fields["newest"]
+    newest = Version(count(number), count(step))
     if not is_name(name) or not whole:
         raise ValueError("it has no whole version")
-    if numbers != list(range(numbers[0], numbers[0] + len(numbers)) if numbers else []):
-        raise ValueError("a version is missing")
-    return Chain(name, whole, deltas)
-
-
-def _file(rank: int, nbytes: int, digest: str) -> DeltaFile:
-    return DeltaFile(count(rank), count(nbytes), xxh3(digest))
+    if not whole[0].number <= whole[-1].number <= newest.number:
+        raise ValueError("its versions are not in order")
+    return Chain(name, whole, newest, xxh3(digest))

@@ -39,8 +39,8 @@ class Folder(Protocol):
     def prepare(self) -> None:
         """Make it ready for a first file. ConfigError if that cannot be."""
 
-    def list_sizes(self) -> dict[str, int]:
-        """Bytes of each file that is there, by name."""
+    def list_files(self) -> dict[str, list[str]]:
+        """The names of the files in each folder that has some; "" is the place itself."""
 
     def read(self, name: str) -> bytes:
         """The content of a file. FileNotFoundError if it is not there, RefitError or OSError if it
@@ -48,7 +48,9 @@ class Folder(Protocol):
         """
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a new file, in a folder that exists."""
+        """Write a new file, in a folder that exists or is the only one below that which does
+        not.
+        """
 
     def replace(self, name: str, content: bytes, beside: str) -> None:
         """Write a file in place of another; `beside` is a folder that exists."""
@@ -74,15 +76,13 @@ class Directory:
             raise ConfigError(f"{self.root} is no directory: give one")
         self.root.mkdir(parents=True, exist_ok=True)
 
-    def list_sizes(self) -> dict[str, int]:
-        """See `Folder`; files that go meanwhile are left out."""
-        found = {}
-        for folder, _, names in os.walk(self.root):
-            below = "" if folder == str(self.root) else f"{os.path.relpath(folder, self.root)}/"
-            for name in names:
-                with suppress(FileNotFoundError):
-                    found[f"{below}{name}"] = os.stat(f"{folder}/{name}").st_size
-        return found
+    def list_files(self) -> dict[str, list[str]]:
+        """See `Folder`."""
+        return {
+            folder.removeprefix(str(self.root)).lstrip("/"): names
+            for folder, _, names in os.walk(self.root)
+            if names
+        }
 
     def read(self, name: str) -> bytes:
         """See `Folder`."""
@@ -92,6 +92,7 @@ class Directory:
         """Wait until it is on the disk. RefitError, and nothing is left of it, if that fails."""
         path = self.root / name
         try:
+            path.parent.mkdir(exist_ok=True)
             write_file(path, content)
         except OSError as error:
             with suppress(OSError):
@@ -146,15 +147,13 @@ class ObjectFolder:
     def prepare(self) -> None:
         """Nothing is needed."""
 
-    def list_sizes(self) -> dict[str, int]:
+    def list_files(self) -> dict[str, list[str]]:
         """See `Folder`."""
-        with self._translating("", "listed"):
-            self._store.invalidate_cache()
-            try:
-                found = self._store.find(self._root, detail=True)
-            except FileNotFoundError:
-                return {}
-        return {path[len(self._root) + 1 :]: of["size"] for path, of in found.items()}
+        found: dict[str, list[str]] = {}
+        for name in self._list():
+            folder, _, file = name.rpartition("/")
+            found.setdefault(folder, []).append(file)
+        return found
 
     def read(self, name: str) -> bytes:
         """See `Folder`."""
@@ -176,7 +175,7 @@ class ObjectFolder:
         try:
             others = [
                 self._place(name)
-                for name in self.list_sizes()
+                for name in self._list()
                 if "/" in name and name not in kept and name.rpartition("/")[0] not in kept
             ]
             if others:
@@ -193,7 +192,7 @@ class ObjectFolder:
         """Read all files of a folder into an empty directory. FileNotFoundError if there is none,
         or if one goes meanwhile.
         """
-        found = [each for each in self.list_sizes() if each.startswith(f"{name}/")]
+        found = [each for each in self._list() if each.startswith(f"{name}/")]
         if not found:
             raise FileNotFoundError(self.locate(name))
         for each in found:
@@ -201,6 +200,16 @@ class ObjectFolder:
             to.parent.mkdir(parents=True, exist_ok=True)
             with self._translating(each, "read", but=FileNotFoundError):
                 self._store.get_file(self._place(each), str(to))
+
+    def _list(self) -> list[str]:
+        """The names of all objects."""
+        with self._translating("", "listed"):
+            self._store.invalidate_cache()
+            try:
+                found = self._store.find(self._root)
+            except FileNotFoundError:
+                return []
+        return [path[len(self._root) + 1 :] for path in found]
 
     def _place(self, name: str) -> str:
         return f"{self._root}/{name}"

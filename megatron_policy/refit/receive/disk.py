@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from megatron_policy.converters.formats.hf_names import MANIFEST, SINGLE
 from megatron_policy.errors import ConfigError, ConversionError, RefitError
 from megatron_policy.formats.manifest import read_manifest
 from megatron_policy.refit.deltas.chain import MANIFEST as CHAIN
-from megatron_policy.refit.deltas.chain import Chain, Version, read_chain, read_file
+from megatron_policy.refit.deltas.chain import Chain, read_chain, read_messages
 from megatron_policy.refit.deltas.folder import Directory, ObjectFolder, open_folder
 from megatron_policy.refit.digest import HOST
 from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel, TensorDigest
@@ -122,18 +122,15 @@ def _follow(
     chain: Chain,
 ) -> int:
     name, number = engine.version or ("", 0)
-    pending = chain.after(number) if name == chain.name else None
-    newer = number < chain.whole[-1].number
-    if pending is None or (newer and not _can_read(folder, chain, pending)):
-        number = chain.whole[-1].number
-        engine.model = _receive_whole(assembler_of, folder, chain.name_whole(number)).model
-        pending = chain.after(number)
-        assert pending is not None, "a chain leads from its whole versions to the newest"
-    elif not pending and not engine.mixed:
+    last, continues = chain.whole[-1].number, name == chain.name and chain.leads_from(number)
+    if continues and number < last:  # else a whole version helps
+        continues = _can_read(folder, chain, number)
+    if continues and number == chain.newest.number and not engine.mixed:
         return chain.newest.step
-    files = ((version, file) for version in pending for file in version.files)
-    messages = (read_file(folder, chain, version.number, file) for version, file in files)
-    assembler_of().patch(messages, chain.newest.step)
+    if not continues:
+        number = last
+        engine.model = _receive_whole(assembler_of, folder, chain.name_whole(last)).model
+    assembler_of().patch(read_messages(folder, chain, number), chain.newest.step)
     engine.version = (chain.name, chain.newest.number)
     return chain.newest.step
 
@@ -180,12 +177,11 @@ def _has_checkpoint(folder: Directory | ObjectFolder) -> bool:
     return False
 
 
-def _can_read(folder: Directory | ObjectFolder, chain: Chain, pending: Sequence[Version]) -> bool:
-    """Whether these deltas are as they were written."""
+def _can_read(folder: Directory | ObjectFolder, chain: Chain, number: int) -> bool:
+    """Whether all that makes that version the newest one is as it was written."""
     try:
-        for version in pending:
-            for file in version.files:
-                read_file(folder, chain, version.number, file)
+        for _ in read_messages(folder, chain, number):
+            pass
     except (OSError, RefitError):
         return False
     return True

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +23,7 @@ from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.deltas.chain import (
     MANIFEST,
     Chain,
-    DeltaFile,
-    Version,
+    encode_delta,
     is_name,
     read_chain,
 )
@@ -120,7 +119,7 @@ class DeltaDirectory:
             del published  # before another copy is made
             exporter.ranks.leave_together()
             copies: list[SentCopy] = []
-            chain = Chain(name, (Version(0, step),))
+            chain = Chain.begin(name, step)
             sent = self._publish_whole(exporter, chain, lambda: copies.append(_copy(exporter)))
             (copy,) = copies
         exporter.published[self.path] = _Published(chain, copy)
@@ -136,7 +135,7 @@ class DeltaDirectory:
             try:
                 if isinstance(self._folder, Directory):
                     exporter.origin.check_apart(self._folder.root)
-                words = json.dumps({"chain": self._decide(last)})
+                words = json.dumps({"chain": self._decide(last, exporter.topology.world_size)})
             except (ConfigError, OSError) as error:
                 words = json.dumps({"refusal": str(error)})
             except RefitError as error:
@@ -149,10 +148,10 @@ class DeltaDirectory:
             raise ConfigError(decided["refusal"])
         return str(decided["chain"])
 
-    def _decide(self, last: _Published | None) -> str:
+    def _decide(self, last: _Published | None, ranks: int) -> str:
         self._folder.prepare()
-        sizes = self._folder.list_sizes()
-        names = {name.partition("/")[0] for name in sizes}
+        found = self._folder.list_files()
+        names = {folder.partition("/")[0] for folder in found if folder} | {*found.get("", ())}
         # NFS gives names such as .nfs0001 to what a process still reads that another replaces.
         others = sorted(n for n in names if not is_name(n) and not n.startswith(".nfs"))
         if others not in ([], [MANIFEST]):
@@ -164,7 +163,7 @@ class DeltaDirectory:
             published = read_chain(self._folder)
         except RefitError:
             published = None
-        if last is not None and last.chain == published and published.is_complete(sizes):
+        if last is not None and last.chain == published and published.is_complete(found, ranks):
             return last.chain.name
         if last is not None and published is not None and published.name != last.chain.name:
             _log.warning(
@@ -179,33 +178,34 @@ class DeltaDirectory:
         written. Collective.
         """
         ranks, number = exporter.ranks, last.chain.newest.number + 1
-        file: DeltaFile | None = None
+        written: tuple[int, str] | None = None
         failure: Exception | None = None
         kept: _Published | None = None
         try:
             with ranks.alive():
                 kept = replace(last, unwritten=[*last.unwritten, *last.copy.advance()])
-                file = self._write_file(kept, number, exporter.rank)
+                written = self._write_file(kept, number, exporter.rank)
         except Exception as error:
             failure = error
         if kept is not None and kept.is_worth_keeping and exporter.rank > 0:
             exporter.published[self.path] = kept
-        own = [kept is not None and kept.is_worth_keeping, file and astuple(file)]
+        own = [kept is not None and kept.is_worth_keeping, written and written[1]]
         found = [json.loads(each) for each in ranks.gather_text(json.dumps(own))]
-        whole = tuple(DeltaFile(*each) for _, each in found if each is not None)
-        chain = last.chain.with_delta(Version(number, step, whole))
+        manifest = encode_delta(last.chain.digest, [each for _, each in found])
+        chain = last.chain.with_delta(step, digest_bytes(manifest))
         if found and all(keeps for keeps, _ in found):  # rank 0 decides on the next chain
             exporter.published[self.path] = kept
-        if found and len(whole) == len(found):
-            failure = _attempt(lambda: self._publish(chain))
+        if found and all(each is not None for _, each in found):
+            failure = _attempt(lambda: self._publish(chain, manifest))
         exporter.agree(failure)
-        assert file is not None
-        return chain, file.nbytes
+        assert written is not None
+        return chain, written[0]
 
-    def _write_file(self, last: _Published, number: int, rank: int) -> DeltaFile:
+    def _write_file(self, last: _Published, number: int, rank: int) -> tuple[int, str]:
+        """Write what this rank has changed; its bytes and digest."""
         content = encode_message(last.unwritten)
         self._folder.write(last.chain.name_file(number, rank), content)
-        return DeltaFile(rank, len(content), digest_bytes(content))
+        return len(content), digest_bytes(content)
 
     def _publish_whole(
         self, exporter: Exporter, chain: Chain, and_then: Callable[[], object] = lambda: None
@@ -234,7 +234,10 @@ class DeltaDirectory:
         whole.upload = partial(_upload, self._folder, name)
         return whole
 
-    def _publish(self, chain: Chain) -> None:
+    def _publish(self, chain: Chain, of_newest: bytes = b"") -> None:
+        """Publish the chain, with the manifest of its newest delta if that is new too."""
+        if of_newest:
+            self._folder.write(chain.name_manifest(chain.newest.number), of_newest)
         self._folder.replace(MANIFEST, chain.encode(), chain.name)
 
     def _remove_unpublished(self) -> None:
@@ -245,8 +248,8 @@ class DeltaDirectory:
 
     def _remove_others(self, chain: Chain) -> None:
         """Remove what is not in the chain, as far as that is possible."""
-        whole = (chain.name_whole(version.number) for version in chain.whole)
-        self._folder.keep_only({*whole, *chain.files})
+        whole, deltas = chain.folders
+        self._folder.keep_only(whole | deltas)
 
 
 def _upload(folder: ObjectFolder, whole: str, path: Path, name: str) -> None:
