@@ -46,7 +46,7 @@ def test_a_worker_that_is_not_prepared_says_so(worker: Worker) -> None:
     for answer in asked:
         with pytest.raises(RefitError, match=r"worker 0: prepare .*refit_prepare first"):
             read_answers([answer])
-    assert worker.refit_state() == (None, False)
+    assert worker.refit_state() == (None, False, None)
 
 
 def test_a_worker_without_a_sender_of_its_own_is_refused(worker: Worker) -> None:
@@ -71,16 +71,19 @@ def test_what_is_no_refit_is_refused(worker: Worker) -> None:
     ):
         with pytest.raises(RefitError, match=words):
             read_answers([answer])
-    assert worker.refit_state() == (None, False)
+    assert worker.refit_state() == (None, False, None)
 
 
 def test_the_answers_of_all_workers_are_read() -> None:
-    fine, other, refused = {"value": 3}, {"value": 4}, {"refused": "it is damaged"}
+    fine, other, refused = {"value": (3, None)}, {"value": (4, None)}, {"refused": "it is damaged"}
     assert read_step([fine, fine]) == 3
-    with pytest.raises(RefitError, match=r"several steps: \[3, 4\]"):
+    with pytest.raises(RefitError, match=r"different weights: \[\(3, None\), \(4, None\)\]"):
         read_step([fine, other])
+    with pytest.raises(RefitError, match="different weights"):
+        read_step([{"value": [3, ["a", 7]]}, {"value": [3, ["a", 8]]}])
     with pytest.raises(RefitError, match="worker 1: it is damaged; vLLM's worker 2: it is damaged"):
         read_answers([fine, refused, refused])
-    assert read_state([(3, False), (3, False)]) == (3, False)
-    assert read_state([(3, False), (3, True)]) == (3, True)
-    assert read_state([(3, False), (4, False)]) == (None, True)
+    assert read_state([(3, False, None), (3, False, None)]) == (3, False)
+    assert read_state([(3, False, None), (3, True, None)]) == (3, True)
+    assert read_state([(3, False, None), (4, False, None)]) == (None, True)
+    assert read_state([(3, False, ["a", 7]), (3, False, ["a", 8])]) == (3, True)

@@ -97,9 +97,10 @@ class AsyncVllmEngine:
 
     async def receive_deltas(self, path: str, in_flight: InFlight = "keep") -> int:
         """What a trainer has published in a `DeltaDirectory` since the last call; the engine was
-        prepared with `staged`.
+        prepared with `staged`. All workers take the version that is the newest for the first.
         """
-        return await self._receive(in_flight, "refit_from_deltas", path)
+        found, *_ = read_answers(await self.llm.collective_rpc("refit_find_deltas", args=(path,)))
+        return await self._receive(in_flight, "refit_from_deltas", path, found)
 
     async def state(self) -> tuple[int | None, bool]:
         """The step of the weights of all workers, and whether they are mixed; see `read_state`."""

@@ -87,9 +87,10 @@ class VllmEngine:
 
     def receive_deltas(self, path: str) -> int:
         """What a trainer has published in a `DeltaDirectory` since the last call; the engine was
-        prepared with `staged`.
+        prepared with `staged`. All workers take the version that is the newest for the first.
         """
-        return self._receive("refit_from_deltas", path)
+        found, *_ = read_answers(self.llm.collective_rpc("refit_find_deltas", args=(path,)))
+        return self._receive("refit_from_deltas", path, found)
 
     def receive_handles(self, handles: Mapping[str, Any]) -> None:
         """Some weights of a refit: what the trainer's `get_weights_ipc_handles` has returned. See

@@ -20,13 +20,16 @@ from megatron_policy import device
 from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.inference.vllm.reload import ModelReload
-from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.manifest import RefitManifest, StagedVersion
 from megatron_policy.refit.receive.assembler import MIXED
 from megatron_policy.refit.receive.collective import CollectiveGroup, join_collective
 from megatron_policy.refit.receive.receiver import Receiver
 from megatron_policy.refit.transports.ipc.protocol import decode_handles
 
 PlainInfo = dict[str, tuple[list[int], str]]
+
+Accepted = tuple[int, StagedVersion]
+"""The step of the weights that a worker has accepted; of deltas, their chain and number too."""
 
 Answer = dict[str, Any]
 """What a worker's method has returned, `{"value": ..}`, or why it failed, `{"refused": ".."}`."""
@@ -57,20 +60,26 @@ def read_answers(answers: Sequence[Answer]) -> list[Any]:
 
 
 def read_step(answers: Sequence[Answer]) -> int:
-    """The step of the weights that all workers have accepted; RefitError otherwise."""
-    steps: set[int] = set(read_answers(answers))
-    if len(steps) > 1:
-        raise RefitError(f"vLLM's workers have accepted weights of several steps: {sorted(steps)}")
-    return steps.pop()
+    """The step of the weights that all workers have accepted; RefitError if they have accepted
+    different ones.
+    """
+    first, *others = read_answers(answers)
+    if any(other != first for other in others):
+        raise RefitError(
+            f"vLLM's workers have accepted different weights: {[first, *others]} (their step, "
+            "chain and number). They are mixed until the next complete refit"
+        )
+    return int(first[0])
 
 
 def read_state(states: Sequence[Sequence[Any]]) -> tuple[int | None, bool]:
     """The step of the weights of all workers, and whether they are mixed: within one worker, or
     from worker to worker. The step is None before the first refit, and where workers differ.
     """
-    steps = {step for step, _ in states}
-    alike = len(steps) == 1
-    return steps.pop() if alike else None, not alike or any(mixed for _, mixed in states)
+    (step, _, version), alike = states[0], True
+    for other, mixed, number in states:
+        alike = alike and not mixed and (other, number) == (step, version)
+    return step if len({step for step, *_ in states}) == 1 else None, not alike
 
 
 def _return_errors(method: Callable[..., Any]) -> Callable[..., Answer]:
@@ -106,6 +115,8 @@ class RefitExtension:
     refit_receiver: Receiver | None = None
     refit_adapters: Receiver | None = None
     refit_group: CollectiveGroup | None = None
+    refit_version: StagedVersion = None  # of the weights that were loaded last
+    refit_completed = False  # new ones were loaded, and their version is not in `refit_version`
 
     @_return_errors
     def refit_prepare(
@@ -122,10 +133,15 @@ class RefitExtension:
         self.refit_model = model = ModelReload(
             self.model_runner.get_model(), self.vllm_config, keeps_tensors=staged
         )
+
+        def finish() -> None:
+            model.finish()
+            self.refit_completed = True
+
         self.refit_receiver = Receiver(
             model.load,
             begin=model.begin,
-            finish=model.finish,
+            finish=finish,
             expected={
                 name: (tuple(shape), dtype_named(dtype)) for name, (shape, dtype) in info.items()
             },
@@ -135,7 +151,7 @@ class RefitExtension:
         self.refit_adapters = None
 
     @_return_errors
-    def refit_from_stream(self, addresses: str | Sequence[str] | Mapping[str, str]) -> int:
+    def refit_from_stream(self, addresses: str | Sequence[str] | Mapping[str, str]) -> Accepted:
         """One refit from a training rank on this machine.
 
         `addresses` are the driver's `get_refit_addresses`, by GPU; or a list with one for each of
@@ -166,7 +182,7 @@ class RefitExtension:
         device.synchronize()
 
     @_return_errors
-    def refit_finish_handles(self, manifest: str) -> int:
+    def refit_finish_handles(self, manifest: str) -> Accepted:
         """End a refit by `refit_from_handles`; `manifest` is the trainer's, encoded."""
         sent = RefitManifest.decode(manifest.encode())
         return self._refit_by(lambda receiver: receiver.finish_ipc(sent))
@@ -201,26 +217,34 @@ class RefitExtension:
         self.refit_group = group
 
     @_return_errors
-    def refit_from_group(self) -> int:
+    def refit_from_group(self) -> Accepted:
         """One refit over the group."""
         if (group := self.refit_group) is None:
             raise ConfigError("this worker is in no group with a trainer: call refit_join first")
         return self._refit_by(lambda receiver: receiver.receive_collective(group))
 
     @_return_errors
-    def refit_from_directory(self, path: str) -> int:
+    def refit_from_directory(self, path: str) -> Accepted:
         """One refit from a directory that the trainer has published."""
         return self._refit_by(lambda receiver: receiver.receive_directory(path))
 
     @_return_errors
-    def refit_from_deltas(self, path: str) -> int:
-        """What a trainer has published in a `DeltaDirectory` since the last call. The engine is
-        prepared with `staged`: what is staged is changed.
-        """
-        return self._refit_by(lambda receiver: receiver.receive_deltas(path))
+    def refit_find_deltas(self, path: str) -> str:
+        """The newest version in a `DeltaDirectory`, for `refit_from_deltas`."""
+        from megatron_policy.refit.receive.disk import find_deltas
+
+        return find_deltas(path)
 
     @_return_errors
-    def refit_from_adapters(self, path: str) -> int:
+    def refit_from_deltas(self, path: str, found: str | None = None) -> Accepted:
+        """What a trainer has published in a `DeltaDirectory` since the last call. The engine is
+        prepared with `staged`: what is staged is changed. `found` is what one of the workers has
+        found, for all to take the same version, also if the trainer publishes meanwhile.
+        """
+        return self._refit_by(lambda receiver: receiver.receive_deltas(path, found=found))
+
+    @_return_errors
+    def refit_from_adapters(self, path: str) -> Accepted:
         """One refit of adapters alone, from the directory of a `PeftDirectory`, in place of those
         before: vLLM's own, number `ADAPTERS`, of an engine with `enable_lora`.
         """
@@ -238,16 +262,17 @@ class RefitExtension:
             raise RefitError(
                 f"vLLM refuses the adapters in {path}: {error}. It keeps those it had"
             ) from error
-        return manifest.step
+        return manifest.step, None
 
-    def refit_state(self) -> tuple[int | None, bool]:
-        """The step of the weights, and whether they are mixed: after a refit without `staged` has
-        failed, do not generate before the next one. Of an engine with adapters, it is their step.
+    def refit_state(self) -> tuple[int | None, bool, StagedVersion]:
+        """The step of the weights, whether they are mixed, and the chain and number of deltas, for
+        `read_state`. After a refit without `staged` has failed, do not generate before the next
+        one. Of an engine with adapters, it is their step.
         """
         receivers = [self.refit_adapters, self.refit_receiver]
         steps = [of.step for of in receivers if of is not None and of.step is not None]
         mixed = self.refit_receiver is not None and self.refit_receiver.mixed
-        return (steps[0] if steps else None), mixed
+        return (steps[0] if steps else None), mixed, self.refit_version
 
     @_return_errors
     def refit_mark_mixed(self) -> None:
@@ -261,7 +286,7 @@ class RefitExtension:
             raise ConfigError("prepare the engine for what will be sent: call refit_prepare first")
         return self.refit_receiver
 
-    def _refit_by(self, receive: Callable[[Receiver], object]) -> int:
+    def _refit_by(self, receive: Callable[[Receiver], object]) -> Accepted:
         receiver = self._refit_prepared()
         try:
             receive(receiver)
@@ -271,9 +296,11 @@ class RefitExtension:
             raise RefitError(f"{error}. {MIXED}") from error
         finally:
             self._refit_end()
+            if self.refit_completed:
+                self.refit_version, self.refit_completed = receiver.version, False
         self.refit_adapters = None
         assert receiver.step is not None, "it has accepted a refit"
-        return receiver.step
+        return receiver.step, receiver.version
 
     def _refit_end(self) -> None:
         assert self.refit_model is not None, "it was prepared"

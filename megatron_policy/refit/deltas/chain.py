@@ -125,6 +125,11 @@ def read_chain(folder: Folder) -> Chain | None:
         return None
     except OSError as error:
         raise RefitError(f"{path} cannot be read: {error.strerror}") from error
+    return decode_chain(content, path)
+
+
+def decode_chain(content: bytes, path: str) -> Chain:
+    """The chain of which this is the manifest, from that path; RefitError if it is damaged."""
     try:
         fields = json.loads(content)
         if not is_sealed(content, xxh3(fields["digest"])):

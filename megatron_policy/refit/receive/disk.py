@@ -23,7 +23,7 @@ from megatron_policy.converters.formats.hf_names import MANIFEST, SINGLE
 from megatron_policy.errors import ConfigError, ConversionError, RefitError
 from megatron_policy.formats.manifest import read_manifest
 from megatron_policy.refit.deltas.chain import MANIFEST as CHAIN
-from megatron_policy.refit.deltas.chain import Chain, read_chain, read_messages
+from megatron_policy.refit.deltas.chain import Chain, decode_chain, read_chain, read_messages
 from megatron_policy.refit.deltas.folder import Directory, ObjectFolder, open_folder
 from megatron_policy.refit.digest import HOST
 from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel, TensorDigest
@@ -64,9 +64,11 @@ def receive_deltas(
     assembler_of: Callable[..., WeightAssembler],
     path: str | os.PathLike[str],
     wait_s: float = 0.0,
+    found: str | None = None,
 ) -> int:
-    """Bring an engine to the newest version in `path`; returns its step. With `wait_s`, wait at
-    most so many seconds for one that it does not have. See `Receiver`.
+    """Bring an engine to the newest version in `path`, or to the one that `find_deltas` has
+    `found`; returns its step. With `wait_s`, wait at most so many seconds for one that it does not
+    have. See `Receiver`.
     """
     if not engine.staged:
         raise ConfigError(
@@ -80,19 +82,33 @@ def receive_deltas(
             "the trainer still refits, and call again, or wait longer: Receiver(timeout_s=...)"
         )
     for _ in range(_ATTEMPTS):
-        chain = read_chain(folder)
-        if chain is None:
-            raise RefitError(_describe_missing_chain(folder, path))
+        chain = decode_chain(found.encode(), CHAIN) if found else _read_chain(folder, path)
         try:
             return _follow(engine, assembler_of, folder, chain)
         except OSError as error:
             failure = error
             if read_chain(folder) == chain:
                 break
+            if found:
+                raise assembler_of().refusal(
+                    f"version {chain.newest.number} is gone, others have taken its place: call "
+                    "again, to receive the newest"
+                ) from error
     raise assembler_of().refusal(
         f"a file of the newest version is gone or cannot be read: {failure}. Bring it back, or "
         f"remove {CHAIN} to have the next refit write whole weights"
     )
+
+
+def find_deltas(path: str | os.PathLike[str]) -> str:
+    """The newest version in `path`, for engines that are all to take this one."""
+    return _read_chain(open_folder(path), path).encode().decode()
+
+
+def _read_chain(folder: Directory | ObjectFolder, path: object) -> Chain:
+    if (chain := read_chain(folder)) is None:
+        raise RefitError(_describe_missing_chain(folder, path))
+    return chain
 
 
 def _wait_for_newer(

@@ -9,7 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
-from megatron_policy.refit.manifest import RefitManifest, ServedModel, parse_info
+from megatron_policy.refit.manifest import (
+    RefitManifest,
+    ServedModel,
+    StagedVersion,
+    parse_info,
+)
 from megatron_policy.refit.receive.assembler import (
     Begin,
     EngineState,
@@ -86,6 +91,13 @@ class Receiver:
         """
         return self._engine.model
 
+    @property
+    def version(self) -> StagedVersion:
+        """The chain of deltas that the staged weights are of, and their number in it; None if they
+        are of none.
+        """
+        return self._engine.version
+
     def assembler(self, algorithm: str | None = None) -> WeightAssembler:
         """The assembler of one refit, for a transport; see `WeightAssembler` for `algorithm`."""
         return WeightAssembler(self._engine, algorithm)
@@ -130,13 +142,18 @@ class Receiver:
 
         return receive_directory(self.assembler, path)
 
-    def receive_deltas(self, path: str | os.PathLike[str], *, wait: bool = False) -> int:
+    def receive_deltas(
+        self, path: str | os.PathLike[str], *, wait: bool = False, found: str | None = None
+    ) -> int:
         """Receive what a trainer has published in a `DeltaDirectory` since the last call, or whole
         weights and what was published since them; returns the step. Nothing is loaded if there is
         nothing new, unless it is to `wait` for that: RefitError if nothing comes in `timeout_s`
         seconds. ConfigError without `staged`: deltas change weights that were staged.
+
+        `found` is what `find_deltas` has returned, where several ranks of an engine are to take the
+        same version.
         """
         from megatron_policy.refit.receive.disk import receive_deltas
 
         wait_s = self.timeout_s if wait else 0.0
-        return receive_deltas(self._engine, self.assembler, path, wait_s)
+        return receive_deltas(self._engine, self.assembler, path, wait_s, found)
