@@ -260,6 +260,53 @@ def check_names(modules: list[Module]) -> list[str]:
     return problems
 
 
+def check_private_names(modules: list[Module], others: list[Module]) -> list[str]:
+    """Private names of the package that `others` read or replace, and that it does not have: those
+    of a module that is imported by name are looked for there, all others in every module.
+    """
+    own = {f"{PACKAGE}.{module.name}": _list_private_names(module) for module in modules}
+    every, problems = {"_asdict", "_fields", "_make", "_replace"}.union(*own.values()), []
+    for other in (each for each in others if re.search(r"""[."']_[a-z]""", each.source)):
+        imported = {PACKAGE: every} | {
+            each.asname or each.name: own.get(f"{node.module}.{each.name}", every)
+            for node in other.nodes
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{PACKAGE}.")
+            for each in node.names
+        }
+        for node in other.nodes:
+            for owner, name in _private_uses(node):
+                first = re.split(r"\W", owner)[0]
+                known = imported.get(first, {name})
+                if name not in (known if owner == first else known | every):
+                    problems.append(f"{other.path}:{node.lineno}: the package has no {name}")
+    return problems
+
+
+def _private_uses(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """The owner and the name of what is read, or replaced as in `setattr(owner, "name", value)` and
+    `patch("owner.name")`, if the name is private.
+    """
+    if isinstance(node, ast.Attribute) and _is_private(node.attr):
+        yield ast.unparse(node.value), node.attr
+    elif isinstance(node, ast.Call):
+        first, second = (*node.args, None, None)[:2]
+        for text in (first, second):
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                owner, _, name = text.value.rpartition(".")
+                if _is_private(name):
+                    yield owner if text is first else ast.unparse(first), name
+
+
+def _list_private_names(module: Module) -> set[str]:
+    fields = ("name", "asname", "attr", "id", "arg")
+    found = {getattr(node, field, None) for node in module.nodes for field in fields}
+    return {each for each in found if isinstance(each, str) and _is_private(each)}
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and not name.endswith("_")
+
+
 def check_lengths(modules: list[Module]) -> list[str]:
     """Files, functions and classes over the hard limits."""
     problems = []

@@ -26,6 +26,7 @@ from tests.floors import (
     check_lengths,
     check_megatron_strings,
     check_names,
+    check_private_names,
     check_pure_imports,
     check_swallowed_errors,
     package_modules,
@@ -75,6 +76,38 @@ def test_code_around_the_package_keeps_the_lengths(folder: str) -> None:
         for path in sorted((ROOT / folder).rglob("*.py"))
     ]
     assert check_lengths(modules) + check_swallowed_errors(modules) == []
+
+
+def test_private_names_that_tests_use_are_in_the_package() -> None:
+    tests = [
+        Module("", path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+    ]
+    assert check_private_names(modules_of_the_package(), tests) == []
+
+
+@pytest.mark.parametrize(
+    ("use", "there"),
+    [
+        ("setattr(part, '_own', 1)", True),
+        ("monkeypatch.setattr(part, '_gone', 1)", False),
+        ("mock.patch.object(part, '_other', 1)", False),  # of another module
+        ("setattr(Kind, '_other', 1)", True),  # it may be a base's
+        ("setattr(part.Kind, '_other', 1)", True),
+        ("setattr(part.Kind, '_gone', 1)", False),
+        ("setattr(Kind, '_gone', 1)", False),
+        ("mock.patch('megatron_policy.room.part._gone')", False),
+        ("mock.patch('megatron_policy.room.part._own')", True),
+        ("mock.patch('json._gone')", True),
+        ("part._gone()", False),
+        ("part.Kind(1)._own + json._gone + Kind.__name__", True),
+    ],
+)
+def test_a_private_name_that_nothing_has_is_reported(use: str, there: bool) -> None:
+    package = tree(room__part="class Kind:\n    _own = 1\n", other="def _other(): ...\n")
+    imports = "import json\nfrom megatron_policy.room import part\nfrom megatron_policy.room.part"
+    (user,) = tree(test=f"{imports} import Kind\n{use}\n")
+    assert (check_private_names(package, [user]) == []) is there
 
 
 def broken_by(importer: str, imported: str) -> set[str]:
