@@ -17,9 +17,13 @@ LINKS = "MEGATRON_POLICY_LINKS_INTO"
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path with `~` expanded; ConfigError if there is no such home directory."""
+    """The path with `~` expanded; ConfigError if there is no such home directory, or for what is
+    no path.
+    """
     try:
         return Path(path).expanduser()
+    except TypeError as error:
+        raise ConfigError(f"{path!r:.80} is no path: give a str or a pathlib.Path") from error
     except RuntimeError as error:
         raise ConfigError(f"the path {str(path)!r} cannot be followed: {error}") from error
 

@@ -154,6 +154,11 @@ def _shard_lines(shards: ShardPlan) -> Iterator[str]:
         f"  {len(shards.transfers)} transfers between {len(links)} pairs of ranks, at most "
         f"{show_size(most)} (from rank {source} to engine rank {target})"
     )
+    kept = shards.kept_bytes
+    yield (
+        f"  deltas to shards: at most {show_size(max(kept))} of host memory of a trainer (rank "
+        f"{kept.index(max(kept))}), of what it has sent to each engine rank"
+    )
 
 
 def _cost(plan: RefitPlan, ranks: int) -> Iterator[str]:
@@ -259,6 +264,7 @@ def _as_data(planned: PlannedRefit, tensors: bool) -> dict[str, Any]:
             "pairs": len(shards.link_bytes),
             "sent_bytes": shards.sent,
             "received_bytes": shards.received,
+            "kept_bytes": shards.kept_bytes,
         } | links_as_data(planned.trace_links(shards.link_bytes))
     if tensors:
         data["sent"] = [

@@ -12,6 +12,7 @@ from megatron_policy.errors import ConfigError
 from megatron_policy.memory.states import SEND_WEIGHTS
 from megatron_policy.monitoring.metrics_log import MetricsLog
 from megatron_policy.policy.session import Session
+from megatron_policy.refit.arguments import check_transport
 from megatron_policy.refit.delivery import Transport, deliver
 from megatron_policy.refit.detached import DetachedRefits, WholeSets
 from megatron_policy.refit.exporter import stream_tensors
@@ -85,6 +86,7 @@ class WeightExports:
         rank sent and how fast. RefitError, on every rank, if any rank's engine refused or did not
         answer in time; the policy stays usable. One that `begin_refit` has begun is finished first.
         """
+        check_transport(transport, "refit()")
         self._session.memory.ready("refit()", SEND_WEIGHTS)
         self.finish_refit()
         exporter = self._session.exporter.select(adapters=adapters)
@@ -104,6 +106,7 @@ class WeightExports:
         under way is finished first, as by `finish_refit`. `megatron-policy plan --refit` says the
         memory. RefitError, on every rank, if one has not enough of it.
         """
+        check_transport(transport, "begin_refit()")
         self._session.memory.ready("begin_refit()", SEND_WEIGHTS)
         if isinstance(transport, DeltaDirectory | ShardRefits | DeltaShards):
             raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_policy.dtypes import dtype_named, name_dtype
-from megatron_policy.errors import RefitError
+from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.formats.manifest import count, text
 
 FORMAT = 1
@@ -109,8 +109,16 @@ class RefitInfo(dict[str, Any]):
 
 
 def parse_info(expected: Mapping[str, Sequence[Any]]) -> RefitInfo:
-    """Shape and dtype by name, from the (shape, dtype[, elements]) of `prepare_refit_info`."""
-    tensors = {name: (tuple(shape), dtype) for name, (shape, dtype, *_) in expected.items()}
+    """Shape and dtype by name, from the (shape, dtype[, elements]) of `prepare_refit_info`.
+    ConfigError for anything else.
+    """
+    try:
+        tensors = {name: (tuple(shape), dtype) for name, (shape, dtype, *_) in expected.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"expected is {expected!r:.80}: give what the trainer's prepare_refit_info or "
+            "exporter.plan().info() has returned"
+        ) from error
     return RefitInfo(tensors, getattr(expected, "model", None))
 
 

@@ -22,7 +22,9 @@ from megatron_policy.converters.rows.regions import Region, flatten, regions
 from megatron_policy.converters.table import HEAD, LAYER, Entry
 from megatron_policy.errors import ConfigError
 from megatron_policy.parallel.topology import Topology
-from megatron_policy.refit.plan import Item, RefitPlan, RefitTensor
+from megatron_policy.refit.buffers import align
+from megatron_policy.refit.index_spans import IndexSpan, Move
+from megatron_policy.refit.plan import STREAM_ALIGNMENT, Item, RefitPlan, RefitTensor
 from megatron_policy.weights.geometry import Segment, segments
 
 _PIECE = 32 * 2**20
@@ -31,14 +33,34 @@ _PIECE = 32 * 2**20
 Shape = tuple[int, ...]
 
 
-class EngineShards(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class EngineShards:
     """Where an engine has an HF tensor: the ranks `holders[n]` have indices `n * chunk` to
-    `(n + 1) * chunk` of dimension `dim`, those that exist, as a contiguous tensor.
+    `(n + 1) * chunk` of dimension `dim`, those that exist, as a contiguous tensor. ConfigError for
+    a rank with two of these parts, or that is named twice.
     """
 
     dim: int
     chunk: int
-    holders: tuple[tuple[int, ...], ...]
+    holders: Sequence[Sequence[int]]
+
+    def __post_init__(self) -> None:
+        try:
+            ranks = [rank for part in self.holders for rank in part]
+        except TypeError:
+            ranks = []
+        if not ranks or not all(isinstance(n, int) for n in (self.dim, self.chunk, *ranks)):
+            raise ConfigError(
+                f"{self!r:.200} names no ranks by numbers: give dim and chunk, and the ranks that "
+                "have each part, as in EngineShards(0, 64, ((0,), (1,)))"
+            )
+        if len(set(ranks)) < len(ranks):
+            twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+            raise ConfigError(
+                f"{self!r:.200} names rank {twice} more than once: a rank holds one part of a "
+                "tensor, and is named there once. Give each of its parts a rank of its own, or one "
+                "rank the whole tensor: EngineShards(0, length, ((rank,),))"
+            )
 
     def shape(self, whole: Shape, part: int) -> Shape:
         """The shape of what the ranks `holders[part]` have."""
@@ -49,13 +71,6 @@ class EngineShards(NamedTuple):
         """Their indices: the first, and the one after the last."""
         size = whole[self.dim]
         return min(part * self.chunk, size), min((part + 1) * self.chunk, size)
-
-
-class Move(NamedTuple):
-    """Elements of a trainer's parameter, and where they belong in an engine rank's tensor."""
-
-    own: Region
-    to: Region
 
 
 class ShardTransfer(NamedTuple):
@@ -119,6 +134,16 @@ class ShardPlan:
         return self._sums(0, self.trainers)
 
     @property
+    def kept_bytes(self) -> list[int]:
+        """Bytes of each trainer's copies of what it sends, one for each engine rank, with which it
+        finds what has changed.
+        """
+        sums = [0] * self.trainers
+        for transfer in self.transfers:
+            sums[transfer.source] += align(transfer.nbytes, STREAM_ALIGNMENT)
+        return sums
+
+    @property
     def received(self) -> list[int]:
         """Bytes that each engine rank receives."""
         return self._sums(1, self.engine_ranks)
@@ -155,6 +180,11 @@ def plan_shards(
         raise ConfigError(
             f"the engine's layout is {placements!r:.80}: give an EngineShards for each tensor"
         )
+    for name, held in placements.items():
+        if not isinstance(held, EngineShards):
+            raise ConfigError(
+                f"the engine's layout has {held!r:.80} for {name}: give an EngineShards"
+            )
     names = {tensor.name for tensor in plan.tensors}
     if unknown := [name for name in placements if name not in names]:
         raise ConfigError(
@@ -250,7 +280,7 @@ def _find_placement(tensor: RefitTensor, placements: Mapping[str, EngineShards])
     placement, shape = placements.get(tensor.name), tensor.shape or (1,)
     if placement is None:
         raise ConfigError(f"the engine's layout lacks {tensor.name}: say which ranks hold it")
-    dim, chunk, holders = placement
+    dim, chunk, holders = placement.dim, placement.chunk, placement.holders
     if not 0 <= dim < len(shape) or chunk * len(holders) < shape[dim] or not all(holders):
         raise ConfigError(
             f"the engine's layout does not hold all of {tensor.name}, {list(shape)}: it has "
@@ -269,95 +299,12 @@ def _cuts(
         own_shape = placement.shape(shape, part)
         step = max(1, -(-(high - low) // max(1, math.prod(own_shape) * itemsize // _PIECE)))
         for first in range(low, high, step):
-            span = _Span(shape, placement.dim, first, min(first + step, high), low, high)
+            span = IndexSpan(shape, placement.dim, first, min(first + step, high), low, high)
             for shard, of in enumerate(pieces):
                 moves = tuple(move for hf, own in of for move in span.moves(hf, own))
                 if moves:
                     elements = sum(move.own.elements for move in moves)
                     yield _Overlap(shard, part, own_shape, moves, elements)
-
-
-class _Span:
-    """Indices `low` to `high` of one dimension of a tensor, in one that has those from `begin` to
-    `end`.
-    """
-
-    def __init__(self, shape: Shape, dim: int, low: int, high: int, begin: int, end: int) -> None:
-        self._inner, self._size = math.prod(shape[dim + 1 :]), shape[dim]
-        self._low, self._high, self._begin, self._length = low, high, begin, end - begin
-
-    def moves(self, hf: Region, own: Region) -> Iterator[Move]:
-        """The elements of a region of the tensor, `hf`, and of a parameter, `own`, that are among
-        these indices.
-        """
-        at = hf.offset // self._inner % self._size
-        along = [i for i, n in enumerate(hf.size) if n > 1 and not self._is_apart(hf.stride[i])]
-        last = at + sum((hf.size[i] - 1) * hf.stride[i] // self._inner for i in along)
-        reach = hf.offset % self._inner + sum(
-            (n - 1) * s for n, s in zip(hf.size, hf.stride, strict=True) if s < self._inner
-        )
-        if not along and reach < self._inner:
-            if self._low <= at < self._high:
-                yield Move(own, self._to(hf))
-        elif (
-            len(along) == 1
-            and reach < self._inner
-            and last < self._size
-            and hf.stride[along[0]] % self._inner == 0
-        ):
-            step = hf.stride[along[0]] // self._inner
-            first = max(0, -(-(self._low - at) // step))
-            end = min(hf.size[along[0]], -(-(self._high - at) // step))
-            if first < end:
-                box = [(0, n) for n in hf.size]
-                box[along[0]] = first, end
-                cut = hf.cut(tuple(box))
-                yield Move(own.cut(tuple(box)), self._to(cut))
-        else:
-            yield from self._divide(hf, own)
-
-    def _divide(self, hf: Region, own: Region) -> Iterator[Move]:
-        """Those of a region of which a dimension is more than one of the tensor's, or of which two
-        are along these indices.
-        """
-        for i, (n, s) in enumerate(zip(hf.size, hf.stride, strict=True)):
-            for period in (self._inner, self._inner * self._size):
-                count, over = divmod(period, s) if s < period else (n, 1)
-                if not over and count < n and n % count == 0 and hf.offset % period == 0:
-                    yield from self.moves(
-                        _split_dimension(hf, i, count), _split_dimension(own, i, count)
-                    )
-                    return
-        whole = self._inner * self._size
-        widest = max(
-            (i for i, n in enumerate(hf.size) if n > 1 and hf.stride[i] % whole),
-            key=lambda i: hf.stride[i],
-        )
-        for index in range(hf.size[widest]):
-            box = [(0, n) for n in hf.size]
-            box[widest] = index, index + 1
-            yield from self.moves(hf.cut(tuple(box)), own.cut(tuple(box)))
-
-    def _is_apart(self, stride: int) -> bool:
-        """Whether a step of a dimension does not change the index, if nothing is carried."""
-        return stride < self._inner or stride % (self._inner * self._size) == 0
-
-    def _to(self, hf: Region) -> Region:
-        """The same elements in the tensor that has `begin` to `end`."""
-        whole, own = self._inner * self._size, self._inner * self._length
-        outer, within = divmod(hf.offset, whole)
-        strides = tuple(s // whole * own if s % whole == 0 else s for s in hf.stride)
-        return Region(hf.size, strides, outer * own + within - self._begin * self._inner)
-
-
-def _split_dimension(region: Region, dim: int, count: int) -> Region:
-    """The same elements with a dimension in two, of which the inner one has `count` indices."""
-    size, stride = region.size[dim], region.stride[dim]
-    return Region(
-        (*region.size[:dim], size // count, count, *region.size[dim + 1 :]),
-        (*region.stride[:dim], stride * count, stride, *region.stride[dim + 1 :]),
-        region.offset,
-    )
 
 
 def _split(item: Item, architecture: Architecture, size: int) -> tuple[int, int, list[list[int]]]:

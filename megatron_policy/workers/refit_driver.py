@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_policy.coordination.authenticated_connection import new_secret
 from megatron_policy.errors import ConfigError, RefitError, WorkerError
 from megatron_policy.monitoring.metrics_log import MetricsLog
+from megatron_policy.refit.arguments import check_transport
 from megatron_policy.refit.comparison import EngineComparison, Logprobs, Rows
 from megatron_policy.refit.probe import EngineProbe, ProbeFacts, run_probe
 from megatron_policy.refit.transports.collective.shards import ShardRefits
@@ -35,7 +36,7 @@ class RefitDriver:
         returns what all of them have sent. For a group that engines joined, call
         `broadcast_weights_for_collective`.
         """
-        _refuse_groups(transport)
+        _check_sendable(transport, "refit()")
         self.finish_refit()
         sent = self._workers.run_all("refit", transport=transport, adapters=adapters)
         return self._join(sent)
@@ -45,7 +46,7 @@ class RefitDriver:
         each worker, and return when they are copied to host memory. For a group that engines
         joined, call `broadcast_weights_for_collective(detached=True)`.
         """
-        _refuse_groups(transport)
+        _check_sendable(transport, "begin_refit()")
         self.finish_refit()
         self._workers.run_all("begin_refit", transport=transport, adapters=adapters)
         self._begun = True
@@ -223,7 +224,8 @@ class _ProbedWorkers:
         return hand_over()
 
 
-def _refuse_groups(transport: Destination) -> None:
+def _check_sendable(transport: Destination, call: str) -> None:
+    check_transport(transport, call)
     groups = CollectiveTransport | ShardRefits
     if isinstance(getattr(transport, "transport", transport), groups):
         raise ConfigError(

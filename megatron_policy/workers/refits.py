@@ -71,7 +71,8 @@ class EngineRefits:
         # Every rank listens at its own address, and asks for no other.
         ranks = range(self.policy.topology.world_size)
         addresses = dict.fromkeys(ranks, self.get_refit_address())
-        return self.policy.refit(IpcStream(addresses, size), adapters=adapters).speed
+        stream = IpcStream(addresses, _whole(size))
+        return self.policy.refit(stream, adapters=adapters).speed
 
     def prepare_weights_for_ipc(
         self, adapters: bool = False
@@ -150,8 +151,8 @@ class EngineRefits:
         refuse_scales(kv_scales)
         if self._collective is None:
             raise RefitError("no engine has joined: call init_collective first")
-        sent = self.policy.refit(self._collective.transport(buffer_size_bytes), adapters=adapters)
-        return sent.speed
+        transport = self._collective.transport(_whole(buffer_size_bytes))
+        return self.policy.refit(transport, adapters=adapters).speed
 
     def begin_refit_for_collective(
         self, kv_scales: Any = None, buffer_size_bytes: int | None = None, adapters: bool = False
@@ -160,7 +161,7 @@ class EngineRefits:
         refuse_scales(kv_scales)
         if self._collective is None:
             raise RefitError("no engine has joined: call init_collective first")
-        transport = self._collective.transport(buffer_size_bytes)
+        transport = self._collective.transport(_whole(buffer_size_bytes))
         self.policy.begin_refit(transport, adapters=adapters)
 
     def release_handles(self) -> None:
@@ -177,6 +178,11 @@ class EngineRefits:
         if self._collective is not None:
             self._collective.close()
         self._collective = None
+
+
+def _whole(nbytes: float | None) -> int | None:
+    """Hosts compute sizes of buffers from shares of memory."""
+    return int(nbytes) if nbytes else None
 
 
 def _configured_bytes(config: PolicyConfig) -> int | None:

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from megatron_policy.coordination.rendezvous import reserved_port
-from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.errors import RefitError
 from megatron_policy.policy import MegatronPolicy
 from megatron_policy.refit.receive.collective import join_collective
 from megatron_policy.refit.receive.receiver import Receiver
 from megatron_policy.refit.transports.collective.transport import Collective
 from megatron_policy.refit.transports.delta_stream import DeltaStream
-from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests.dist.cases import UNUSED, open_policy, policy_config
 from tests.dist.refits import LAYOUTS
@@ -243,8 +242,3 @@ def test_every_family_is_followed(
 ) -> None:
     address = f"ipc://{tmp_path_factory.mktemp('s')}/t"
     ranks.run(1, follow_family, checkpoint(family), address)
-
-
-def test_engines_that_cannot_be_asked_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="HfDirectory cannot ask its engines"):
-        DeltaStream(HfDirectory(tmp_path))  # type: ignore[arg-type]

@@ -199,7 +199,9 @@ def send_changes(config: dict[str, Any], grid: Topology, port: int) -> dict[str,
                 sent.append(manifest.total_bytes)
         with pytest.raises(ConfigError, match="DeltaShards sends while"):
             policy.begin_refit(refits)
+        copies = policy.exporter.published[DeltaShards].copies
         shards = group.shards(held).plan(policy.exporter)[0]
+        assert sum(copy.nbytes for copy in copies) == shards.kept_bytes[policy.rank] > 0
         sizes = {each.tensor.dtype for each in shards.transfers}
         links = shards.scale_links({size: expect_bytes(SHARE, size.itemsize) for size in sizes})
         group.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,8 @@ def refuse(policy: MegatronPolicy, engines: Engines, kind: str) -> None:
     if kind == "transport of whole tensors":
         with pytest.raises(ConfigError, match="this group sends shards"):
             engines.group.transport()
+        with pytest.raises(ConfigError, match=r"refit\(\) takes no Collective: give a transport"):
+            policy.refit(engines.group)  # type: ignore[arg-type]
         return
     if kind == "another step":
         engines.receivers[0].step = 10  # the other rank was started again
@@ -82,7 +85,7 @@ def refuse(policy: MegatronPolicy, engines: Engines, kind: str) -> None:
     elif kind == "a rank without tensors":
         held = engines.place(policy, Topology())
     else:
-        held = {n: of._replace(holders=((0, 1, 2),) * len(of.holders)) for n, of in held.items()}
+        held = {n: replace(of, holders=[*of.holders[:-1], [2]]) for n, of in held.items()}
     with pytest.raises(ConfigError, match="engine"):
         policy.refit(engines.group.shards(held))
 

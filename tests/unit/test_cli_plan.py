@@ -218,6 +218,10 @@ def test_shards_of_an_engine_are_planned(checkpoint) -> None:
     sent = found["shards"]["sent_bytes"]
     assert sum(sent) == 4 * own and max(sent) - min(sent) <= norms
     assert found["shards"]["pairs"] <= 16
+    kept = found["shards"]["kept_bytes"]
+    assert kept == sent  # whose tensors are multiples of 16 bytes here
+    most = rf"deltas to shards: at most .* of a trainer \(rank {kept.index(max(kept))}\)"
+    assert re.search(most, said), said
 
 
 def test_the_time_of_a_refit_between_shards_is_bound_by_the_busiest_port(checkpoint) -> None:

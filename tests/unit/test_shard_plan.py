@@ -97,8 +97,9 @@ def test_an_engine_splits_as_it_says(checkpoint: Any) -> None:
         for name, t in tensors.items()
     }
     received, shards, _ = receive_all(model, tensors, grid, held)
-    for name, (dim, chunk, holders) in held.items():
-        for part, (rank,) in enumerate(holders):
+    for name, of in held.items():
+        dim, chunk = of.dim, of.chunk
+        for part, (rank,) in enumerate(of.holders):
             whole = tensors[name].float()
             own = whole.narrow(dim, part * chunk, min(chunk, whole.shape[dim] - part * chunk))
             assert torch.equal(received[rank][name], own), name
@@ -109,9 +110,9 @@ def test_an_engine_splits_as_it_says(checkpoint: Any) -> None:
     ("holding", "said"),
     [
         (None, "lacks model.norm.weight"),
-        (EngineShards(0, 31, ((0,), (0,))), "does not hold all of model.norm.weight"),
+        (EngineShards(0, 63, ((0,),)), "does not hold all of model.norm.weight"),
         (EngineShards(1, 64, ((0,),)), "does not hold all of model.norm.weight"),
-        (EngineShards(0, 64, ((),)), "does not hold all of model.norm.weight"),
+        (EngineShards(0, 32, ((0,), ())), "does not hold all of model.norm.weight"),
     ],
 )
 def test_a_layout_that_lacks_something_is_refused(
@@ -131,6 +132,7 @@ def test_a_layout_that_lacks_something_is_refused(
     [
         (None, "the engine's layout is None: give an EngineShards"),
         ({"model.nrom.weight": EngineShards(0, 64, ((0,),))}, "has model.nrom.weight, which the"),
+        ({"model.norm.weight": (0, 64, ((0,),))}, r"has \(0, 64, .* for model.norm.weight: give"),
     ],
 )
 def test_a_layout_of_other_tensors_is_refused(checkpoint: Any, held: Any, said: str) -> None:

@@ -231,9 +231,12 @@ class ObjectFolder:
 
 
 def open_folder(path: str | os.PathLike[str]) -> Directory | ObjectFolder:
-    """The folder at a path or URL; `file://` is a path."""
-    scheme, mark, rest = os.fspath(path).partition("://")
-    if mark and scheme != "file":
-        return ObjectFolder(os.fspath(path))
+    """The folder at a path or URL; `file://` is a path. ConfigError for what is neither."""
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if isinstance(name, str):
+        scheme, mark, rest = name.partition("://")
+        if mark and scheme != "file":
+            return ObjectFolder(name)
+        name = rest if mark else name
     # Absolute: workers, to which it may be sent, run in their own directories.
-    return Directory(expanded(rest if mark else path).absolute())
+    return Directory(expanded(name).absolute())

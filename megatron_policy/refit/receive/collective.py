@@ -18,6 +18,7 @@ from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
 from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.refit.arguments import check_group
 from megatron_policy.refit.manifest import (
     RefitInfo,
     RefitManifest,
@@ -71,6 +72,8 @@ def join_collective(
     outside that range, and without a secret.
     """
     checked_timeout(timeout_s)
+    sizes = {"world_size": world_size, "train_world_size": train_world_size}
+    check_group(ip, port, rank=rank, **sizes)
     trainers = 1 if train_world_size is None else train_world_size
     if not trainers <= rank < world_size:
         raise ConfigError(

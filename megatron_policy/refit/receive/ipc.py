@@ -107,6 +107,8 @@ def receive_handles(
     The protocol does not mark the start of a refit: a new one begins when the first tensor of the
     unfinished one comes again.
     """
+    if not isinstance(handles, Mapping):
+        raise RefitError(f"handles are {handles!r:.80}: give what IpcHandles.weights has returned")
     wanted = device_id or device.device_id()
     if device_id is None and len(handles) == 1 and not device.is_accelerated():
         wanted = next(iter(handles))

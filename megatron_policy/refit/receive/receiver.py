@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
+from megatron_policy.refit.arguments import check_object
 from megatron_policy.refit.manifest import (
     RefitManifest,
     ServedModel,
@@ -54,6 +55,8 @@ class Receiver:
         piece as weights arrive, and a refit that fails half-way leaves the engine `mixed`.
         """
         self.timeout_s = checked_timeout(timeout_s)
+        for name, call in {"load": load, "begin": begin, "finish": finish}.items():
+            check_object(call, f"Receiver({name}=...)", "a function", ("__call__",))
         self._engine = EngineState(
             load, begin, finish, None if expected is None else parse_info(expected), staged
         )
@@ -128,11 +131,15 @@ class Receiver:
 
     def finish_ipc(self, manifest: RefitManifest) -> RefitManifest:
         """End a refit by `receive_ipc_handles`: check all that arrived, and load it."""
+        takes = "the manifest of the trainer's IpcHandles"
+        check_object(manifest, "finish_ipc()", takes, ("check", "encode"))
         unfinished, self._unfinished = self._unfinished, None
         return (unfinished or self.assembler()).finish(manifest)
 
     def receive_collective(self, group: Any) -> RefitManifest:
         """Receive one refit from a trainer in the same process group."""
+        takes = "what join_collective has returned"
+        check_object(group, "receive_collective()", takes, ("receive",))
         received: RefitManifest = group.receive(self.assembler(), self.timeout_s)
         return received
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_policy.errors import ConfigError
+from megatron_policy.refit.arguments import check_object
 from megatron_policy.refit.delivery import Transport, carry_out
 from megatron_policy.refit.deltas.changes import OwnShare, SentCopy, list_group_shares
 from megatron_policy.refit.deltas.message import encode_message
@@ -102,12 +102,11 @@ class DeltaStream:
         """`transport` is an `IpcStream`, that of a `Collective`, or vLLM's `WeightPatches`.
         ConfigError for one that cannot ask.
         """
-        if not hasattr(transport, "ask") or isinstance(transport, ShardRefits):
-            raise ConfigError(
-                f"{type(transport).__name__} cannot ask its engines which weights they have: "
-                "give DeltaStream an IpcStream or a Collective's transport; for a directory there "
-                "is DeltaDirectory, for shards DeltaShards"
-            )
+        takes = (
+            "a transport that can ask its engines which weights they have, an IpcStream or a "
+            "group's transport(); for a directory there is DeltaDirectory, for shards DeltaShards"
+        )
+        check_object(transport, "DeltaStream", takes, ("ask", "plan", "open"))
         self.transport = transport
 
     def begin(
@@ -173,8 +172,10 @@ class DeltaShards:
 
     def __init__(self, refits: ShardRefits) -> None:
         """`refits` are those of all elements: what `Collective.shards` has returned, and the same
-        at every refit.
+        at every refit. ConfigError for anything else.
         """
+        takes = "what Collective.shards(held) has returned; for whole tensors there is DeltaStream"
+        check_object(refits, "DeltaShards", takes, ("ask", "plan", "deliver_changes"))
         self._refits = refits
 
     def deliver(self, exporter: Exporter, step: int) -> RefitManifest:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.formats.digests import digest_bytes
+from megatron_policy.refit.arguments import check_count
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.deltas.chain import (
     MANIFEST,
@@ -79,8 +80,7 @@ class DeltaDirectory:
         are written again, and what only leads to those before is removed. The policy keeps a copy
         of what it has published in each directory, in host memory.
         """
-        if not isinstance(whole_every, int) or whole_every < 1:
-            raise ConfigError(f"whole_every is {whole_every!r}: give a number of refits, 1 or more")
+        check_count(whole_every, "whole_every")
         self._folder, self._whole_every = open_folder(path), whole_every
         self.path = self._folder.root if isinstance(self._folder, Directory) else self._folder.url
         """Where it is."""

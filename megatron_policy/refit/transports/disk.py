@@ -21,6 +21,7 @@ from megatron_policy.converters.formats.hf_writing import write_index
 from megatron_policy.converters.formats.side_files import side_files, write_side_files
 from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.formats.manifest import describe_origin
+from megatron_policy.refit.arguments import check_count
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.delivery import deliver
 from megatron_policy.refit.digest import HOST, algorithm_for, digest
@@ -34,11 +35,10 @@ from megatron_policy.refit.hf_directory import (
     upload_all,
 )
 from megatron_policy.refit.manifest import RefitManifest
-from megatron_policy.refit.plan import RefitPlan
+from megatron_policy.refit.plan import RefitPlan, RefitTensor
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
-    from megatron_policy.refit.plan import RefitTensor
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 # A stage's ranks share the writing of its tensors, but not into files smaller than this.
@@ -345,10 +345,10 @@ class HfDirectory(DirectoryTransport):
         overwrite: bool = False,
     ) -> None:
         """`source` is where the policy's model is now, if not at its `model_name` any more; another
-        model is refused. A file has at most `max_shard_bytes`, or one tensor. With `overwrite`, a
-        checkpoint at `path` is replaced.
+        model is refused. A file has at most `max_shard_bytes`, or one tensor.
         """
         super().__init__(path, overwrite)
+        check_count(max_shard_bytes, "max_shard_bytes")
         self.source, self._max_shard_bytes = source, max_shard_bytes
         self._planned: tuple[Exporter, ExportPlan] | None = None
 

@@ -17,6 +17,7 @@ from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.coordination.timeouts import ENGINE_SHARE, checked_timeout
 from megatron_policy.errors import ConfigError
+from megatron_policy.refit.arguments import check_count, check_group
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.manifest import RefitManifest, StagedVersion
 from megatron_policy.refit.shards import EngineShards
@@ -62,6 +63,7 @@ class Collective:
         Engines need `secret`, the same on all ranks. Without one, rank 0 makes it, collectively,
         and the result's `secret` has it on every rank.
         """
+        check_group(ip, port, world_size=world_size)
         trains = exporter.topology.world_size
         if train_world_size not in (None, trains):
             raise ConfigError(f"train_world_size={train_world_size}, but {trains} ranks train")
@@ -114,6 +116,10 @@ class Collective:
         """
         if self.of_shards:
             raise ConfigError("this group sends shards: give refit() what shards(held) returns")
+        if bucket_bytes is not None:
+            check_count(bucket_bytes, "bucket_bytes")
+        if not isinstance(dtype, torch.dtype | None):
+            raise ConfigError(f"dtype is {dtype!r:.80}: give one of torch, as torch.bfloat16")
         return CollectiveTransport(self, bucket_bytes, dtype)
 
     def shards(self, held: Mapping[str, EngineShards]) -> ShardRefits:

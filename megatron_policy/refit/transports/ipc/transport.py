@@ -13,6 +13,7 @@ from megatron_policy import device
 from megatron_policy.config.numbers import SMALLEST_BUFFER_BYTES
 from megatron_policy.coordination.timeouts import ENGINE_SHARE
 from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.refit.arguments import check_count
 from megatron_policy.refit.buffers import BufferSlice
 from megatron_policy.refit.manifest import RefitManifest, StagedVersion
 from megatron_policy.refit.plan import Pack, RefitPlan, RefitTensor, pack_tensors
@@ -75,10 +76,12 @@ class IpcStream:
         in memory of its own size. ConfigError for less than 1024 bytes. Nothing waits longer than
         the exporter's timeout. `connect` makes the line to an engine.
         """
-        if buffer_bytes is not None and buffer_bytes < SMALLEST_BUFFER_BYTES:
+        if buffer_bytes is not None:
+            check_count(buffer_bytes, "buffer_bytes", SMALLEST_BUFFER_BYTES)
+        if address is not None and not isinstance(address, str | Mapping):
             raise ConfigError(
-                f"a refit buffer of {buffer_bytes} bytes is too small: give "
-                f"{SMALLEST_BUFFER_BYTES} or more"
+                f"the address {address!r:.80} is neither an ipc:// address nor one for each rank "
+                "with an engine, as in {0: 'ipc:///tmp/engine.sock'}: give one of these, or None"
             )
         self._addresses = {0: address} if isinstance(address, str) else address
         self._buffer_bytes = buffer_bytes

@@ -28,7 +28,7 @@ _LONGEST = 107  # bytes of a path (unix(7))
 
 def parse_address(address: str) -> str:
     """The socket file of an `ipc://` address; ConfigError for any other address."""
-    path = address.removeprefix(SCHEME)
+    path = str(address).removeprefix(SCHEME)
     if path == address or not os.path.isabs(path) or len(os.fsencode(path)) > _LONGEST:
         raise ConfigError(
             f"{address!r} is not an address on this machine; write ipc:///tmp/<name>.sock, with a "
