@@ -4,6 +4,7 @@ together.
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from megatron_policy.refit.manifest import Form, RefitManifest, with_digests
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
     from megatron_policy.refit.plan import RefitPlan, RefitTensor
+
+_log = logging.getLogger(__name__)
 
 
 class TransportSession(Protocol):
@@ -83,6 +86,13 @@ def carry_out(
         delivery.close()
     exporter.agree(delivery.failure)
     return replace(delivery.manifest(step), seconds=time.perf_counter() - began)
+
+
+def explain_whole(exporter: Exporter, sent: RefitManifest, why: str) -> RefitManifest:
+    """What was sent, all weights in place of what has changed, with the reason; rank 0 logs it."""
+    if exporter.rank == 0:
+        _log.info("the refit of step %d has sent all weights: %s", sent.step, why)
+    return replace(sent, why_whole=why)
 
 
 class _Delivery:

@@ -150,10 +150,11 @@ def with_digests(forms: Mapping[str, Form], digests: Mapping[str, int]) -> dict[
 class RefitManifest:
     """All tensors of one refit by Hugging Face name, in the order they were sent.
 
-    `step` is the number of optimizer steps taken so far; `algorithm` names the digest. Of a refit
-    that sends what has changed there are no tensors, but `changed_bytes`. `seconds` is what
-    `MegatronPolicy.refit` took, until all ranks had agreed; both are 0 in any other manifest, and
-    not sent.
+    `step` is the number of optimizer steps taken so far; `algorithm` names the digest. The other
+    fields are there in what `MegatronPolicy.refit` returns, and not sent. `seconds` is what it
+    took, until all ranks had agreed. Of a refit that sends what has changed there are no tensors,
+    but `changed_bytes`, and of one that sends all weights from shards to shards `shard_bytes`.
+    `why_whole` says why all weights were sent where what has changed was to be sent.
     """
 
     step: int
@@ -161,12 +162,15 @@ class RefitManifest:
     tensors: Mapping[str, TensorDigest]
     model: ServedModel = field(default_factory=ServedModel)
     changed_bytes: int = field(default=0, compare=False)
+    shard_bytes: int = field(default=0, compare=False)
+    why_whole: str = field(default="", compare=False)
     seconds: float = field(default=0.0, compare=False)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors, or of what has changed."""
-        return sum(sent.nbytes for sent in self.tensors.values()) + self.changed_bytes
+        """Bytes of all tensors, of their shards, or of what has changed."""
+        tensors = sum(sent.nbytes for sent in self.tensors.values())
+        return tensors + self.shard_bytes + self.changed_bytes
 
     @property
     def bytes_per_second(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import random
 import resource
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -229,6 +230,22 @@ def resumed(config: dict[str, Any], root: Path, **kwargs: Any) -> Iterator[Megat
     """A policy that starts from the last checkpoint below `root`."""
     with open_policy(config, tokenizer=TOKENIZER, **paths(root), **kwargs) as policy:
         yield policy
+
+
+@contextmanager
+def logged(module: ModuleType) -> Iterator[list[str]]:
+    """What a module logs in this process, also what is only said if asked for."""
+    words: list[str] = []
+    log, handler = logging.getLogger(module.__name__), logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield words
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -21,14 +22,16 @@ from megatron_policy.converters.formats import hf_writing
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.formats.digests import UNSEALED, seal
 from megatron_policy.policy import MegatronPolicy
+from megatron_policy.refit import delivery as delivery_module
 from megatron_policy.refit.deltas import folder as folder_module
 from megatron_policy.refit.deltas.chain import MANIFEST, Chain, Version, read_chain
 from megatron_policy.refit.deltas.folder import open_folder
 from megatron_policy.refit.receive.receiver import Receiver
+from megatron_policy.refit.transports import deltas as deltas_module
 from megatron_policy.refit.transports.deltas import DeltaDirectory
 from tests.dist.cases import UNUSED, open_policy, policy_config
 from tests.dist.refits import LAYOUTS
-from tests.dist.resuming import replaced
+from tests.dist.resuming import logged, replaced
 from tests.dist.test_detached_refit import PEFT, SIZES, bits_of, step_on
 from tests.dist.test_export import tensors_of
 from tests.ranks import RankFailure, RankPool
@@ -134,7 +137,8 @@ def publish(
         seen = []
         for number in numbers:
             disturb(policy, number, 0.02)
-            policy.refit(DeltaDirectory(root))
+            why = policy.refit(DeltaDirectory(root)).why_whole
+            assert why.startswith("nothing is kept of a refit there: this is") == (not seen), why
             seen.append(bits_of(policy))
         with pytest.raises(ConfigError, match="while the weights stay"):
             policy.begin_refit(DeltaDirectory(root))
@@ -331,17 +335,22 @@ def publish_on_a_full_disk(path: Path, section: dict[str, Any], root: Path) -> N
         policy.refit(to)
         now = bits_of(policy)
         check(name, 1)
-        fill(but=48 * 1024)  # enough for a delta
-        disturb(policy, 4, 0.01)
-        with pytest.raises(RefitError, match=rf"free [\d,]+ bytes there{shorter}"):
-            policy.refit(to)
-        now = bits_of(policy)
-        check(name, 2)
+        fill(but=48 * 1024)  # enough for two deltas
+        for number in (2, 3):
+            disturb(policy, 2 + number, 0.01)
+            with logged(deltas_module) as said:
+                assert policy.refit(to).changed_bytes > 0
+            now = bits_of(policy)
+            check(name, number)
+            due = (
+                rf"version {number} is published in .* needs [\d,]+ bytes, .*{shorter}.* next refit"
+            )
+            assert len(said) == (policy.rank == 0) and all(re.search(due, line) for line in said)
         ballast.unlink(missing_ok=True)
-        disturb(policy, 5, 0.01)
+        disturb(policy, 6, 0.01)
         policy.refit(to)
         now = bits_of(policy)
-        check(name, 3, whole=3)
+        check(name, 4, whole=4)
 
 
 def test_a_full_disk_costs_the_refits_that_it_has_no_room_for(
@@ -350,6 +359,32 @@ def test_a_full_disk_costs_the_refits_that_it_has_no_room_for(
     path, section = checkpoint("qwen2", **SIZES), LAYOUTS["tp2"][1]
     with small_disk(tmp_path / "disk") as disk:
         ranks.run(2, publish_on_a_full_disk, path, section, Path(disk, "chain"))
+
+
+def publish_in_turn(path: Path, root: Path) -> None:
+    """Copies are kept of the two places published in last, and the policy says what it does."""
+    with open_policy(policy_config(path, {}), **UNUSED) as policy:
+        for number, place in enumerate("ababcbac"):
+            disturb(policy, number, 0.02)
+            with logged(delivery_module) as said:
+                sent = policy.refit(DeltaDirectory(root / place))
+            assert bool(sent.changed_bytes) == (not sent.why_whole) == (number in (2, 3, 5))
+            assert said == [
+                f"the refit of step 0 has sent all weights: {why}"
+                for why in [sent.why_whole]
+                if why
+            ]
+            kept = [each.name for each in policy.exporter.published]
+            assert kept == list(dict.fromkeys("ababcbac"[number::-1]))[1::-1], number
+        assert "2 other places were published in since" in sent.why_whole
+        (root / "c" / MANIFEST).unlink()
+        assert "gone" in policy.refit(DeltaDirectory(root / "c")).why_whole
+
+
+def test_copies_of_places_that_others_have_replaced_are_freed(
+    ranks: RankPool, checkpoint: Any, tmp_path: Path
+) -> None:
+    ranks.run(1, publish_in_turn, checkpoint("qwen2", **SIZES), tmp_path)
 
 
 def test_an_engine_with_other_weights_takes_whole_ones(start: Any) -> None:

@@ -4,7 +4,6 @@ costs no more than a refit.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from megatron_policy.errors import ConfigError, MissingPackageError, RefitError
 from megatron_policy.refit.deltas.chain import MANIFEST
 from megatron_policy.refit.exporter import stream_tensors
 from megatron_policy.refit.receive.receiver import Receiver
-from megatron_policy.refit.transports.deltas import DeltaDirectory
+from megatron_policy.refit.transports.deltas import DeltaDirectory, find_staging
 from tests.dist.cases import UNUSED, open_policy, policy_config
 from tests.dist.refits import LAYOUTS
 from tests.dist.resuming import replaced
@@ -74,7 +73,13 @@ def test_a_chain_in_a_store_equals_whole_exports(
     assert {each.name for each in found.iterdir()} == {MANIFEST, chain.name}
     kept = {f"{version.number:08d}" for version in chain.whole}
     assert {each.name for each in (found / chain.name).iterdir() if each.is_dir()} >= kept
-    assert not list(Path(tempfile.gettempdir()).glob(f"*{chain.name}*"))
+    assert not list_left(root)
+
+
+def list_left(url: str) -> list[Path]:
+    """What trainers of that URL have left on this machine."""
+    staging = find_staging(url)
+    return list(staging.parent.glob(f".{staging.name}.*"))
 
 
 def forms_of(path: Path) -> dict[str, Any]:
@@ -153,7 +158,8 @@ def publish_past_loss(path: Path) -> None:
         store.rm_file(f"/losses/{chain.name_file(1, 0)}")
         with pytest.raises(RefitError, match="is gone"):
             late.receive()
-        policy.refit(to)  # a new chain: the old one is not whole
+        gone = policy.refit(to).why_whole  # a new chain: the old one is not whole
+        assert gone == "files that were published there are gone"
         assert late.receive() == bits_of(policy) and chain_in(LOSSES).name != chain.name
         chain = chain_in(LOSSES)
         store.rm_file(f"/losses/{chain.name_whole(0)}/model.safetensors")
@@ -166,7 +172,7 @@ def publish_past_loss(path: Path) -> None:
             policy.refit(to)
             assert late.receive() == bits_of(policy)
             policy.exporter.published[LOSSES] = kept
-            policy.refit(to)
+            assert policy.refit(to).why_whole == f"{MANIFEST} there is not what was published last"
             assert late.receive() == bits_of(policy)
         newest = chain_in(LOSSES)
         assert len({name.split("/")[2] for name in store.find("/losses")}) == 2
@@ -214,10 +220,11 @@ def test_a_trainer_killed_in_any_phase_leaves_a_store_that_can_be_followed(
     with pytest.raises(RankFailure, match="died: exit code -9"):
         ranks.run(2, share_folders, die, path, LAYOUTS["tp2"][1], root, phase, 2, tmp_path)
     moments = [torch.load(file) for file in tmp_path.glob("*.bits")]
+    assert len(list_left(root)) == (phase == "while a whole version is written")
     try:
         assert share_folders(follower.receive) in moments
     except RefitError:
         assert phase == "while a whole version is written", "the first two were published"
     section = LAYOUTS["tp2"][1]
     seen, *_ = ranks.run(2, share_folders, publish, path, section, root, [200, 201])
-    assert follower.receive() == seen[-1]
+    assert follower.receive() == seen[-1] and not list_left(root)

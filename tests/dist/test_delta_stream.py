@@ -40,6 +40,15 @@ CELLS = {
 }
 """How engines are reached, the case of `test_delta_refit`, and whether beside training."""
 DAILY = ("stream to each rank", "group by stage")
+WHY = {
+    0: "nothing is kept of a refit before: this is the first",
+    3: "what has changed since version 2, which an engine has, is half as much as the weights or",
+    5: "an engine has none that could be changed",
+    7: "what has changed since version 6",
+}
+"""The refits of `follow` that send all weights: the first, after a step in fp32, to a new engine,
+and after nine tenths of the elements have changed.
+"""
 
 
 class Follower:
@@ -114,6 +123,8 @@ def follow(config: dict[str, Any], how: str, beside: bool, *at: Any) -> list[tup
             now = bits_of(policy)
             future = engine.begin(way.end) if way.end is not None else None
             sent = hand_over(policy, way.destination, beside)
+            why = WHY.get(number)
+            assert sent.why_whole.startswith(why) if why else not sent.why_whole, sent.why_whole
             kind = "changes" if sent.changed_bytes else "whole" if sent.tensors else "nothing"
             if future is not None:
                 assert future.result().step == sent.step
@@ -139,8 +150,7 @@ def test_engines_are_sent_what_has_changed(
     assert len(served) == (world if "each" in how else 1)
     for of_rank in served:
         assert all(right for _, right in of_rank)
-        whole = (0, 3, 5, 7)  # the first, a step in fp32, a new engine, nine tenths of the elements
-        kinds = ["whole" if number in whole else "changes" for number in range(9)]
+        kinds = ["whole" if number in WHY else "changes" for number in range(9)]
         assert [kind for kind, _ in of_rank] == kinds
 
 
@@ -181,11 +191,12 @@ def meet_faults(path: Path, section: dict[str, Any], adapters: bool, address: st
                 return "refused"
             sent = policy.refit(DeltaStream(to(address)), adapters=adapters)
             future.result()
+            said.append(sent.why_whole)
             own = bits({name: each.cpu() for name, each in policy.export(adapters=adapters)})
             assert bits(engine.engine.weights) == own and not engine.receiver.mixed
             return "changes" if sent.changed_bytes else "whole"
 
-        refit.number = 0  # type: ignore[attr-defined]
+        refit.number, said = 0, list[str]()  # type: ignore[attr-defined]
         assert [refit(), refit()] == ["whole", "changes"]
 
         def fail(tensors: Any) -> None:
@@ -207,6 +218,7 @@ def meet_faults(path: Path, section: dict[str, Any], adapters: bool, address: st
 
         state.version = ("of another trainer", 3)
         assert [refit(), refit()] == ["whole", "changes"]
+        assert said[-2:] == ["an engine has weights that were not sent in this chain of refits", ""]
         direct = Receiver(load, expected=forms, staged=False, timeout_s=TIMEOUT_S)
         engine.receiver = direct
         assert [refit(), refit()] == ["whole", "whole"]

@@ -97,7 +97,9 @@ def send(config: dict[str, Any], grid: Topology, port: int, fault: str) -> dict[
             if number == 1 and fault:
                 fail_once(policy, refits, fault)
                 continue
-            sent.append(policy.refit(refits).total_bytes)
+            manifest = policy.refit(refits)
+            sent.append(manifest.shard_bytes)
+            assert not manifest.changed_bytes and manifest.total_bytes == sent[-1]
             seen.append(now)
         links, over = refits.plan(policy.exporter)[0].link_bytes, dict(wire)
         with pytest.raises(ConfigError, match="ShardRefits sends while"):
@@ -197,6 +199,9 @@ def send_changes(config: dict[str, Any], grid: Topology, port: int) -> dict[str,
                 sent.append(str(error))
             else:
                 sent.append(manifest.total_bytes)
+                nbytes = (0, sent[-1]) if manifest.why_whole else (sent[-1], 0)
+                assert (manifest.changed_bytes, manifest.shard_bytes) == nbytes
+                assert bool(manifest.why_whole) == (number in (0, FORGETS, DIFFERS + 1))
         with pytest.raises(ConfigError, match="DeltaShards sends while"):
             policy.begin_refit(refits)
         copies = policy.exporter.published[DeltaShards].copies

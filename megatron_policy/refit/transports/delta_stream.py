@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_policy.refit.arguments import check_object
-from megatron_policy.refit.delivery import Transport, carry_out
+from megatron_policy.refit.delivery import Transport, carry_out, explain_whole
 from megatron_policy.refit.deltas.changes import OwnShare, SentCopy, list_group_shares
 from megatron_policy.refit.deltas.message import encode_message
 from megatron_policy.refit.manifest import RefitManifest, StagedVersion, WeightVersion, read_version
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _MOST_VERSIONS = 64
 _MOST_FAILURES = 2  # in turn; then an engine gets whole weights
-_FAILED, _WHOLE = "failed", "whole"
 
 
 class AsksEngines(Protocol):
@@ -49,9 +48,11 @@ class AskingTransport(AsksEngines, Transport, Protocol):
 class _Sent:
     """What a rank has of the weights that were sent: copies, and the changes that led to them."""
 
-    def __init__(self, plan: object, copies: Sequence[SentCopy]) -> None:
-        """The copies are of what the `plan` has this rank send, each with messages of its own."""
-        self.plan, self.copies = plan, copies
+    def __init__(self, plan: object, copies: Sequence[SentCopy], begun: str) -> None:
+        """The copies are of what the `plan` has this rank send, each with messages of its own;
+        `begun` says why there is nothing older.
+        """
+        self.plan, self.copies, self.begun = plan, copies, begun
         self.chain, self.number = "", 0
         self._changes: list[list[bytes]] = []
         self.failed = 0
@@ -132,8 +133,8 @@ class DeltaStream:
                 if sent is not None and sent.plan is plan:
                     sent.advance()
                 else:
-                    sent = None  # before another copy is made
-                    sent = _Sent(plan, _copy_shares(exporter, plan))
+                    begun, sent = _explain_new(sent), None  # before another copy is made
+                    sent = _Sent(plan, _copy_shares(exporter, plan), begun)
                 frozen = exporter.freeze(planned if beside else None, ranks, pool)
         except Exception as error:
             failure = error
@@ -143,7 +144,7 @@ class DeltaStream:
         exporter.published[DeltaStream] = sent
 
         def send() -> RefitManifest:
-            since = _agree_on_version(frozen, sent, self.transport)
+            since, why = _agree_on_version(frozen, sent, self.transport)
             version = WeightVersion(sent.chain, sent.number, since)
             if since is None:
                 frozen.ranks.leave_together()
@@ -152,7 +153,8 @@ class DeltaStream:
                 whole = (frozen if beside else exporter).versioned(version)
                 whole.begin()
                 sent.failed = 0
-                return carry_out(whole, self.transport, planned, step, began)
+                carried = carry_out(whole, self.transport, planned, step, began)
+                return explain_whole(exporter, carried, why)
             changes = frozen.versioned(version, _join_streams(frozen, sent.since(since)))
             sent.failed += 1
             carried = carry_out(changes, self.transport, self.transport.plan(changes), step, began)
@@ -192,19 +194,19 @@ class DeltaShards:
                 if sent is not None and sent.plan is plan:
                     sent.advance()
                 else:
-                    sent = None  # before other copies are made
-                    sent = _Sent(plan, _copy_shards(exporter, plan))
+                    begun, sent = _explain_new(sent), None  # before other copies are made
+                    sent = _Sent(plan, _copy_shards(exporter, plan), begun)
         except Exception as error:
             failure = error
         exporter.agree(failure)
         assert sent is not None
         exporter.published[DeltaShards] = sent
-        since = _agree_on_version(exporter, sent, self._refits)
+        since, why = _agree_on_version(exporter, sent, self._refits)
         versioned = exporter.versioned(WeightVersion(sent.chain, sent.number, since))
         if since is None:
             exporter.ranks.leave_together()
             sent.failed = 0
-            return self._refits.deliver(versioned, step)
+            return explain_whole(exporter, self._refits.deliver(versioned, step), why)
         sent.failed += 1
         changes = zip(sent.copies, sent.since(since), strict=True)
         messages = [of_engine if copy.nbytes else [] for copy, of_engine in changes]
@@ -224,9 +226,17 @@ def _copy_shards(exporter: Exporter, plan: ShardPlan) -> list[SentCopy]:
     return [SentCopy(of_engine, exporter.view) for of_engine in shares]
 
 
-def _agree_on_version(exporter: Exporter, sent: _Sent, engines: AsksEngines) -> int | None:
-    """Since which version to send what has changed; None for all weights. Collective; begins an
-    operation.
+def _explain_new(before: _Sent | None) -> str:
+    if before is None:
+        return "nothing is kept of a refit before: this is the first, or the last one has failed"
+    return "the refit before was to a transport that gathers other tensors"
+
+
+def _agree_on_version(
+    exporter: Exporter, sent: _Sent, engines: AsksEngines
+) -> tuple[int | None, str]:
+    """Since which version to send what has changed; or None, and why all weights are to be sent.
+    Collective; begins an operation.
     """
     ranks, failure, asked = exporter.ranks, None, list[StagedVersion]()
     exporter.begin()
@@ -237,17 +247,16 @@ def _agree_on_version(exporter: Exporter, sent: _Sent, engines: AsksEngines) -> 
         failure = error
     # The engine that takes part may be another than the one that was asked.
     oldest = sent.oldest if sent.failed < _MOST_FAILURES else sent.number + 1
-    own = [failure is not None, [sent.chain, sent.number], oldest, asked]
+    own = [failure is not None, [sent.chain, sent.number], oldest, asked, sent.begun]
     words = ranks.gather_text(json.dumps(own))
-    decided = ranks.broadcast_text(_decide(words) if exporter.rank == 0 else None)
-    if decided == _FAILED:
+    text = ranks.broadcast_text(json.dumps(_decide(words)) if exporter.rank == 0 else None)
+    decided = json.loads(text)
+    if not decided:
         exporter.agree(failure)  # raises on every rank
-    kind, _, value = decided.partition(" ")
-    if kind != _WHOLE:
-        return int(value)
-    if value:
-        sent.begin_chain(value)
-    return None
+    since, why, chain = decided
+    if chain:
+        sent.begin_chain(chain)
+    return since, why
 
 
 def _copy_shares(exporter: Exporter, plan: RefitPlan | None) -> list[SentCopy]:
@@ -268,21 +277,32 @@ def _copy_shares(exporter: Exporter, plan: RefitPlan | None) -> list[SentCopy]:
     ]
 
 
-def _decide(words: Sequence[str]) -> str:
-    """What all ranks do, by what each has said: `whole` and, if they are not of one chain, the name
-    of a new one; or `since` and a version.
+def _decide(words: Sequence[str]) -> tuple[int | None, str, str] | None:
+    """What all ranks do, by what each has said: since which version they send what has changed, or
+    why all weights and, if they are not of one chain, the name of a new one. None if one has
+    failed.
     """
-    failed, at, oldest, asked = zip(*map(json.loads, words), strict=True)
+    failed, at, oldest, asked, begun = zip(*map(json.loads, words), strict=True)
     if any(failed):
-        return _FAILED
+        return None
     first, engines = read_version(at[0]), [read_version(e) for each in asked for e in each]
     if first is None or not first[0] or any(read_version(each) != first for each in at):
-        return f"{_WHOLE} {secrets.token_hex(8)}"
+        return None, begun[0], secrets.token_hex(8)
     chain, number = first
-    numbers = [engine[1] for engine in engines if engine is not None and engine[0] == chain]
-    if len(numbers) < len(engines) or not max(oldest) <= min(numbers, default=number) <= number:
-        return _WHOLE
-    return f"since {min(numbers, default=number)}"
+    since = min((engine[1] for engine in engines if engine is not None), default=number)
+    why = ""
+    if None in engines:
+        why = "an engine has none that could be changed: it is new, released them or is not staged"
+    elif any(engine is not None and engine[0] != chain for engine in engines):
+        why = "an engine has weights that were not sent in this chain of refits"
+    elif max(oldest) > number:
+        why = f"the last {_MOST_FAILURES} refits of what has changed have failed"
+    elif not max(oldest) <= since <= number:
+        why = (
+            f"what has changed since version {since}, which an engine has, is half as much as the "
+            f"weights or of more than {_MOST_VERSIONS} refits"
+        )
+    return (None, why, "") if why else (since, "", "")
 
 
 def _join_streams(exporter: Exporter, messages: Sequence[Sequence[bytes]]) -> list[Streams]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.formats.digests import digest_bytes
 from megatron_policy.refit.arguments import check_count
-from megatron_policy.refit.delivery import deliver
+from megatron_policy.refit.delivery import deliver, explain_whole
 from megatron_policy.refit.deltas.chain import (
     MANIFEST,
     Chain,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 DEFAULT_WHOLE_EVERY = 64
+_MOST_COPIES = 2
 _NO_ROOM = "or choose another path"  # in what is said of a full disk
 _HOW_TO_SHORTEN = (
     f"Engines keep what they have loaded: to free all of {{}}, remove {MANIFEST} there and then "
@@ -78,7 +79,7 @@ class DeltaDirectory:
         """`path` is new, empty, or of an earlier `DeltaDirectory`; or the URL of such a place in a
         store that fsspec knows, such as `s3://bucket/run-7`. After `whole_every` refits all weights
         are written again, and what only leads to those before is removed. The policy keeps a copy
-        of what it has published in each directory, in host memory.
+        of what it has published, in host memory, of the two places where it has published last.
         """
         check_count(whole_every, "whole_every")
         self._folder, self._whole_every = open_folder(path), whole_every
@@ -97,14 +98,12 @@ class DeltaDirectory:
         except RefitError as error:
             if exporter.rank == 0:
                 self._remove_unpublished()
-            if _NO_ROOM in str(error) and isinstance(self._folder, Directory):
-                raise RefitError(f"{error}. {_HOW_TO_SHORTEN.format(self.path)}") from error
-            raise
+            raise RefitError(self._advise(error)) from error
 
     def _deliver(self, exporter: Exporter, step: int) -> RefitManifest:
         began = time.perf_counter()
         published: _Published | None = exporter.published.get(self.path)
-        name = self._begin(exporter, published)
+        name, why = self._begin(exporter, published)
         exporter.published.pop(self.path, None)  # unless all goes well
         if published is not None and published.chain.name == name:
             copy = published.copy
@@ -112,9 +111,8 @@ class DeltaDirectory:
             sent = RefitManifest(step, HOST, {}, exporter.served_model, nbytes)
             exporter.published[self.path] = _Published(chain, copy)
             if chain.newest.number - chain.whole[-1].number >= self._whole_every:
-                chain = chain.with_whole()
                 copy.forget_sums()  # an engine may have refused what follows from them
-                self._publish_whole(exporter, chain)
+                chain = self._add_whole(exporter, chain)
         else:
             del published  # before another copy is made
             exporter.ranks.leave_together()
@@ -122,12 +120,14 @@ class DeltaDirectory:
             chain = Chain.begin(name, step)
             sent = self._publish_whole(exporter, chain, lambda: copies.append(_copy(exporter)))
             (copy,) = copies
+            sent = explain_whole(exporter, sent, why)
         exporter.published[self.path] = _Published(chain, copy)
         return replace(sent, seconds=time.perf_counter() - began)
 
-    def _begin(self, exporter: Exporter, last: _Published | None) -> str:
+    def _begin(self, exporter: Exporter, last: _Published | None) -> tuple[str, str]:
         """Begin an operation, of which rank 0 decides the chain: that of before, if the directory
-        has what was published last, or a new one. Collective.
+        has what was published last, or a new one, and why. Copies of places that others have
+        replaced are freed. Collective.
         """
         exporter.begin()
         words = None
@@ -135,7 +135,8 @@ class DeltaDirectory:
             try:
                 if isinstance(self._folder, Directory):
                     exporter.origin.check_apart(self._folder.root)
-                words = json.dumps({"chain": self._decide(last, exporter.topology.world_size)})
+                decided = self._decide(last, exporter.topology.world_size)
+                words = json.dumps({"chain": decided, "copies": self._list_copies(exporter)})
             except (ConfigError, OSError) as error:
                 words = json.dumps({"refusal": str(error)})
             except RefitError as error:
@@ -146,9 +147,20 @@ class DeltaDirectory:
             if "failure" in decided:
                 raise RefitError(f"rank 0: {decided['failure']}")
             raise ConfigError(decided["refusal"])
-        return str(decided["chain"])
+        name, why = decided["chain"]
+        for path, kept in list(exporter.published.items()):
+            if isinstance(kept, _Published) and str(path) not in decided["copies"]:
+                del exporter.published[path]
+        return name, why
 
-    def _decide(self, last: _Published | None, ranks: int) -> str:
+    def _list_copies(self, exporter: Exporter) -> list[str]:
+        """The places whose copies are kept, on rank 0: this, and those published in last."""
+        of = exporter.published.items()
+        others = [str(p) for p, kept in of if isinstance(kept, _Published) and p != self.path]
+        return [str(self.path), *others[1 - _MOST_COPIES :]]
+
+    def _decide(self, last: _Published | None, ranks: int) -> tuple[str, str]:
+        """The chain of the next version and, if it is a new one, why."""
         self._folder.prepare()
         found = self._folder.list_files()
         names = {folder.partition("/")[0] for folder in found if folder} | {*found.get("", ())}
@@ -163,15 +175,26 @@ class DeltaDirectory:
             published = read_chain(self._folder)
         except RefitError:
             published = None
-        if last is not None and last.chain == published and published.is_complete(found, ranks):
-            return last.chain.name
+        if last is None:
+            why = (
+                "nothing is kept of a refit there: this is the first of the process, the last one "
+                f"has failed, or {_MOST_COPIES} other places were published in since"
+            )
+        elif published is None:
+            why = f"{MANIFEST} there is gone or cannot be read"
+        elif published != last.chain:
+            why = f"{MANIFEST} there is not what was published last"
+        elif not published.is_complete(found, ranks):
+            why = "files that were published there are gone"
+        else:
+            return last.chain.name, ""
         if last is not None and published is not None and published.name != last.chain.name:
             _log.warning(
                 "another trainer publishes in %s: each refit of either then begins a new chain, "
                 "with whole weights. Give each a place of its own",
                 self.path,
             )
-        return secrets.token_hex(8)
+        return secrets.token_hex(8), why
 
     def _publish_delta(self, exporter: Exporter, last: _Published, step: int) -> tuple[Chain, int]:
         """End the operation with one more version; the chain, and the bytes that this rank has
@@ -225,12 +248,37 @@ class DeltaDirectory:
             self._remove_others(chain)
         return sent
 
+    def _add_whole(self, exporter: Exporter, chain: Chain) -> Chain:
+        """The chain whose newest version is there as a whole too. Engines can take it already: if
+        it cannot be written, rank 0 warns, and the chain is as it was. Collective.
+        """
+        longer = chain.with_whole()
+        try:
+            self._publish_whole(exporter, longer)
+        except RefitError as error:
+            if exporter.rank == 0:
+                self._remove_unpublished()
+                _log.warning(
+                    "version %d is published in %s, but not its whole weights, which were due: %s. "
+                    "The next refit writes them, if it can",
+                    chain.newest.number,
+                    self.path,
+                    self._advise(error),
+                )
+            return chain
+        return longer
+
+    def _advise(self, error: RefitError) -> str:
+        """What has failed, and how to make room if there was none."""
+        full = _NO_ROOM in str(error) and isinstance(self._folder, Directory)
+        return f"{error}. {_HOW_TO_SHORTEN.format(self.path)}" if full else str(error)
+
     def _whole_of(self, exporter: Exporter, chain: Chain) -> DirectoryTransport:
         kind = HfDirectory if exporter.served_model.adapters is None else PeftDirectory
         name = chain.name_whole(chain.newest.number)
         if isinstance(self._folder, Directory):
             return kind(self._folder.root / name)
-        whole = kind(Path(tempfile.gettempdir(), name.replace("/", "-")))
+        whole = kind(find_staging(self._folder.url))
         whole.upload = partial(_upload, self._folder, name)
         return whole
 
@@ -250,6 +298,13 @@ class DeltaDirectory:
         """Remove what is not in the chain, as far as that is possible."""
         whole, deltas = chain.folders
         self._folder.keep_only(whole | deltas)
+
+
+def find_staging(url: str) -> Path:
+    """Beside which a trainer of this machine writes the files that it uploads there: always the
+    same, so that the next one removes what is left of one that was killed.
+    """
+    return Path(tempfile.gettempdir(), f"megatron-policy-{digest_bytes(url.encode())}")
 
 
 def _upload(folder: ObjectFolder, whole: str, path: Path, name: str) -> None:

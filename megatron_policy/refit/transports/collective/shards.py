@@ -11,7 +11,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -149,7 +149,8 @@ class ShardRefits:
         def fill(engine: int, number: int, flat: Tensor) -> None:
             flat.copy_(torch.frombuffer(bytearray(own[engine]), dtype=torch.uint8))
 
-        return self._carry_out(exporter, layouts, fill, step, began)
+        sent = self._carry_out(exporter, layouts, fill, step, began)
+        return replace(sent, shard_bytes=0, changed_bytes=sent.shard_bytes)
 
     def ask(self, exporter: Exporter) -> list[StagedVersion]:
         """The engine ranks' versions, on rank 0."""
@@ -174,8 +175,8 @@ class ShardRefits:
             self._member.give_up(str(error))
         exporter.agree(failure)
         seconds = time.perf_counter() - began
-        algorithm = algorithm_for(exporter.probe)
-        return RefitManifest(step, algorithm, {}, exporter.served_model, nbytes, seconds)
+        sent = RefitManifest(step, algorithm_for(exporter.probe), {}, exporter.served_model)
+        return replace(sent, shard_bytes=nbytes, seconds=seconds)
 
     def plan(self, exporter: Exporter) -> tuple[ShardPlan, list[ShardLayout]]:
         """The plan, which is made once."""
