@@ -30,7 +30,6 @@ CELLS: list[tuple[str, int, list[str]]] = [
     ("packed", 2, ["collective", "directory"]),
     ("tp2", 1, ["deltas", "deltas", "stream", "deltas"]),
     ("ep2", 2, ["deltas", "deltas"]),
-    ("tp2", 1, ["deltas"] * 50),
     ("frozen", 1, ["delta stream"] * 4),
     ("frozen", 2, ["delta stream"] * 3),
     ("tp2", 1, ["adapters", "adapters"]),
