@@ -436,6 +436,16 @@ def check_swallowed_errors(modules: list[Module]) -> list[str]:
     ]
 
 
+def check_guards(modules: list[Module]) -> list[str]:
+    """Modules that go on after what they do as programs: it would not find what follows."""
+    return [
+        f"{module.path}:{node.lineno}: a program's guard is its module's last statement"
+        for module in modules
+        for node in module.tree.body[:-1]
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+    ]
+
+
 def _is_everything(kind: ast.expr) -> bool:
     """Whether an expression of `except` is Exception or BaseException, or a tuple with one."""
     if isinstance(kind, ast.Tuple):

@@ -23,6 +23,7 @@ from tests.floors import (
     check_class_trees,
     check_files,
     check_fragments,
+    check_guards,
     check_lengths,
     check_megatron_strings,
     check_names,
@@ -52,6 +53,7 @@ def graph() -> grimp.ImportGraph:
         check_names,
         check_class_names,
         check_class_trees,
+        check_guards,
         check_lengths,
         check_swallowed_errors,
     ],
@@ -430,6 +432,13 @@ def test_a_handler_that_swallows_every_error_is_reported(handler: str) -> None:
     for body in ("pass", "...", "'why'", *(["continue"] if "*" not in handler else [])):
         source = f"for _ in x:\n    try:\n        x = 1\n    {handler}\n        {body}\n"
         assert len(check_swallowed_errors(tree(policy=source))) == 1, body
+
+
+def test_a_program_that_starts_before_its_module_ends_is_reported() -> None:
+    guard, rest = 'if __name__ == "__main__":\n    main()\n', "def main() -> None: ...\n"
+    assert check_guards(tree(policy=rest + guard)) == []
+    (said,) = check_guards(tree(policy=guard + rest))
+    assert said.endswith(":1: a program's guard is its module's last statement")
 
 
 @pytest.mark.parametrize("kind", ["Exception", "BaseException", "OSError, Exception"])

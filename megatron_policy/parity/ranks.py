@@ -133,10 +133,6 @@ def _check(folder: Path, codes: Sequence[int]) -> None:
         raise errors.WorkerError(f"rank {rank} {what}", rank)
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-
-
 def read_policy(job: Job) -> ModelOutputs:
     """Run the model: all logits and logprobs, and the outputs of this rank's layers.
 
@@ -191,3 +187,7 @@ def make_policy_section(job: Job) -> dict[str, Any]:
         # As transformers has it; as engines have it, which are made for so many tokens.
         rope_length="batch" if job.sequences is None else "maximum",
     )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

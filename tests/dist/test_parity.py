@@ -186,7 +186,6 @@ def test_rows_have_room_for_pictures_or_a_line_says_that_none_was_compared(
         given.clear()
 
 
-@pytest.mark.nightly
 def test_what_a_rank_refuses_is_raised_as_it_was(checkpoints, tmp_path) -> None:
     job = job_for(checkpoints[True], model=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="nowhere"):

@@ -50,6 +50,8 @@ from tests.refit_engine import bits
 
 VOCAB, ROWS, LENGTH = 256, 4, 12
 BATCH = make_batch(ROWS, LENGTH, VOCAB)
+TEXT = BatchedDataDict({"input_ids": BATCH["input_ids"].clamp(min=16)})
+"""Without the ids of placeholders for pictures."""
 BUCKET = 48 * 1024
 ROUNDS = 2
 COLLECTIVE = re.compile("all_|barrier|broadcast|gather|i?(recv|send)|scatter|reduce(_scatter|$)")
@@ -58,6 +60,7 @@ OVERRIDES = {"rms_norm_eps": 0.1}
 LORA = {"peft": {"enabled": True, "dim": RANK, "alpha": ALPHA, **ANEW}}
 Ports = tuple[int, int]
 DENSE = ("llama", "qwen2", "qwen3")
+STACKS = {"gate_up_proj", "down_proj"}
 
 
 def adam(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +97,7 @@ def _refits(policy: MegatronPolicy, mail: Mailbox, box: Path, ports: Ports) -> d
     mail.put(f"secrets {policy.rank}", [group.secret for group in groups.values()])
     handles = IpcHandles(policy.exporter)
     sent, chunks = {}, [0, 0]
-    logprobs = policy.logprobs(BatchedDataDict({"input_ids": BATCH["input_ids"]}))
+    logprobs = policy.logprobs(TEXT)
     for number in range(ROUNDS):
         adapters = number == 0 and policy.config.megatron_cfg.peft.enabled
         plan_of = partial(policy.exporter.select(adapters=adapters).plan, bucket_bytes=BUCKET)
@@ -378,15 +381,19 @@ def assert_loadable(path: Path, box: Path, rows: list[Row], logprobs: torch.Tens
     for _, number, _, _, served in rows:
         assert served is not None and served.hf_config_overrides == OVERRIDES
         assert (served.adapters is None) == (number == 1)
-    (adapters, *others) = [served.adapters for _, number, _, _, served in rows if number == 0]
+    served_by = {name: served.adapters for name, number, _, _, served in rows if number == 0}
+    of_files = served_by.pop("disk")
+    adapters, *others = served_by.values()
     assert all(each == adapters for each in others)
     tensors = exported(box, 0)
     modules = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
     assert adapters["lora_alpha"] / adapters["r"] == ALPHA / RANK
     assert set(adapters["target_modules"]) == modules
     assert adapters["base_model_name_or_path"] == str(path)
-    if any(".experts." in name for name in modules):  # which transformers stacks
+    if any(".experts." in name for name in modules):  # PEFT adapts their stacks
+        assert {name.rpartition(".")[2] for name in of_files["target_parameters"]} >= STACKS
         return
+    assert of_files == adapters
 
     def read(dtype: torch.dtype) -> torch.Tensor:
         base = load_hf(path, dtype)
@@ -395,7 +402,7 @@ def assert_loadable(path: Path, box: Path, rows: list[Row], logprobs: torch.Tens
                 norm.variance_epsilon = OVERRIDES["rms_norm_eps"]
         adapted: Any = get_peft_model(base, LoraConfig(**adapters)).to(dtype)
         set_peft_model_state_dict(adapted, tensors)
-        return hf_logprobs(adapted, BATCH["input_ids"]).detach()
+        return hf_logprobs(adapted, TEXT["input_ids"]).detach()
 
     rounded = read(torch.float32)
     with InDouble():
