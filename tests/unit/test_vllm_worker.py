@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 from megatron_policy.errors import RefitError
+from megatron_policy.inference.vllm.async_engine import AsyncVllmEngine
+from megatron_policy.inference.vllm.engine import VllmEngine
 from megatron_policy.inference.vllm.worker import (
     RefitExtension,
     make_plain,
@@ -16,6 +20,7 @@ from megatron_policy.inference.vllm.worker import (
     read_state,
     read_step,
 )
+from megatron_policy.refit.deltas.chain import MANIFEST, Chain
 
 INFO = {"a": ((2, 3), torch.bfloat16)}
 
@@ -87,3 +92,74 @@ def test_the_answers_of_all_workers_are_read() -> None:
     assert read_state([(3, False, None), (3, True, None)]) == (3, True)
     assert read_state([(3, False, None), (4, False, None)]) == (None, True)
     assert read_state([(3, False, ["a", 7]), (3, False, ["a", 8])]) == (3, True)
+
+
+CHAIN = Chain.begin("0" * 16, 3)
+
+
+class Llm:
+    """A stand-in for vLLM's `LLM` and `AsyncLLM` with two workers, of which it says which versions
+    they have.
+    """
+
+    def __init__(self, held: list[Any], timeout_s: float = 600.0) -> None:
+        self.held, self.timeout_s, self.calls = held, timeout_s, list[str]()
+        config = SimpleNamespace(is_multimodal_model=False)
+        parallel = SimpleNamespace(data_parallel_size=1)
+        self.llm_engine = SimpleNamespace(model_config=config)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+
+    def collective_rpc(self, method: str, args: Any = ()) -> Any:
+        self.calls.append(method)
+        if method == "refit_held_version":
+            return [{"value": [held, self.timeout_s]} for held in self.held]
+        if method == "refit_state":
+            return [(3, False, None)]
+        return [{"value": (3, None)}] * 2
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        self.calls.append("forget")
+
+
+class AsyncLlm(Llm):
+    async def collective_rpc(self, method: str, args: Any = ()) -> Any:
+        return super().collective_rpc(method, args)
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.calls.append("pause")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+
+def test_an_engine_waits_for_a_version_that_not_all_of_its_workers_have(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_bytes(CHAIN.encode())
+    own, older = [CHAIN.name, 0], ["1" * 16, 0]
+    for held in ([own, own], [own, older], [older, older], [own, None], [None, None]):
+        llm = Llm(held, timeout_s=0.1)
+        if held == [own, own]:
+            with pytest.raises(RefitError, match=r"newer than step 3 for 0.1 s.* keeps the"):
+                VllmEngine(llm).receive_deltas(str(tmp_path), wait=True)
+            assert llm.calls == ["refit_held_version"]
+        else:
+            assert VllmEngine(llm).receive_deltas(str(tmp_path), wait=True) == 3
+            assert llm.calls[1:] == ["refit_find_deltas", "refit_from_deltas", "forget"]
+
+
+def test_an_engine_answers_requests_while_it_waits(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_bytes(CHAIN.encode())
+    llm = AsyncLlm([[CHAIN.name, 0]] * 2)
+
+    async def wait() -> int:
+        receiving = asyncio.create_task(
+            AsyncVllmEngine(llm).receive_deltas(str(tmp_path), wait=True)
+        )
+        await asyncio.sleep(0.1)
+        assert llm.calls == ["refit_held_version"]
+        (tmp_path / "new").write_bytes(CHAIN.with_delta(4, "f" * 16).encode())
+        (tmp_path / "new").replace(tmp_path / MANIFEST)
+        return await receiving
+
+    assert asyncio.run(wait()) == 3
+    rest = ["refit_find_deltas", "pause", "refit_from_deltas", "refit_state", "resume"]
+    assert llm.calls[1:] == rest

@@ -125,10 +125,10 @@ class Session:
         """The engine's answer, on rank 0."""
         return None if self.engine is None else self.engine.call(method, *arguments)
 
-    def begin(self, method: str, *arguments: Any) -> None:
+    def begin(self, method: str, *arguments: Any, **named: Any) -> None:
         """Let the engine begin; `result` follows."""
         if self.engine is not None:
-            self.engine.begin(method, *arguments)
+            self.engine.begin(method, *arguments, **named)
 
     def result(self) -> Any:
         """What the engine has returned, on rank 0."""
@@ -232,10 +232,14 @@ def by_directory(session: Session) -> Any:
 
 
 def by_deltas(session: Session) -> Any:
-    """What has changed, of which all workers read what each rank has written."""
-    path = session.folder / "chain"
+    """What has changed, of which all workers read what each rank has written. The engine waits for
+    the second of them.
+    """
+    path, waits = session.folder / "chain", session.refits == 2
+    if waits:
+        session.begin("receive_deltas", str(path), wait=True)
     session.policy.refit(DeltaDirectory(path))
-    return session.call("receive_deltas", str(path))
+    return session.result() if waits else session.call("receive_deltas", str(path))
 
 
 def by_adapters(session: Session) -> Any:

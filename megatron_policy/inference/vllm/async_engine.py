@@ -16,6 +16,7 @@ from megatron_policy.inference.vllm.engine import (
     scoring_params,
 )
 from megatron_policy.inference.vllm.worker import (
+    look_for_version,
     make_plain,
     read_answers,
     read_state,
@@ -95,10 +96,18 @@ class AsyncVllmEngine:
         """One refit from a directory that the trainer has published."""
         return await self._receive(in_flight, "refit_from_directory", path)
 
-    async def receive_deltas(self, path: str, in_flight: InFlight = "keep") -> int:
+    async def receive_deltas(
+        self, path: str, in_flight: InFlight = "keep", *, wait: bool = False
+    ) -> int:
         """What a trainer has published in a `DeltaDirectory` since the last call; the engine was
-        prepared with `staged`. All workers take the version that is the newest for the first.
+        prepared with `staged`. All workers take the version that is the newest for the first. If
+        there is nothing new, `wait` for it, as `VllmEngine.receive_deltas` does, while requests
+        are answered.
         """
+        if wait:
+            looks = look_for_version(await self.llm.collective_rpc("refit_held_version"), path)
+            while pause_s := await asyncio.to_thread(next, looks, 0.0):
+                await asyncio.sleep(pause_s)
         found, *_ = read_answers(await self.llm.collective_rpc("refit_find_deltas", args=(path,)))
         return await self._receive(in_flight, "refit_from_deltas", path, found)
 

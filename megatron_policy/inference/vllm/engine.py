@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_policy.inference.vllm.worker import (
     ADAPTERS,
+    look_for_version,
     make_plain,
     read_answers,
     read_state,
@@ -85,10 +87,16 @@ class VllmEngine:
         """One refit from a directory that the trainer has published."""
         return self._receive("refit_from_directory", path)
 
-    def receive_deltas(self, path: str) -> int:
+    def receive_deltas(self, path: str, *, wait: bool = False) -> int:
         """What a trainer has published in a `DeltaDirectory` since the last call; the engine was
-        prepared with `staged`. All workers take the version that is the newest for the first.
+        prepared with `staged`. All workers take the version that is the newest for the first. If
+        there is nothing new, `wait` for it: RefitError if nothing comes in the `timeout_s` seconds
+        of `prepare`.
         """
+        if wait:
+            held = self.llm.collective_rpc("refit_held_version")
+            for pause_s in look_for_version(held, path):
+                time.sleep(pause_s)
         found, *_ = read_answers(self.llm.collective_rpc("refit_find_deltas", args=(path,)))
         return self._receive("refit_from_deltas", path, found)
 

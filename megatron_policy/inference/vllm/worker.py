@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,17 @@ def read_state(states: Sequence[Sequence[Any]]) -> tuple[int | None, bool]:
     for other, mixed, number in states:
         alike = alike and not mixed and (other, number) == (step, version)
     return step if len({step for step, *_ in states}) == 1 else None, not alike
+
+
+def look_for_version(answers: Sequence[Answer], path: str) -> Iterator[float]:
+    """Look for a version that not all workers have, by their `refit_held_version`: how long to
+    pause before each next look. RefitError if none comes in time.
+    """
+    from megatron_policy.refit.receive.disk import look_for_newer
+
+    (held, timeout_s), *others = read_answers(answers)
+    alike = held is not None and all(version == held for version, _ in others)
+    return look_for_newer(tuple(held) if alike else None, path, timeout_s)
 
 
 def _return_errors(method: Callable[..., Any]) -> Callable[..., Answer]:
@@ -227,6 +238,14 @@ class RefitExtension:
     def refit_from_directory(self, path: str) -> Accepted:
         """One refit from a directory that the trainer has published."""
         return self._refit_by(lambda receiver: receiver.receive_directory(path))
+
+    @_return_errors
+    def refit_held_version(self) -> tuple[StagedVersion, float]:
+        """The chain and number of the deltas that the worker has, None if it must load them again,
+        and for how many seconds it waits for others; for `look_for_version`.
+        """
+        receiver = self._refit_prepared()
+        return None if receiver.mixed else receiver.version, receiver.timeout_s
 
     @_return_errors
     def refit_find_deltas(self, path: str) -> str:

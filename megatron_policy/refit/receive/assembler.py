@@ -45,6 +45,7 @@ Finish = Callable[[], object]
 """Ends a set of weights that has arrived whole and was loaded."""
 
 MIXED = "The engine's weights are mixed until the next complete refit"
+KEEPS = "The engine keeps the weights it had"
 
 
 @dataclass
@@ -321,8 +322,7 @@ class WeightAssembler:
 
     def refusal(self, why: str) -> RefitError:
         """The error for that reason, which also says what the engine now has."""
-        state = MIXED if self._engine.mixed else "The engine keeps the weights it had"
-        return RefitError(f"{why}. {state}")
+        return RefitError(f"{why}. {MIXED if self._engine.mixed else KEEPS}")
 
 
 class ShardAssembler:

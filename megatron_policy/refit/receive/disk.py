@@ -26,8 +26,14 @@ from megatron_policy.refit.deltas.chain import MANIFEST as CHAIN
 from megatron_policy.refit.deltas.chain import Chain, decode_chain, read_chain, read_messages
 from megatron_policy.refit.deltas.folder import Directory, ObjectFolder, open_folder
 from megatron_policy.refit.digest import HOST
-from megatron_policy.refit.manifest import RefitInfo, RefitManifest, ServedModel, TensorDigest
-from megatron_policy.refit.receive.assembler import EngineState, WeightAssembler
+from megatron_policy.refit.manifest import (
+    RefitInfo,
+    RefitManifest,
+    ServedModel,
+    StagedVersion,
+    TensorDigest,
+)
+from megatron_policy.refit.receive.assembler import KEEPS, EngineState, WeightAssembler
 
 _PORTION = 256 * 2**20  # bytes given to the engine at a time
 _ATTEMPTS = 3  # what is read can be replaced meanwhile, by what is newer
@@ -76,11 +82,9 @@ def receive_deltas(
             "receive whole weights"
         )
     folder, failure = open_folder(path), None
-    if wait_s and not _wait_for_newer(engine, folder, wait_s):
-        raise assembler_of().refusal(
-            f"{path} has had nothing newer than step {engine.step} for {wait_s:g} s. See whether "
-            "the trainer still refits, and call again, or wait longer: Receiver(timeout_s=...)"
-        )
+    if wait_s:
+        for pause_s in look_for_newer(None if engine.mixed else engine.version, path, wait_s):
+            time.sleep(pause_s)
     for _ in range(_ATTEMPTS):
         chain = decode_chain(found.encode(), CHAIN) if found else _read_chain(folder, path)
         try:
@@ -111,24 +115,30 @@ def _read_chain(folder: Directory | ObjectFolder, path: object) -> Chain:
     return chain
 
 
-def _wait_for_newer(
-    engine: EngineState, folder: Directory | ObjectFolder, timeout_s: float
-) -> bool:
-    """Wait for a version that the engine does not have; not if it must load again, or if this is
-    no chain but a checkpoint. False if it has the newest version when the time is up.
+def look_for_newer(
+    held: StagedVersion, path: str | os.PathLike[str], timeout_s: float
+) -> Iterator[float]:
+    """Look for a version other than the one that an engine holds, or for a checkpoint, until there
+    is one: how long to pause before each next look. RefitError after `timeout_s` seconds without.
     """
-    end, pause = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
+    folder, pause_s = open_folder(path), _SHORTEST_PAUSE_S
+    end = time.monotonic() + timeout_s
     while True:
         chain = read_chain(folder)
         if chain is None:
             over = _has_checkpoint(folder)
         else:
-            over = engine.mixed or engine.version != (chain.name, chain.newest.number)
-        left = end - time.monotonic()
-        if over or left <= 0:
-            return over or chain is None
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+            over = held != (chain.name, chain.newest.number)
+        if over or ((left_s := end - time.monotonic()) <= 0 and chain is None):
+            return
+        if chain is not None and left_s <= 0:
+            raise RefitError(
+                f"{path} has had nothing newer than step {chain.newest.step} for {timeout_s:g} s. "
+                "See whether the trainer still refits, and call again, or wait longer: "
+                f"timeout_s of the Receiver, or of prepare. {KEEPS}"
+            )
+        yield min(pause_s, left_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _follow(
