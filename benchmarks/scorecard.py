@@ -216,10 +216,10 @@ SCORECARD: tuple[Row, ...] = (
     ),
     Row(
         30,
-        "seconds to plan a refit of 1.03e12 parameters from 512 trainers' shards to 128 engines'",
+        "seconds before the first byte of a refit of 1.03e12 parameters from 512 shards to 128",
         limit=0.0,
         goal=5.0,
-        measure=shards.seconds_to_plan,
+        measure=shards.seconds_before_first_byte,
     ),
     Row(
         31,

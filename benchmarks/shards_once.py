@@ -1,8 +1,9 @@
-"""One plan of a refit from the shards of 512 trainers to those of 128 engine ranks, of a model of
-1.03 trillion parameters: `python -m benchmarks.shards_once`.
+"""What trainer 0 computes before the first byte of a refit from the shards of 512 trainers to those
+of 128 engine ranks, of a model of 1.03 trillion parameters: `python -m benchmarks.shards_once`.
 
-Prints CPU seconds and the peak of memory for it, from the config on, and the most bytes that an
-engine rank receives over those that it holds.
+Prints CPU seconds and the peak of memory for it, from the config on, those seconds of the plan
+alone, the bytes of what it tells the engines, and the most bytes that an engine rank receives over
+those that it holds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from megatron_policy.converters.table import bind
 from megatron_policy.parallel.topology import LayerSplit, Topology
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.shards import place_on_grid, plan_shards
+from megatron_policy.refit.transports.collective.shards import (
+    ShardLayout,
+    encode_layouts,
+    list_runs,
+)
 
 KIMI_K2: dict[str, Any] = {
     "model_type": "kimi_k2",
@@ -56,7 +62,7 @@ ENGINE = Topology(tp=8, dp=16, ep=128, etp=1)
 
 
 def main() -> dict[str, float]:
-    """Make the plan and measure it."""
+    """Make the plan, what the trainer sends and what it tells the engines, and measure it."""
     before, started = start_of_peak(), time.process_time()
     table = bind(KIMI_K2)
     split = LayerSplit.of(table.architecture.num_layers, TRAINERS.pp, first=7, last=6)
@@ -65,8 +71,13 @@ def main() -> dict[str, float]:
     placements = place_on_grid(plan, table.architecture, ENGINE)
     ranks = ENGINE.world_size
     shards = plan_shards(plan, table.architecture, TRAINERS, placements, ranks)
-    received = shards.received
+    planned = time.process_time() - started
+    runs, layouts = list_runs(shards, 0), encode_layouts(shards)
     seconds, held = time.process_time() - started, memory("VmHWM") - before
+    received = shards.received
+    for engine, content in enumerate(layouts):
+        if list(ShardLayout.decode(content).runs[0]) != runs[engine]:
+            raise RuntimeError(f"engine rank {engine} is told of other runs than it gets")
     own = [0] * ranks
     for tensor in plan.tensors:
         placement = placements[tensor.name]
@@ -76,6 +87,8 @@ def main() -> dict[str, float]:
                 own[rank] += math.prod(shape) * tensor.dtype.itemsize
     return {
         "cpu_s": seconds,
+        "planned_s": planned,
+        "told_bytes": sum(map(len, layouts)),
         "held_bytes": held,
         "parameters": sum(math.prod(tensor.shape) for tensor in plan.tensors),
         "transfers": len(shards.transfers),

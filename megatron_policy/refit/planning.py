@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -52,6 +53,11 @@ class RefitModel:
     dtypes: Mapping[str, torch.dtype]
     precision: torch.dtype
     topology: Topology
+
+    @cached_property
+    def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every HF tensor that the table has itself."""
+        return self.table.hf_shapes()
 
     @property
     def apart(self) -> bool:
@@ -161,14 +167,13 @@ def _items(
     chosen: Sequence[_Chosen], model: RefitModel, dtype: torch.dtype | None, shards: int
 ) -> Iterator[Item]:
     architecture = model.table.architecture
-    shapes = model.table.hf_shapes()
     start, tensor = 0, RefitTensor("", (), model.precision, 0)
     for index, each in enumerate(chosen):
         (stage, entries, part), name, row = each, each.name, each.entries[0].row
         first = tensor.name != name
         if first:
             target = model.dtypes[name] if dtype is None or row.keeps_dtype else dtype
-            shape = shapes.get(name) or row.hf_shapes(architecture)[part]
+            shape = model.hf_shapes.get(name) or row.hf_shapes(architecture)[part]
             tensor = RefitTensor(name, shape, target, stage)
         held = torch.float32 if row.keeps_dtype else model.precision
         item = Item(

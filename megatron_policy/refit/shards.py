@@ -213,7 +213,7 @@ def plan_shards(
                         segments(entry.row, architecture, item.part, shard, exchange.split)
                         for shard in range(exchange.split)
                     ]
-                    known[key] = list(_cuts(parts, placement, tensor.shape or (1,), size))
+                    known[key] = list(_cuts(parts, placement, tensor.shape, size))
                 owner = item.owner if len(item.entries) == 1 else number
                 for cut in known[key]:
                     sources = replicas.of(exchange.of_experts, tensor.stage, owner, cut.shard)
@@ -294,17 +294,18 @@ def _cuts(
 ) -> Iterator[_Overlap]:
     """What each shard has of each of the engine's parts, and of each piece of a large part."""
     pieces = [[(hf, own) for s in of for _, hf, own in s.pieces(0, s.elements)] for of in shards]
+    whole = shape or (1,)
     for part in range(len(placement.holders)):
-        low, high = placement.bounds(shape, part)
-        own_shape = placement.shape(shape, part)
+        low, high = placement.bounds(whole, part)
+        own_shape = placement.shape(whole, part)
         step = max(1, -(-(high - low) // max(1, math.prod(own_shape) * itemsize // _PIECE)))
         for first in range(low, high, step):
-            span = IndexSpan(shape, placement.dim, first, min(first + step, high), low, high)
+            span = IndexSpan(whole, placement.dim, first, min(first + step, high), low, high)
             for shard, of in enumerate(pieces):
                 moves = tuple(move for hf, own in of for move in span.moves(hf, own))
                 if moves:
                     elements = sum(move.own.elements for move in moves)
-                    yield _Overlap(shard, part, own_shape, moves, elements)
+                    yield _Overlap(shard, part, own_shape if shape else (), moves, elements)
 
 
 def _split(item: Item, architecture: Architecture, size: int) -> tuple[int, int, list[list[int]]]:

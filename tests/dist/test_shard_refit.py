@@ -83,7 +83,7 @@ def send(config: dict[str, Any], grid: Topology, port: int, fault: str) -> dict[
         return act
 
     with (
-        replaced(transport_module.ShardLayout, "encode", note),
+        replaced(transport_module.ShardList, "encode", note),
         replaced(BoundedProcessGroup, "send", count),
         open_policy(config, **UNUSED) as policy,
     ):
@@ -101,7 +101,7 @@ def send(config: dict[str, Any], grid: Topology, port: int, fault: str) -> dict[
             sent.append(manifest.shard_bytes)
             assert not manifest.changed_bytes and manifest.total_bytes == sent[-1]
             seen.append(now)
-        links, over = refits.plan(policy.exporter)[0].link_bytes, dict(wire)
+        links, over = refits.plan(policy.exporter).link_bytes, dict(wire)
         with pytest.raises(ConfigError, match="ShardRefits sends while"):
             policy.begin_refit(refits)
         group.of_shards = False
@@ -205,7 +205,7 @@ def send_changes(config: dict[str, Any], grid: Topology, port: int) -> dict[str,
         with pytest.raises(ConfigError, match="DeltaShards sends while"):
             policy.begin_refit(refits)
         copies = policy.exporter.published[DeltaShards].copies
-        shards = group.shards(held).plan(policy.exporter)[0]
+        shards = group.shards(held).plan(policy.exporter)
         assert sum(copy.nbytes for copy in copies) == shards.kept_bytes[policy.rank] > 0
         sizes = {each.tensor.dtype for each in shards.transfers}
         links = shards.scale_links({size: expect_bytes(SHARE, size.itemsize) for size in sizes})

@@ -12,10 +12,15 @@ import pytest
 import torch
 
 from megatron_policy.converters.table import bind
-from megatron_policy.errors import ConfigError
+from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.parallel.topology import LayerSplit, Topology
 from megatron_policy.refit.planning import RefitModel, plan_refit
 from megatron_policy.refit.shards import EngineShards, place_on_grid, plan_shards
+from megatron_policy.refit.transports.collective.shards import (
+    ShardLayout,
+    encode_layouts,
+    list_runs,
+)
 from tests.families import PUBLISHED, SAMPLES
 from tests.unit.test_refit_plan import files, model_of, sources_of
 
@@ -40,8 +45,7 @@ def receive_all(model: Any, tensors: Any, grid: Topology, placements: Any) -> An
     received: list[dict[str, torch.Tensor]] = [{} for _ in range(grid.world_size)]
     for each in shards.transfers:
         held = received[each.target]
-        shape = each.shape if each.tensor.shape else ()
-        to = held.setdefault(each.tensor.name, torch.full(shape, torch.nan)).view(-1)
+        to = held.setdefault(each.tensor.name, torch.full(each.shape, torch.nan)).view(-1)
         for own, at in each.moves:
             into = to.as_strided(at.size, at.stride, at.offset)
             assert into.isnan().all(), "these were sent before"
@@ -63,6 +67,10 @@ def check(path: Path, layout: str) -> None:
                 held = received[rank].pop(tensor.name, own.new_empty(own.shape))
                 assert torch.equal(held, own), (tensor.name, rank)
     assert not any(received), "something belongs to nobody"
+    layouts = [ShardLayout.decode(content) for content in encode_layouts(shards)]
+    for sender in range(shards.trainers):
+        told = [list(layout.runs[sender]) for layout in layouts]
+        assert told == list_runs(shards, sender)
     own = sum(t.elements * 4 for t in shards.transfers)
     assert sum(shards.sent) == sum(shards.received) == own
 
@@ -141,6 +149,20 @@ def test_a_layout_of_other_tensors_is_refused(checkpoint: Any, held: Any, said: 
     held = held and place_on_grid(plan, architecture, Topology()) | held
     with pytest.raises(ConfigError, match=said):
         plan_shards(plan, architecture, model.topology, held, 1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[["a"],[["bfloat16",[4],[[[4],[1],0]]]],[[0]]]',
+        '[["a"],[["bfloat16",[4],[[[4],[1],0]]]],[[0,1]]]',
+        '[["a"],[["bfloat16",[4],[[[2],[1],0]]],["float32",[4],[[[2],[1],2]]]],[[0,0,0,1]]]',
+        '[{"a":["bfloat16",[4]]},[[["a",[[[4],[1],0]]]]]]',
+    ],
+)
+def test_a_damaged_layout_is_refused(content: str) -> None:
+    with pytest.raises(RefitError, match="list of shards cannot be read"):
+        ShardLayout.decode(content.encode())
 
 
 @pytest.mark.nightly

@@ -186,7 +186,7 @@ class DeltaShards:
         Collective over all ranks. RefitError on all of them if any failed.
         """
         began, failure = time.perf_counter(), None
-        plan, _ = self._refits.plan(exporter)
+        plan = self._refits.plan(exporter)
         sent: _Sent | None = exporter.published.pop(DeltaShards, None)
         exporter.begin()
         try:
@@ -219,8 +219,7 @@ def _copy_shards(exporter: Exporter, plan: ShardPlan) -> list[SentCopy]:
     """Copies of what this rank sends to each engine rank, by places in that rank's tensors."""
     shares: list[list[OwnShare]] = [[] for _ in range(plan.engine_ranks)]
     for each in plan.by_source.get(exporter.rank, ()):
-        shape = each.shape if each.tensor.shape else ()
-        part = RefitTensor(each.tensor.name, shape, each.tensor.dtype, each.tensor.stage)
+        part = RefitTensor(each.tensor.name, each.shape, each.tensor.dtype, each.tensor.stage)
         pieces = tuple((to, own) for own, to in each.moves)
         shares[each.target].append(OwnShare(part, each.entry, pieces))
     return [SentCopy(of_engine, exporter.view) for of_engine in shares]

@@ -30,7 +30,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -127,13 +127,6 @@ def call_off(store: ControlStore, call: int, why: str) -> None:
             store.put_at_end(off, b"")
 
 
-class Encodable(Protocol):
-    """What an engine is to receive."""
-
-    def encode(self) -> bytes:
-        """As it is stored."""
-
-
 class Sender:
     """A sender's side of its group: the handshakes, and the process group in which it sends."""
 
@@ -143,7 +136,6 @@ class Sender:
         self._store, self._engines, self._timeout_s = store, engines, timeout_s
         self._session = uuid.uuid4().hex
         self._layout, self._over = "", 0
-        self._offered: Sequence[Encodable] = ()
         self._channel: BoundedProcessGroup | None = None
         self._made_in = self._broadcasts = 0
 
@@ -173,20 +165,18 @@ class Sender:
         self._put_offer({"layout": digest, **sizes, "model": model.plain()})
 
     def offer_shards(
-        self, layouts: Sequence[Encodable], senders: int, bucket_bytes: int, model: ServedModel
+        self, layouts: Sequence[bytes], senders: int, bucket_bytes: int, model: ServedModel
     ) -> None:
-        """Publish the offer of other tensors for each engine; only sender 0 does. The very layouts
-        that were offered last are not encoded again.
+        """Publish the offer of other tensors for each engine, as its layout says; only sender 0
+        does.
         """
-        if layouts is not self._offered:
-            contents = [layout.encode() for layout in layouts]
-            digest = xxhash.xxh3_64_hexdigest(b"".join(contents))
-            before, self._layout, self._offered = self._layout, "", ()
-            if digest != before:
-                self._store.drop([layout_key(before)])
-                for engine, content in enumerate(contents):
-                    self._store.put(shards_key(digest, engine), content)
-            self._layout, self._offered = digest, layouts
+        digest = xxhash.xxh3_64_hexdigest(b"".join(layouts))
+        if digest != self._layout:
+            before, self._layout = self._layout, ""
+            self._store.drop([layout_key(before)])
+            for engine, content in enumerate(layouts):
+                self._store.put(shards_key(digest, engine), content)
+            self._layout = digest
         sizes = {"senders": senders, "bucket_bytes": bucket_bytes}
         self._put_offer({SHARDS: self._layout, **sizes, "model": model.plain()})
 

@@ -22,9 +22,15 @@ from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.digest import Digests, algorithm_for
+from megatron_policy.refit.index_spans import Move
 from megatron_policy.refit.manifest import Form, RefitManifest, StagedVersion, with_digests
-from megatron_policy.refit.plan import RefitTensor
-from megatron_policy.refit.shards import EngineShards, ShardPlan, ShardTransfer, plan_shards
+from megatron_policy.refit.plan import RefitPlan, RefitTensor
+from megatron_policy.refit.shards import (
+    EngineShards,
+    ShardPlan,
+    ShardTransfer,
+    plan_shards,
+)
 from megatron_policy.refit.streams import write_stream
 from megatron_policy.refit.transports.collective.handshake import Sender, raise_peer_failure
 from megatron_policy.refit.transports.collective.stream import Stream, Writer
@@ -46,6 +52,10 @@ class ShardRun(NamedTuple):
     regions: tuple[Region, ...]
 
 
+Runs = Sequence[Sequence[ShardRun]]
+"""What a trainer sends, for each engine rank."""
+
+
 @dataclass(frozen=True)
 class ShardLayout:
     """What one engine rank receives: its tensors, and the runs that each trainer sends of them."""
@@ -53,34 +63,65 @@ class ShardLayout:
     forms: Mapping[str, Form]
     runs: Sequence[Sequence[ShardRun]]
 
-    def encode(self) -> bytes:
-        """The layout as JSON."""
-        forms = {n: [name_dtype(dtype), list(shape)] for n, (shape, dtype) in self.forms.items()}
-        runs = [[[run.of, run.regions] for run in of] for of in self.runs]
-        return json.dumps([forms, runs], ensure_ascii=False, separators=(",", ":")).encode()
-
     @classmethod
     def decode(cls, content: bytes) -> ShardLayout:
-        """The inverse of `encode`; RefitError for anything else."""
+        """The inverse of `ShardList.encode`; RefitError for anything else."""
         try:
-            named, found = json.loads(content)
-            forms = {
-                name: (tuple(map(int, shape)), dtype_named(dtype))
-                for name, (dtype, shape) in named.items()
-            }
-            runs = [
-                [
-                    _run(sender, at, name, forms[name], tuple(map(_region, of)))
-                    for at, (name, of) in enumerate(each)
-                ]
-                for sender, each in enumerate(found)
-            ]
+            names, described, found = json.loads(content)
+            kinds = [_kind(*kind) for kind in described]
+            forms: dict[str, Form] = {}
+            runs = []
+            for sender, numbers in enumerate(found):
+                pairs = zip(numbers[::2], numbers[1::2], strict=True)
+                of_sender = [(str(names[name]), *kinds[kind]) for name, kind in pairs]
+                runs.append([_run(sender, at, *each) for at, each in enumerate(of_sender)])
+                for name, form, _ in of_sender:
+                    if forms.setdefault(name, form) != form:
+                        raise ValueError(f"{name} is {forms[name]} and {form}")
             return cls(forms, runs)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise RefitError(
                 f"the trainer's list of shards cannot be read: {error}; "
                 "use the same version of megatron-policy on both sides"
             ) from error
+
+
+class ShardList:
+    """What one engine rank receives, in the words in which it is told: most layers are alike, so
+    that each kind of run is described once, and a run is the numbers of a name and of a kind.
+    """
+
+    def __init__(self, trainers: int) -> None:
+        """Nothing yet of each of so many trainers."""
+        self._names: dict[str, int] = {}
+        self._kinds: dict[tuple[int, torch.dtype], int] = {}
+        self._described: list[tuple[torch.dtype, Sequence[int], Sequence[Move]]] = []
+        self._runs = [list[int]() for _ in range(trainers)]
+
+    def add(
+        self,
+        source: int,
+        name: str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        moves: Sequence[Move],
+    ) -> None:
+        """List a run of a tensor, of which this rank has `shape`, as the last one of a trainer."""
+        key = id(moves), dtype  # comparing them takes longer than all else
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = len(self._described)
+            self._described.append((dtype, shape, moves))
+        self._runs[source] += (self._names.setdefault(name, len(self._names)), kind)
+
+    def encode(self) -> bytes:
+        """The list as JSON."""
+        kinds = [
+            (name_dtype(dtype), shape, [to for _, to in moves])
+            for dtype, shape, moves in self._described
+        ]
+        content = [list(self._names), kinds, self._runs]
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def order_engines(sender: int, engines: int) -> list[int]:
@@ -93,16 +134,32 @@ def order_senders(engine: int, engines: int, senders: int) -> list[int]:
     return sorted(range(senders), key=lambda sender: ((engine - sender) % engines, sender))
 
 
-def make_layouts(plan: ShardPlan) -> list[ShardLayout]:
+def encode_layouts(plan: ShardPlan) -> list[bytes]:
     """The layout of each engine rank."""
-    forms: list[dict[str, Form]] = [{} for _ in range(plan.engine_ranks)]
-    runs = [[list[ShardRun]() for _ in range(plan.trainers)] for _ in range(plan.engine_ranks)]
+    lists = [ShardList(plan.trainers) for _ in range(plan.engine_ranks)]
     for each in plan.transfers:
-        name, own = each.tensor.name, runs[each.target][each.source]
-        shape = each.shape if each.tensor.shape else ()
-        form = forms[each.target].setdefault(name, (shape, each.tensor.dtype))
-        own.append(_run(each.source, len(own), name, form, tuple(to for _, to in each.moves)))
-    return [ShardLayout(*each) for each in zip(forms, runs, strict=True)]
+        tensor = each.tensor
+        lists[each.target].add(each.source, tensor.name, tensor.dtype, each.shape, each.moves)
+    return [each.encode() for each in lists]
+
+
+def list_runs(plan: ShardPlan, sender: int) -> list[list[ShardRun]]:
+    """The runs that a trainer sends, for each engine rank."""
+    runs = [list[ShardRun]() for _ in range(plan.engine_ranks)]
+    for each in plan.by_source.get(sender, ()):
+        own, form = runs[each.target], (each.shape, each.tensor.dtype)
+        to = tuple(to for _, to in each.moves)
+        own.append(_run(sender, len(own), each.tensor.name, form, to))
+    return runs
+
+
+class _Prepared(NamedTuple):
+    """What all refits of a plan have in common; trainer 0 tells the engines their layouts."""
+
+    of: RefitPlan
+    plan: ShardPlan
+    runs: Runs
+    layouts: Sequence[bytes]
 
 
 class ShardRefits:
@@ -111,7 +168,7 @@ class ShardRefits:
     def __init__(self, member: Sender, held: Mapping[str, EngineShards]) -> None:
         """`held` says which engine ranks have which part of each tensor."""
         self._member, self._engines, self._held = member, member.engines, held
-        self._planned: tuple[object, ShardPlan, list[ShardLayout]] | None = None
+        self._prepared: _Prepared | None = None
 
     def deliver(self, exporter: Exporter, step: int) -> RefitManifest:
         """Send the weights as they are after `step` optimizer steps.
@@ -119,7 +176,8 @@ class ShardRefits:
         Collective over all ranks. RefitError on all of them if any failed.
         """
         began = time.perf_counter()
-        plan, layouts = self.plan(exporter)  # refuses what does not fit before engines hear of it
+        # Refuses what does not fit before engines hear of it.
+        _, plan, runs, layouts = self._prepare(exporter)
         exporter.begin()
         by_target: defaultdict[int, list[ShardTransfer]] = defaultdict(list)
         for transfer in plan.by_source.get(self._member.sender, ()):
@@ -132,7 +190,7 @@ class ShardRefits:
                 part.copy_(exporter.view(transfer.entry, own))
                 at += own.elements
 
-        return self._carry_out(exporter, layouts, fill, step, began)
+        return self._carry_out(exporter, layouts, runs, fill, step, began)
 
     def deliver_changes(
         self, exporter: Exporter, messages: Sequence[Sequence[bytes]], step: int, began: float
@@ -142,14 +200,14 @@ class ShardRefits:
         """
         ranks = exporter.ranks
         own = [b"".join(write_stream(each)) if each else b"" for each in messages]
-        lengths = ranks.gather_text(json.dumps([len(stream) for stream in own]))
-        found = json.loads(ranks.broadcast_text(json.dumps(lengths) if lengths else None))
-        layouts = _lay_out_streams([json.loads(each) for each in found])
+        lengths = [len(stream) for stream in own]
+        of_all = [json.loads(each) for each in ranks.gather_text(json.dumps(lengths))]
+        layouts, runs = _encode_streams(of_all), _list_streams(self._member.sender, lengths)
 
         def fill(engine: int, number: int, flat: Tensor) -> None:
             flat.copy_(torch.frombuffer(bytearray(own[engine]), dtype=torch.uint8))
 
-        sent = self._carry_out(exporter, layouts, fill, step, began)
+        sent = self._carry_out(exporter, layouts, runs, fill, step, began)
         return replace(sent, shard_bytes=0, changed_bytes=sent.shard_bytes)
 
     def ask(self, exporter: Exporter) -> list[StagedVersion]:
@@ -160,7 +218,8 @@ class ShardRefits:
     def _carry_out(
         self,
         exporter: Exporter,
-        layouts: Sequence[ShardLayout],
+        layouts: Sequence[bytes],
+        runs: Runs,
         fill: Fill,
         step: int,
         began: float,
@@ -169,7 +228,7 @@ class ShardRefits:
         self._member.begin()
         try:
             with exporter.ranks.alive():
-                nbytes = self._send(exporter, layouts, fill, step)
+                nbytes = self._send(exporter, layouts, runs, fill, step)
         except Exception as error:
             failure = error
             self._member.give_up(str(error))
@@ -178,17 +237,21 @@ class ShardRefits:
         sent = RefitManifest(step, algorithm_for(exporter.probe), {}, exporter.served_model)
         return replace(sent, shard_bytes=nbytes, seconds=seconds)
 
-    def plan(self, exporter: Exporter) -> tuple[ShardPlan, list[ShardLayout]]:
+    def plan(self, exporter: Exporter) -> ShardPlan:
         """The plan, which is made once."""
-        plan = exporter.plan()
-        if self._planned is None or self._planned[0] is not plan:
+        return self._prepare(exporter).plan
+
+    def _prepare(self, exporter: Exporter) -> _Prepared:
+        plan, sender = exporter.plan(), self._member.sender
+        if self._prepared is None or self._prepared.of is not plan:
             architecture = exporter.table.architecture
             shards = plan_shards(plan, architecture, exporter.topology, self._held, self._engines)
-            self._planned = plan, shards, make_layouts(shards)
-        return self._planned[1:]
+            layouts = encode_layouts(shards) if sender == 0 else ()
+            self._prepared = _Prepared(plan, shards, list_runs(shards, sender), layouts)
+        return self._prepared
 
     def _send(
-        self, exporter: Exporter, layouts: Sequence[ShardLayout], fill: Fill, step: int
+        self, exporter: Exporter, layouts: Sequence[bytes], runs: Runs, fill: Fill, step: int
     ) -> int:
         member, trainers = self._member, exporter.topology.world_size
         if member.sender == 0:
@@ -197,13 +260,11 @@ class ShardRefits:
         digests, forms = Digests(algorithm_for(exporter.probe)), dict[str, Form]()
         with raise_peer_failure(member.find_failure):
             for engine in order_engines(member.sender, self._engines):
-                runs = layouts[engine].runs[member.sender]
-                _send_runs(exporter, channel, engine, runs, fill, digests)
-                forms |= {
-                    f"{engine}/{r.tensor.name}": (r.tensor.shape, r.tensor.dtype) for r in runs
-                }
-        sent = with_digests(forms, digests.read())
-        manifest = RefitManifest(step, digests.algorithm, sent, exporter.served_model)
+                _send_runs(exporter, channel, engine, runs[engine], fill, digests)
+                sent = (run.tensor for run in runs[engine])
+                forms |= {f"{engine}/{each.name}": (each.shape, each.dtype) for each in sent}
+        tensors = with_digests(forms, digests.read())
+        manifest = RefitManifest(step, digests.algorithm, tensors, exporter.served_model)
         member.finish(manifest.encode())
         return manifest.total_bytes
 
@@ -231,23 +292,33 @@ def _send_runs(
     writer.settle()
 
 
-def _lay_out_streams(lengths: Sequence[Sequence[int]]) -> list[ShardLayout]:
+def _encode_streams(lengths: Sequence[Sequence[int]]) -> list[bytes]:
     """The layout of each engine rank, where each trainer sends a stream of so many bytes to each:
     the names are those of `read_streams`.
     """
-    layouts = []
+    lists = []
     for of_engine in zip(*lengths, strict=True):
-        forms: dict[str, Form] = {}
-        runs: list[list[ShardRun]] = []
+        lists.append(ShardList(len(lengths)))
         for sender, length in enumerate(of_engine):
-            name, form = f"0.{sender}.0", ((1, length), torch.uint8)
             if length:
-                forms[name] = form
-            runs.append(
-                [_run(sender, 0, name, form, (Region((length,), (1,), 0),))] if length else []
-            )
-        layouts.append(ShardLayout(forms, runs))
-    return layouts
+                name, whole = _form_stream(sender, length)
+                lists[-1].add(sender, name, torch.uint8, (1, length), (Move(whole, whole),))
+    return [each.encode() for each in lists]
+
+
+def _list_streams(sender: int, lengths: Sequence[int]) -> list[list[ShardRun]]:
+    """The stream that a trainer sends to each engine rank, of so many bytes, as its only run."""
+    runs: list[list[ShardRun]] = []
+    for length in lengths:
+        name, whole = _form_stream(sender, length)
+        run = _run(sender, 0, name, ((1, length), torch.uint8), (whole,))
+        runs.append([run] if length else [])
+    return runs
+
+
+def _form_stream(sender: int, length: int) -> tuple[str, Region]:
+    """The name of a trainer's stream of so many bytes, and all of these."""
+    return f"0.{sender}.0", Region((length,), (1,), 0)
 
 
 def _run(sender: int, at: int, name: str, form: Form, regions: tuple[Region, ...]) -> ShardRun:
@@ -255,6 +326,12 @@ def _run(sender: int, at: int, name: str, form: Form, regions: tuple[Region, ...
     return ShardRun(RefitTensor(f"{sender}/{at}", (elements,), form[1]), name, regions)
 
 
-def _region(fields: tuple[list[int], list[int], int]) -> Region:
-    size, stride, offset = fields
-    return Region(tuple(map(int, size)), tuple(map(int, stride)), int(offset))
+def _kind(
+    dtype: str, shape: list[int], regions: list[tuple[list[int], list[int], int]]
+) -> tuple[Form, tuple[Region, ...]]:
+    """A kind of run, as it is read: the form of the tensor, and where the run belongs in it."""
+    found = (
+        Region(tuple(map(int, size)), tuple(map(int, stride)), int(offset))
+        for size, stride, offset in regions
+    )
+    return (tuple(map(int, shape)), dtype_named(dtype)), tuple(found)
