@@ -63,7 +63,7 @@ MODULES = {
     "megatron_policy.pictures.timeline": ("draw_timeline",),
     "megatron_policy.refit.delivery": ("Transport", "TransportSession"),
     "megatron_policy.refit.receive.collective": ("CollectiveGroup", "join_collective"),
-    "megatron_policy.refit.manifest": ("RefitInfo", "ServedModel"),
+    "megatron_policy.refit.manifest": ("RefitInfo", "RefitManifest", "ServedModel"),
     "megatron_policy.refit.probe": ("EngineProbe",),
     "megatron_policy.refit.receive.receiver": ("Receiver",),
     "megatron_policy.refit.shards": ("EngineShards", "place_on_grid"),

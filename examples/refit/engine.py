@@ -30,7 +30,7 @@ class Engine:
         self.weights: dict[str, Tensor] = self.model.state_dict()
         self.timeout_s = timeout_s
         self.receiver = Receiver(self.load, timeout_s=timeout_s)
-        self.group: CollectiveGroup | None = None
+        self.groups: dict[str, CollectiveGroup] = {}
 
     def load(self, weights: list[tuple[str, Tensor]]) -> None:
         """Copy the tensors that the receiver has checked; they are only valid during the call."""
@@ -63,19 +63,25 @@ class Engine:
         """End a refit by handles."""
         return self.receiver.finish_ipc(manifest).step
 
-    def join(self, port: int, rank: int, world_size: int, secret: str) -> None:
-        """Join a group with the trainer as that rank, using the trainer's secret."""
-        self.group = join_collective(
-            "127.0.0.1", port, rank, world_size, timeout_s=self.timeout_s, secret=secret
+    def join(self, name: str, port: int, secret: str, *sizes: int | None) -> None:
+        """Join a group with the trainer, using its secret; `sizes` are this engine's rank in it,
+        and how many ranks it and the trainer have.
+        """
+        self.groups[name] = join_collective(
+            "127.0.0.1", port, *sizes, timeout_s=self.timeout_s, secret=secret
         )
 
-    def collective(self) -> int:
-        """One refit over the group."""
-        return self.receiver.receive_collective(self.group).step
+    def collective(self, name: str) -> int:
+        """One refit over a group, of whole tensors or of the shards that this rank has."""
+        return self.receiver.receive_collective(self.groups[name]).step
 
     def directory(self, path: str) -> int:
         """One refit from a directory that the trainer has published."""
         return self.receiver.receive_directory(path).step
+
+    def follow(self, path: str) -> int:
+        """What a directory has that is newer than the weights here."""
+        return self.receiver.receive_deltas(path)
 
     # -- generation ------------------------------------------------------------------------------
 

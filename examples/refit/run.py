@@ -81,8 +81,10 @@ def rank(number: int, tp: int, pp: int, port: int, path: Path, steps: int, round
 
 def line(report: Report) -> str:
     """A refit as one line."""
+    kind = "changed" if report.sent.changed_bytes else "whole"
     return (
-        f"step {report.step:>3}  loss {report.loss:.3f}  {report.transport:<11}  "
+        f"step {report.step:>3}  loss {report.loss:.3f}  {report.transport:<19}  "
+        f"{report.sent.total_bytes / 1e3:3.0f} kB {kind:<7}  "
         f"{report.seconds:.2f} s  log-probabilities within {report.difference:.0e}  "
         f"{report.right} of {len(report.continuation)} right: {report.continuation}"
     )

@@ -53,7 +53,13 @@ def policy_section(path: Path, tp: int = 1, pp: int = 1) -> dict[str, Any]:
             "enabled": True,
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
-            "optimizer": {"lr": LEARNING_RATE, "min_lr": LEARNING_RATE, "weight_decay": 0.0},
+            "optimizer": {
+                "lr": LEARNING_RATE,
+                "min_lr": LEARNING_RATE,
+                "weight_decay": 0.0,
+                # Two thirds of the weights: refits of what has changed leave them out.
+                "param_groups": [{"names": ["*.mlp.*"], "freeze": True}],
+            },
         },
     }
 

@@ -8,10 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron_policy import MegatronPolicy
 from megatron_policy.coordination.rendezvous import reserved_port
+from megatron_policy.parallel.topology import Topology
+from megatron_policy.refit.manifest import RefitManifest
+from megatron_policy.refit.shards import place_on_grid
 from megatron_policy.refit.transports.collective.transport import Collective
+from megatron_policy.refit.transports.delta_stream import DeltaShards, DeltaStream
+from megatron_policy.refit.transports.deltas import DeltaDirectory
 from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.ipc.handles import IpcHandles
 from megatron_policy.refit.transports.ipc.transport import IpcStream
@@ -19,7 +25,9 @@ from megatron_policy.refit.transports.ipc.transport import IpcStream
 from .remote import RemoteEngine
 from .task import PROMPT, VOCAB, NextNumberLoss, counting
 
-TRANSPORTS = ("ipc stream", "ipc handles", "collective", "directory")
+WHOLE = ("ipc stream", "ipc handles", "collective", "directory")
+DELTAS = ("directory of deltas", "stream of deltas", "deltas to shards")
+TRANSPORTS = (*WHOLE, *DELTAS)
 CONTINUATION = 10
 
 TOLERANCE = 1e-4
@@ -37,6 +45,8 @@ class Report:
     transport: str
     loss: float
     seconds: float
+    sent: RefitManifest
+    """What rank 0 has sent: all weights, or what has changed since the refit before."""
     difference: float
     """The largest difference between the engine's log-probabilities and the trainer's."""
     continuation: list[int]
@@ -56,31 +66,36 @@ class Refits:
     def __init__(self, policy: MegatronPolicy, engine: RemoteEngine | None, folder: Path) -> None:
         self._policy, self._engine, self._folder = policy, engine, folder
         self._handles = IpcHandles(policy.exporter)
-        self._group: Collective | None = None
+        self._groups: dict[str, Collective] = {}
+        self._shards: DeltaShards | None = None
         info = policy.exporter.plan().info()
         if engine is not None:
             engine.call("expect", info)
 
-    def by(self, transport: str) -> None:
+    def by(self, transport: str) -> RefitManifest:
         """Run one refit; collective. RefitError on every rank if the engine refuses."""
-        {
-            "ipc stream": self._by_stream,
+        return {
+            "ipc stream": lambda: self._by_stream(IpcStream),
             "ipc handles": self._by_handles,
             "collective": self._by_collective,
             "directory": self._by_directory,
+            "directory of deltas": self._by_deltas,
+            "stream of deltas": lambda: self._by_stream(lambda at: DeltaStream(IpcStream(at))),
+            "deltas to shards": self._by_shards,
         }[transport]()
 
     def close(self) -> None:
         """Release what is kept between refits."""
         self._handles.release()
-        if self._group is not None:
-            self._group.close()
+        for group in self._groups.values():
+            group.close()
 
-    def _by_stream(self) -> None:
+    def _by_stream(self, transport_at: Callable[[str], IpcStream | DeltaStream]) -> RefitManifest:
         address = f"ipc://{self._folder}/refit.sock"
-        self._while_it("stream", address, lambda: self._policy.refit(IpcStream(address)))
+        transport = transport_at(address)
+        return self._while_it("stream", address, lambda: self._policy.refit(transport))
 
-    def _by_handles(self) -> None:
+    def _by_handles(self) -> RefitManifest:
         self._policy.memory.ready("a refit by handles")
         names = [tensor.name for tensor in self._policy.exporter.plan().tensors]
         for first in range(0, len(names), 20):
@@ -90,36 +105,63 @@ class Refits:
         manifest = self._handles.manifest(self._policy.steps)
         if self._engine is not None:
             self._engine.call("finish", manifest)
+        return manifest
 
-    def _by_collective(self) -> None:
-        if self._group is None:
-            self._join()
-        assert self._group is not None
-        transport = self._group.transport()
-        self._while_it("collective", None, lambda: self._policy.refit(transport))
+    def _by_collective(self) -> RefitManifest:
+        if "collective" not in self._groups:
+            self._join("collective", None)
+        transport = self._groups["collective"].transport()
+        return self._while_it("collective", "collective", lambda: self._policy.refit(transport))
 
-    def _by_directory(self) -> None:
+    def _by_directory(self) -> RefitManifest:
         path = self._folder / "weights"
-        self._policy.refit(HfDirectory(path, overwrite=True))
+        sent = self._policy.refit(HfDirectory(path, overwrite=True))
         if self._engine is not None:
             self._engine.call("directory", str(path))
+        return sent
 
-    def _join(self) -> None:
-        """Create a group of rank 0 and the engine; the other ranks are not part of it."""
-        world_size = 2
-        with reserved_port() as port:  # only used by rank 0
-            self._group = Collective.join(self._policy.exporter, "127.0.0.1", port, world_size)
+    def _by_deltas(self) -> RefitManifest:
+        path = self._folder / "deltas"
+        sent = self._policy.refit(DeltaDirectory(path))
         if self._engine is not None:
-            self._engine.call("join", port, 1, world_size, self._group.secret)
+            self._engine.call("follow", str(path))
+        return sent
 
-    def _while_it(self, method: str, argument: str | None, send: Callable[[], object]) -> None:
+    def _by_shards(self) -> RefitManifest:
+        """Every rank sends its own shards of what has changed, and nothing is gathered. This engine
+        has one rank, which holds all of them.
+        """
+        if self._shards is None:
+            exporter = self._policy.exporter
+            self._join("shards", exporter.topology.world_size)
+            held = place_on_grid(exporter.plan(), exporter.table.architecture, Topology())
+            self._shards = DeltaShards(self._groups["shards"].shards(held))
+        refits = self._shards
+        return self._while_it("collective", "shards", lambda: self._policy.refit(refits))
+
+    def _join(self, name: str, trainers: int | None) -> None:
+        """Create a group of all `trainers` and the engine; None: of rank 0 and the engine."""
+        first, exporter = trainers or 1, self._policy.exporter
+        with reserved_port() as port:
+            told = [port]
+            dist.broadcast_object_list(told)  # all meet at that of rank 0
+            sizes = {"world_size": first + 1, "train_world_size": trainers}
+            where = {"ip": "127.0.0.1", "port": told[0]}
+            group = Collective.join(exporter, **where, **sizes, of_shards=trainers is not None)
+        self._groups[name] = group
+        if self._engine is not None:
+            self._engine.call("join", name, port, group.secret, first, first + 1, trainers)
+
+    def _while_it(
+        self, method: str, argument: str, send: Callable[[], RefitManifest]
+    ) -> RefitManifest:
         """Send while the engine receives; if both fail, the sender's error contains the
         engine's.
         """
         if self._engine is not None:
-            self._engine.begin(method, *([] if argument is None else [argument]))
+            self._engine.begin(method, argument)
         try:
-            send()
+            return send()
         finally:
             if self._engine is not None:
                 self._engine.result()
@@ -128,7 +170,7 @@ class Refits:
 def session(
     policy: MegatronPolicy, engine: RemoteEngine | None, folder: Path, steps: int, rounds: int
 ) -> Iterator[Report]:
-    """`steps` optimizer steps and a refit, over every transport in turn, `rounds` times.
+    """`steps` optimizer steps and a refit, `rounds` times over each transport.
 
     Collective: every rank must iterate to the end. The engine and the reports belong to rank 0;
     `folder` is the same for all.
@@ -136,15 +178,15 @@ def session(
     report: Report | None = None
     refits = Refits(policy, engine, folder)
     try:
-        for transport in TRANSPORTS * rounds:
+        for transport in (each for each in TRANSPORTS for _ in range(rounds)):
             losses = [train_step(policy) for _ in range(steps)]  # while the engine generates
             if engine is not None and report is not None:
                 yield replace(report, continuation=engine.result())
             started = time.monotonic()
-            refits.by(transport)
+            sent = refits.by(transport)
             seconds = time.monotonic() - started
             difference = compare(policy, engine)
-            report = Report(policy.steps, transport, losses[-1], seconds, difference, [])
+            report = Report(policy.steps, transport, losses[-1], seconds, sent, difference, [])
             if engine is not None:
                 engine.begin("generate", PROMPT, CONTINUATION)
         if engine is not None and report is not None:

@@ -13,7 +13,7 @@ import torch
 
 from examples.refit.remote import EngineError, RemoteEngine
 from examples.refit.task import PROMPT, VOCAB, make_checkpoint, policy_section
-from examples.refit.trainer import TOLERANCE, TRANSPORTS, Report, session
+from examples.refit.trainer import DELTAS, TOLERANCE, TRANSPORTS, Report, session
 from megatron_policy import MegatronPolicy
 from megatron_policy.device.process_groups import join_process_group
 from megatron_policy.engines.megatron.platform import prepare_platform
@@ -36,7 +36,7 @@ def follow(path: Path) -> dict[str, Any]:
     try:
         if engine is not None:
             seen["before"] = engine.call("generate", PROMPT, 10)
-        return seen | {"reports": list(session(policy, engine, path.parent, steps=3, rounds=1))}
+        return seen | {"reports": list(session(policy, engine, path.parent, steps=2, rounds=2))}
     finally:
         if engine is not None:
             engine.close()
@@ -47,8 +47,14 @@ def test_an_engine_follows_a_policy_that_trains_over_every_transport(ranks, path
     seen, other = ranks.run(2, follow, path)
     reports: list[Report] = seen["reports"]
     assert other == {"reports": []}
-    assert [report.transport for report in reports] == list(TRANSPORTS)
-    assert [report.step for report in reports] == [3, 6, 9, 12]
+    assert [report.transport for report in reports] == [t for t in TRANSPORTS for _ in range(2)]
+    assert [report.step for report in reports] == list(range(2, 30, 2))
+    for first, second in zip(reports[::2], reports[1::2], strict=True):
+        assert not first.sent.changed_bytes
+        assert bool(first.sent.why_whole) == bool(second.sent.changed_bytes)
+        assert bool(second.sent.changed_bytes) == (second.transport in DELTAS)
+        if second.transport in DELTAS:
+            assert second.sent.total_bytes < first.sent.total_bytes / 2
     for report in reports:
         assert report.difference <= TOLERANCE, report
         assert set(report.continuation) <= set(range(VOCAB)), report
@@ -84,5 +90,6 @@ def test_the_example_runs_as_it_is_started(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     lines = [line for line in done.stdout.splitlines() if line.startswith("step")]
-    assert [line[: len("step   1")] for line in lines] == [f"step {n:>3}" for n in range(1, 5)]
+    steps = range(1, 1 + len(TRANSPORTS))
+    assert [line[: len("step   1")] for line in lines] == [f"step {n:>3}" for n in steps]
     assert not list(tmp_path.iterdir())
