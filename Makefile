@@ -38,7 +38,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help check demo docs test test-latest test-fla test-verl vllm-env test-vllm test-gpu nightly sweep-cpus soak invariance compatibility pictures tour lint format bench bench-gpu clean
+.PHONY: help check demo docs test test-latest test-fla test-nixl test-verl vllm-env test-vllm test-gpu nightly sweep-cpus soak invariance compatibility pictures tour lint format bench bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,12 @@ FLA := build/fla
 test-fla: $(LATEST)/.installed ## compare flash-linear-attention's kernels, interpreted on the CPU, with the plain recurrences
 	$(LATEST)/bin/python -m pip install --quiet --upgrade --target $(FLA) --no-deps fla-core==0.6.0 einops==0.8.2
 	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR):$(FLA) $(LATEST)/bin/python -m pytest -m "" $(PYTEST_ARGS) tests/unit/test_recurrence_kernels.py
+
+# In a folder of its own, as its wheels have 270 MB.
+NIXL := build/nixl
+test-nixl: $(VENV)/.installed ## refit by NIXL between processes of this machine, on the CPU
+	$(BIN)/python -m pip install --quiet --upgrade --target $(NIXL) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	PYTHONPATH=$(CURDIR):$(NIXL) $(BIN)/python -m pytest -m "" $(PYTEST_ARGS) -k nixl tests/unit/test_movers.py tests/dist/test_shard_movers.py
 
 # Its wheel and its checkout have packages `tests` and `scripts` too: ours come first in every process.
 test-verl: $(VERL)/.installed ## run verl's own drivers on our engine; VERL_SOURCE=/its/checkout tests that in place of 0.9.1

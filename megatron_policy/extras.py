@@ -24,6 +24,7 @@ EXTRAS = {
         "fla", "fla-core>=0.6", "policy.megatron_cfg.recurrence_impl 'fla' takes its kernels"
     ),
     "matplotlib": Extra("pictures", "matplotlib>=3.8", "pictures are drawn by matplotlib"),
+    "nixl": Extra("nixl", "nixl>=1.5", 'the mover "nixl" writes with NIXL'),
     "s3fs": Extra("s3", "s3fs>=2024.6", "s3fs reads and writes s3:// URLs"),
     "tensorboard": Extra(
         "tensorboard",

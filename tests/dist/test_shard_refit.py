@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron_policy.refit.transports.collective import shards as transport_modu
 from megatron_policy.refit.transports.collective.stream import Writer
 from megatron_policy.refit.transports.collective.transport import Collective
 from megatron_policy.refit.transports.delta_stream import DeltaShards
+from megatron_policy.refit.transports.movers.named import MOVERS
 from tests import collective_engine, refit_engine
 from tests.collective_engine import SECRET
 from tests.dist.cases import UNUSED, open_policy, policy_config
@@ -63,7 +65,9 @@ def join(policy: Any, port: int, engines: int, timeout_s: float = TIMEOUT_S) -> 
     return Collective.join(policy.exporter, "127.0.0.1", port, **sizes, **own)
 
 
-def send(config: dict[str, Any], grid: Topology, port: int, fault: str) -> dict[str, Any]:
+def send(
+    config: dict[str, Any], grid: Topology, port: int, fault: str, mover: str | None
+) -> dict[str, Any]:
     """Three refits, of which the second fails if there is a `fault`."""
     encoded: list[Any] = []
     wire: Counter[int] = Counter()
@@ -82,14 +86,25 @@ def send(config: dict[str, Any], grid: Topology, port: int, fault: str) -> dict[
 
         return act
 
+    def count_written(write: Callable[..., Any]) -> Callable[..., Any]:
+        def act(own: Any, to: bytes, chunk: torch.Tensor, at: int) -> Any:
+            wire[group.member._reached[1].index(to)] += chunk.nbytes
+            return write(own, to, chunk, at)
+
+        return act
+
+    counted = [(BoundedProcessGroup, "send", count)]
+    counted += [(MOVERS[mover], "write", count_written)] if mover else []
     with (
         replaced(transport_module.ShardList, "encode", note),
-        replaced(BoundedProcessGroup, "send", count),
+        ExitStack() as stack,
         open_policy(config, **UNUSED) as policy,
     ):
+        for of in counted:
+            stack.enter_context(replaced(*of))
         held = held_by(policy, grid)
         group = join(policy, port, grid.world_size)
-        refits, seen, sent = group.shards(held), [], []
+        refits, seen, sent = group.shards(held, mover), [], []
         for number in range(3):
             disturb(policy, number, 0.5)
             now = bits_of(policy)
@@ -104,6 +119,8 @@ def send(config: dict[str, Any], grid: Topology, port: int, fault: str) -> dict[
         links, over = refits.plan(policy.exporter).link_bytes, dict(wire)
         with pytest.raises(ConfigError, match="ShardRefits sends while"):
             policy.begin_refit(refits)
+        with pytest.raises(ConfigError, match="'rdma' is none of shared_memory, nixl"):
+            group.shards(held, "rdma")
         group.of_shards = False
         with pytest.raises(ConfigError, match="join it with train_world_size and of_shards=True"):
             group.shards(held)
@@ -141,14 +158,19 @@ def engines() -> Iterator[list[OtherProcess]]:
 
 
 def run(
-    ranks: RankPool, engines: list[OtherProcess], path: Path, case: str, fault: str = ""
+    ranks: RankPool,
+    engines: list[OtherProcess],
+    path: Path,
+    case: str,
+    fault: str = "",
+    mover: str | None = None,
 ) -> None:
     _, layout, grid, more = ENGINES[case]
     world, section = LAYOUTS[layout]
     top = {"refit_bucket_bytes": BUCKET, "refit_timeout_s": TIMEOUT_S}
     config = policy_config(path, section | more, **top)
     with reserved_port() as port, ThreadPoolExecutor(1) as pool:
-        trainers = pool.submit(ranks.run, world, send, config, grid, port, fault)
+        trainers = pool.submit(ranks.run, world, send, config, grid, port, fault, mover)
         for number, process in enumerate(engines):
             options = {"expected": None, "timeout_s": TIMEOUT_S}
             process.call(start_empty, options)
@@ -183,12 +205,14 @@ def run(
     assert wire == first["planned"]
 
 
-def send_changes(config: dict[str, Any], grid: Topology, port: int) -> dict[str, Any]:
+def send_changes(
+    config: dict[str, Any], grid: Topology, port: int, mover: str | None
+) -> dict[str, Any]:
     """Refits of what has changed; the weights and what was sent in each, or what was said of it."""
     with open_policy(config, **UNUSED) as policy:
         held = held_by(policy, grid)
         group = join(policy, port, grid.world_size)
-        refits, seen, sent = DeltaShards(group.shards(held)), [], list[Any]()
+        refits, seen, sent = DeltaShards(group.shards(held, mover)), [], list[Any]()
         for number in range(CHANGES):
             if number != 2:  # else nothing changes
                 disturb(policy, number, SHARE)
@@ -238,6 +262,16 @@ def differ() -> None:
 def test_each_engine_rank_gets_what_has_changed_of_its_own_elements(
     ranks: RankPool, checkpoint: Any, engines: list[OtherProcess], case: str
 ) -> None:
+    run_changes(ranks, checkpoint, engines, case)
+
+
+def run_changes(
+    ranks: RankPool,
+    checkpoint: Any,
+    engines: list[OtherProcess],
+    case: str,
+    mover: str | None = None,
+) -> None:
     family, layout, grid, more = ENGINES[case]
     world, section = LAYOUTS[layout]
     top = {"refit_bucket_bytes": BUCKET, "refit_timeout_s": TIMEOUT_S}
@@ -245,7 +279,7 @@ def test_each_engine_rank_gets_what_has_changed_of_its_own_elements(
     config = policy_config(path, section | more, **top)
     heard = []
     with reserved_port() as port, ThreadPoolExecutor(1) as pool:
-        trainers = pool.submit(ranks.run, world, send_changes, config, grid, port)
+        trainers = pool.submit(ranks.run, world, send_changes, config, grid, port, mover)
         for number, process in enumerate(engines):
             process.call(start_empty, {"expected": None, "timeout_s": TIMEOUT_S})
             place = (port, world + number, world + len(engines), world, TIMEOUT_S)

@@ -79,13 +79,19 @@ def wait_for_the_other_engine() -> None:
     group._store.get(key, TIMEOUT_S, "the other engine is not ready")
 
 
-def open_trainer(variables: dict[str, str], config: dict[str, Any], port: int) -> None:
+def open_trainer(
+    variables: dict[str, str],
+    config: dict[str, Any],
+    port: int,
+    mover: str | None,
+    timeout_s: float,
+) -> None:
     os.environ.update(variables)
     opened = ExitStack()
     policy = opened.enter_context(open_policy(config, **UNUSED))
     held = held_by(policy, Topology(tp=2))
     _here.update(opened=opened, policy=policy, held=held)
-    _here["refits"] = join(policy, port, len(BOTH), TIMEOUT_S).shards(held)
+    _here["refits"] = join(policy, port, len(BOTH), timeout_s).shards(held, mover)
 
 
 def change(number: int) -> tuple[Any, Any]:
@@ -106,16 +112,23 @@ def send() -> str:
 class Ranks:
     """Two trainers and two engine ranks, each a process that can be killed."""
 
-    def __init__(self, config: dict[str, Any], port: int) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        port: int,
+        mover: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self._config, self._port, self._number = config, port, 0
+        self._mover, self._timeout_s = mover, timeout_s
         self.engines = [self.start_engine(rank) for rank in BOTH]
         self.trainers = self.start_trainers()
         self.old: list[Any] = [{}, {}]
 
     def start_engine(self, rank: int) -> OtherProcess:
         process = OtherProcess()
-        process.call(start_empty, {"expected": None, "timeout_s": TIMEOUT_S})
-        process.call(collective_engine.join, self._port, 2 + rank, 4, 2, TIMEOUT_S)
+        process.call(start_empty, {"expected": None, "timeout_s": self._timeout_s})
+        process.call(collective_engine.join, self._port, 2 + rank, 4, 2, self._timeout_s)
         return process
 
     def start_trainers(self) -> list[OtherProcess]:
@@ -124,7 +137,8 @@ class Ranks:
             at = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             for rank, process in enumerate(started):
                 at |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                process.begin(open_trainer, dict(at), self._config, self._port)
+                own = (self._config, self._port, self._mover, self._timeout_s)
+                process.begin(open_trainer, dict(at), *own)
             for process in started:
                 process.result()
         return started

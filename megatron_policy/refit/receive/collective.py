@@ -29,6 +29,7 @@ from megatron_policy.refit.transports.collective.handshake import (
     ACCEPTED,
     CALL,
     LOST,
+    MOVER,
     OFF,
     QUESTION,
     SHARDS,
@@ -42,7 +43,11 @@ from megatron_policy.refit.transports.collective.handshake import (
     raise_peer_failure,
     shards_key,
 )
-from megatron_policy.refit.transports.collective.shards import ShardLayout, order_senders
+from megatron_policy.refit.transports.collective.shards import (
+    ShardLayout,
+    ShardRun,
+    order_senders,
+)
 from megatron_policy.refit.transports.collective.stream import (
     ChunkReader,
     Reader,
@@ -51,6 +56,7 @@ from megatron_policy.refit.transports.collective.stream import (
     WholeReader,
     make_views,
 )
+from megatron_policy.refit.transports.movers.landing import Landing
 
 
 def join_collective(
@@ -100,6 +106,8 @@ class _Call:
     """For each sender, the handshake in which its group was made."""
     shards: ShardLayout | None = None
     """What this engine receives, where each has its own tensors."""
+    mover: str = ""
+    """What writes these, in place of groups."""
 
 
 class CollectiveGroup:
@@ -115,6 +123,7 @@ class CollectiveGroup:
         self._layout: tuple[str, StreamLayout] = ("", StreamLayout(()))
         # By sender: the handshake that made the group, and the group.
         self._joined: dict[int, tuple[int, BoundedProcessGroup]] = {}
+        self._landing = Landing()
 
     def receive(self, assembler: WeightAssembler, timeout_s: float | None = None) -> RefitManifest:
         """Receive one refit: the next that the trainer begins, or one that waits for this engine.
@@ -126,9 +135,15 @@ class CollectiveGroup:
         limit, call = timeout_s or self._timeout_s, None
         deadline = time.monotonic() + limit
         while call is None:
-            call = self._answer(self._wait_for_call(deadline, limit), assembler, deadline, limit)
+            number = self._wait_for_call(deadline, limit)
+            try:
+                call = self._answer(number, assembler, deadline, limit)
+            except BaseException:
+                self._landing.close()
+                raise
         try:
-            self._join(call, limit)
+            if not call.mover:
+                self._join(call, limit)
             if call.shards is None:
                 self._take(call, assembler)
                 manifest = assembler.finish(self._manifest(call, limit))
@@ -181,7 +196,7 @@ class CollectiveGroup:
             )
             return None
         self._store.put_at_end(off, f"engine {self._engine} {LOST}".encode())
-        layout, shards = self._layout[1], None
+        layout, shards, mover = self._layout[1], None, str(offer.get(MOVER, ""))
         if SHARDS in offer:
             key = shards_key(offer[SHARDS], self._engine)
             shards = ShardLayout.decode(self._store.get(key, _left(deadline), missing, off))
@@ -195,14 +210,17 @@ class CollectiveGroup:
             forms, senders = {s.name: (s.shape, s.dtype) for s in slots}, len(layout.streams)
         if offer["senders"] != senders or offer["bucket_bytes"] < 1:
             raise RefitError(f"the trainer's offer contradicts itself: {offer}")
+        groups = {str(sender): made_in for sender, (made_in, _) in self._joined.items()}
+        answer: dict[str, Any] = {"process": self._process, "groups": groups}
         try:
             assembler.announce(RefitInfo(forms, _read_model(offer)))
+            if shards is not None and mover:
+                sizes = [_stream_of(runs).nbytes for runs in shards.runs]
+                answer["landing"] = self._landing.prepare(mover, sizes, limit)
         except RefitError as error:
             call_off(self._store, number, f"engine {self._engine}: {error}")
             raise
-        groups = {str(sender): made_in for sender, (made_in, _) in self._joined.items()}
-        ready = note_key(number, "ready", self._engine)
-        self._store.put(ready, encode({"process": self._process, "groups": groups}))
+        self._store.put(note_key(number, "ready", self._engine), encode(answer))
         keys = [note_key(number, "go", sender) for sender in range(offer["senders"])]
         found = (self._store.get(key, _left(deadline), missing, off) for key in keys)
         answers = [parse_note("go", content, group=int, to=list) for content in found]
@@ -210,7 +228,7 @@ class CollectiveGroup:
             self._store.put_at_end(off, b"")
             return None
         made_in = tuple(answer["group"] for answer in answers)
-        return _Call(number, layout, offer["bucket_bytes"], made_in, shards)
+        return _Call(number, layout, offer["bucket_bytes"], made_in, shards, mover)
 
     def _join(self, call: _Call, limit: float) -> None:
         """Join the group of each sender."""
@@ -262,11 +280,17 @@ class CollectiveGroup:
         self, call: _Call, shards: ShardLayout, assembler: WeightAssembler, limit: float
     ) -> RefitManifest:
         """Receive this engine's own elements, trainer after trainer, and let it load them."""
-        where = device.current_device()
+        where = torch.device("cpu") if call.mover else device.current_device()
         whole = ShardAssembler(shards, assembler, where, self._engine)
         for sender in order_senders(self._engine, self._engines, len(shards.runs)):
             runs = {run.tensor.name: run for run in shards.runs[sender]}
-            stream = Stream.of([run.tensor for run in runs.values()])
+            stream = _stream_of(shards.runs[sender])
+            if call.mover:
+                self._wait_for_sender(call.number, sender, limit)
+                arrived = make_views(stream, self._landing.part(sender, stream.nbytes))
+                for name, flat in arrived.items():
+                    whole.put(runs[name], flat)
+                continue
             reader = ChunkReader(stream, call.bucket_bytes, where)
             for first, end in stream.chunks(call.bucket_bytes):
                 memory = reader.memory_for(first, end)
@@ -301,10 +325,8 @@ class CollectiveGroup:
 
     def _manifest(self, call: _Call, limit: float) -> RefitManifest:
         """The manifest of what all senders have sent."""
-        missing = f"the trainer has not said within {limit:g} s what it has sent"
-        off = note_key(call.number, OFF)
-        keys = [note_key(call.number, "sent", sender) for sender in range(len(call.made_in))]
-        sent = (self._store.get(key, limit, missing, off) for key in keys)
+        senders = range(len(call.made_in))
+        sent = (self._wait_for_sender(call.number, sender, limit) for sender in senders)
         parts = [RefitManifest.decode(content) for content in sent]
         kinds = {(part.step, part.algorithm) for part in parts}
         if len(kinds) > 1:
@@ -312,10 +334,21 @@ class CollectiveGroup:
         tensors = {name: sent for part in parts for name, sent in part.tensors.items()}
         return RefitManifest(parts[0].step, parts[0].algorithm, tensors, parts[0].model)
 
+    def _wait_for_sender(self, number: int, sender: int, limit: float) -> bytes:
+        """The manifest of a sender, which has sent everything."""
+        missing = f"the trainer has not said within {limit:g} s what it has sent"
+        off = note_key(number, OFF)
+        return self._store.get(note_key(number, "sent", sender), limit, missing, off)
+
     def _leave(self) -> None:
+        self._landing.close()
         for _, channel in self._joined.values():
             channel.close(broken=True)
         self._joined.clear()
+
+
+def _stream_of(runs: Sequence[ShardRun]) -> Stream:
+    return Stream.of([run.tensor for run in runs])
 
 
 def _read_model(offer: Mapping[str, Any]) -> ServedModel:

@@ -5,7 +5,7 @@ Each refit has one handshake, with a number <n>. The keys:
     call                 id of the trainer's run, number of the last handshake, and of the last over
     layout/<digest>      the tensors of all senders; written when they change
     <n>/offer            which layout of which model, in chunks of how many bytes
-    <n>/ready/<e>        engine e is ready, and which groups it is still in
+    <n>/ready/<e>        engine e is ready, and which groups it is still in, or where a mover writes
     <n>/at/<e>           which weights engine e has staged, where the offer is only a question
     <n>/go/<s>           sender s: which group it sends in, and to which engine processes
     <n>/sent/<s>         sender s: its manifest
@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -39,6 +39,9 @@ from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.manifest import ServedModel, StagedVersion, read_version
 from megatron_policy.refit.transports.collective.stream import StreamLayout
+from megatron_policy.refit.transports.movers.landing import LandingPlace
+from megatron_policy.refit.transports.movers.mover import Mover
+from megatron_policy.refit.transports.movers.named import find_mover
 
 CALL = "call"
 ACCEPTED = b""
@@ -49,6 +52,8 @@ QUESTION = "question"
 """The field of an offer that is none."""
 SHARDS = "shards"
 """The field that an offer has in place of a layout, if each engine has its own."""
+MOVER = "mover"
+"""The field that an offer of shards has if a mover writes them, in place of groups: its name."""
 
 _MOMENT_S = 1.0
 """How long after a broken connection to look for a reason from the other side."""
@@ -138,6 +143,8 @@ class Sender:
         self._layout, self._over = "", 0
         self._channel: BoundedProcessGroup | None = None
         self._made_in = self._broadcasts = 0
+        self._mover: Mover | None = None
+        self._reached: tuple[str, list[bytes]] = "", []
 
     @property
     def engines(self) -> int:
@@ -165,10 +172,15 @@ class Sender:
         self._put_offer({"layout": digest, **sizes, "model": model.plain()})
 
     def offer_shards(
-        self, layouts: Sequence[bytes], senders: int, bucket_bytes: int, model: ServedModel
+        self,
+        layouts: Sequence[bytes],
+        senders: int,
+        bucket_bytes: int,
+        model: ServedModel,
+        mover: str,
     ) -> None:
-        """Publish the offer of other tensors for each engine, as its layout says; only sender 0
-        does.
+        """Publish the offer of other tensors for each engine, as its layout says, which the mover
+        of that name writes, or groups send; only sender 0 does.
         """
         digest = xxhash.xxh3_64_hexdigest(b"".join(layouts))
         if digest != self._layout:
@@ -178,7 +190,7 @@ class Sender:
                 self._store.put(shards_key(digest, engine), content)
             self._layout = digest
         sizes = {"senders": senders, "bucket_bytes": bucket_bytes}
-        self._put_offer({SHARDS: self._layout, **sizes, "model": model.plain()})
+        self._put_offer({SHARDS: self._layout, MOVER: mover, **sizes, "model": model.plain()})
 
     def ask(self) -> list[StagedVersion]:
         """Ask the engines, in a handshake of its own, which weights they have staged; only sender 0
@@ -204,19 +216,13 @@ class Sender:
         """The group with all engines, once they are ready; the last one if all are still in it.
         RefitError if one is not ready in time, or refuses.
         """
-        self._store.put_at_end(self._key(OFF), f"sender {self.sender} {LOST}".encode())
-        missing = "did not get ready within {:g} s: is it running, and receiving?"
-        answers = [
-            parse_note("ready", content, process=str, groups=dict)
-            for content in self._from_engines("ready", missing)
-        ]
+        answers = self._await_ready(groups=dict)
         held = {answer["groups"].get(str(self.sender)) for answer in answers}
         if self._channel is None or held != {self._made_in}:
             self._leave(broken=True)
             self._store.drop([group_name(self._made_in, self.sender)])  # where it has met
             self._made_in = self._number
-        processes = [answer["process"] for answer in answers]
-        self._put("go", self.sender, encode({"group": self._made_in, "to": processes}))
+        self._go_on(answers)
         if self._channel is None:
             name, size = group_name(self._made_in, self.sender), self._engines + 1
             limit_s, off = self._timeout_s, self._key(OFF)
@@ -224,6 +230,34 @@ class Sender:
                 self._channel = self._store.process_group(name, 0, size, limit_s, off)
             self._channel.watch = self.check_failure
         return self._channel
+
+    def meet_mover(self, name: str, nbytes: int) -> tuple[Mover, list[LandingPlace]]:
+        """A mover of that name with so many bytes, and where it is to write at each engine, once
+        they are ready; the last one if they have the same memory. RefitError as of `meet`.
+        """
+        answers = self._await_ready(landing=dict)
+        places = [LandingPlace.from_words(answer["landing"], self.sender) for answer in answers]
+        reached = name, [place.to for place in places]
+        if self._mover is None or self._reached != reached or self._mover.memory.numel() < nbytes:
+            self._leave(broken=True)
+            self._mover = find_mover(name)(nbytes, self._timeout_s, self.check_failure)
+            self._reached = reached
+        self._go_on(answers)
+        return self._mover, places
+
+    def _await_ready(self, **kinds: type) -> list[dict[str, Any]]:
+        """What each engine says, once all are ready."""
+        self._store.put_at_end(self._key(OFF), f"sender {self.sender} {LOST}".encode())
+        missing = "did not get ready within {:g} s: is it running, and receiving?"
+        return [
+            parse_note("ready", content, process=str, **kinds)
+            for content in self._from_engines("ready", missing)
+        ]
+
+    def _go_on(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Tell the engines that it goes on, and in which group if it is in one."""
+        processes = [answer["process"] for answer in answers]
+        self._put("go", self.sender, encode({"group": self._made_in, "to": processes}))
 
     def finish(self, manifest: bytes) -> None:
         """Publish the manifest, and wait until all engines accept; RefitError if one does not."""
@@ -260,7 +294,10 @@ class Sender:
         return find_failure(self._store, self._number)
 
     def _leave(self, broken: bool = False) -> None:
-        """Leave the process group; the next refit makes a new one."""
+        """Leave the process group and the mover's memory; the next refit makes new ones."""
+        mover, self._mover = self._mover, None
+        if mover is not None:
+            mover.close()
         channel, self._channel = self._channel, None
         if channel is not None:
             self._broadcasts += channel.calls

@@ -1,5 +1,5 @@
-"""Refits from shards to shards over a process group: every trainer sends each engine rank what the
-plan has it send, and nothing is gathered.
+"""Refits from shards to shards over a process group, or by a mover: every trainer sends each engine
+rank what the plan has it send, and nothing is gathered.
 
 In round r trainer s sends to engine rank (s + r) % engines, so that all are busy and none waits for
 one that waits for it. Both sides go through the rounds in this order.
@@ -12,15 +12,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_policy.converters.rows.regions import Region
-from megatron_policy.coordination.process_group import BoundedProcessGroup
 from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
+from megatron_policy.refit.buffers import align
 from megatron_policy.refit.digest import Digests, algorithm_for
 from megatron_policy.refit.index_spans import Move
 from megatron_policy.refit.manifest import Form, RefitManifest, StagedVersion, with_digests
@@ -34,6 +35,8 @@ from megatron_policy.refit.shards import (
 from megatron_policy.refit.streams import write_stream
 from megatron_policy.refit.transports.collective.handshake import Sender, raise_peer_failure
 from megatron_policy.refit.transports.collective.stream import Stream, Writer
+from megatron_policy.refit.transports.movers.landing import LandingPlace
+from megatron_policy.refit.transports.movers.mover import Mover, Writing
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
@@ -165,9 +168,14 @@ class _Prepared(NamedTuple):
 class ShardRefits:
     """Refits of an engine that is split over the ranks of a group. `Collective.shards` makes it."""
 
-    def __init__(self, member: Sender, held: Mapping[str, EngineShards]) -> None:
-        """`held` says which engine ranks have which part of each tensor."""
+    def __init__(
+        self, member: Sender, held: Mapping[str, EngineShards], mover: str | None = None
+    ) -> None:
+        """`held` says which engine ranks have which part of each tensor; see `Collective.shards`
+        for the mover.
+        """
         self._member, self._engines, self._held = member, member.engines, held
+        self._mover = mover or ""
         self._prepared: _Prepared | None = None
 
     def deliver(self, exporter: Exporter, step: int) -> RefitManifest:
@@ -234,7 +242,8 @@ class ShardRefits:
             self._member.give_up(str(error))
         exporter.agree(failure)
         seconds = time.perf_counter() - began
-        sent = RefitManifest(step, algorithm_for(exporter.probe), {}, exporter.served_model)
+        algorithm = algorithm_for(self._probe(exporter))
+        sent = RefitManifest(step, algorithm, {}, exporter.served_model)
         return replace(sent, shard_bytes=nbytes, seconds=seconds)
 
     def plan(self, exporter: Exporter) -> ShardPlan:
@@ -255,12 +264,14 @@ class ShardRefits:
     ) -> int:
         member, trainers = self._member, exporter.topology.world_size
         if member.sender == 0:
-            member.offer_shards(layouts, trainers, exporter.bucket_bytes, exporter.served_model)
-        channel = member.meet()
-        digests, forms = Digests(algorithm_for(exporter.probe)), dict[str, Form]()
+            size, model = exporter.bucket_bytes, exporter.served_model
+            member.offer_shards(layouts, trainers, size, model, self._mover)
+        make_writer = self._meet(exporter, runs)
+        digests, forms = Digests(algorithm_for(self._probe(exporter))), dict[str, Form]()
         with raise_peer_failure(member.find_failure):
             for engine in order_engines(member.sender, self._engines):
-                _send_runs(exporter, channel, engine, runs[engine], fill, digests)
+                if runs[engine]:
+                    _send_runs(make_writer(engine), engine, runs[engine], fill, digests)
                 sent = (run.tensor for run in runs[engine])
                 forms |= {f"{engine}/{each.name}": (each.shape, each.dtype) for each in sent}
         tensors = with_digests(forms, digests.read())
@@ -268,28 +279,49 @@ class ShardRefits:
         member.finish(manifest.encode())
         return manifest.total_bytes
 
+    def _meet(self, exporter: Exporter, runs: Runs) -> Callable[[int], Writer]:
+        """Meet the engine ranks; what writes the runs of each."""
+        streams = [Stream.of([run.tensor for run in of_engine]) for of_engine in runs]
+        size, where = exporter.bucket_bytes, exporter.device
+        if not self._mover:
+            channel = self._member.meet()
+            return lambda engine: Writer(
+                streams[engine], size, where, partial(channel.send, target=engine + 1)
+            )
+        most = min(size, max(stream.nbytes for stream in streams))
+        mover, places = self._member.meet_mover(self._mover, align(max(1, most)))
+        memory = mover.memory
+        return lambda engine: Writer(
+            streams[engine], size, memory.device, _write_on(mover, places[engine]), memory
+        )
+
+    def _probe(self, exporter: Exporter) -> Tensor:
+        """A tensor where what is sent is: movers have host memory."""
+        return torch.empty(0, device="cpu") if self._mover else exporter.probe
+
 
 def _send_runs(
-    exporter: Exporter,
-    channel: BoundedProcessGroup,
-    engine: int,
-    runs: Sequence[ShardRun],
-    fill: Fill,
-    digests: Digests,
+    writer: Writer, engine: int, runs: Sequence[ShardRun], fill: Fill, digests: Digests
 ) -> None:
     """Send one engine rank what this rank has for it."""
-    if not runs:
-        return
-    stream = Stream.of([run.tensor for run in runs])
-    writer = Writer(
-        stream, exporter.bucket_bytes, exporter.device, lambda c: channel.send(c, engine + 1)
-    )
     for number, run in enumerate(runs):
         name, target = run.tensor.name, writer.place(run.tensor.name)
         fill(engine, number, target.tensor(run.tensor.shape, run.tensor.dtype))
         digests.add(f"{engine}/{name}", target.bytes(run.tensor.nbytes))
         writer.filled(name, target)
     writer.settle()
+
+
+def _write_on(mover: Mover, place: LandingPlace) -> Callable[[Tensor], Writing]:
+    """What writes one chunk after another to that place."""
+    at = place.at
+
+    def write(chunk: Tensor) -> Writing:
+        nonlocal at
+        first, at = at, at + chunk.numel()
+        return mover.write(place.to, chunk, first)
+
+    return write
 
 
 def _encode_streams(lengths: Sequence[Sequence[int]]) -> list[bytes]:

@@ -16,11 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_policy.coordination.process_group import PendingCollective
 from megatron_policy.dtypes import dtype_named, name_dtype
 from megatron_policy.errors import RefitError
 from megatron_policy.refit.buffers import Buffer, BufferSlice
 from megatron_policy.refit.plan import RefitTensor
+from megatron_policy.refit.transports.movers.mover import Writing
 
 ALIGNMENT = 16  # bytes; a multiple of every dtype's size
 
@@ -111,18 +111,20 @@ class Writer:
         stream: Stream,
         size: int,
         device: torch.device,
-        send: Callable[[Tensor], PendingCollective],
+        send: Callable[[Tensor], Writing],
+        memory: Tensor | None = None,
     ) -> None:
-        """`send` starts sending a chunk of at most `size` bytes."""
+        """`send` starts sending a chunk of at most `size` bytes, of `memory` if that is given."""
         slots = stream.slots
         ends = [*(slot.offset for slot in slots[1:]), stream.nbytes]
         self._slots = {slot.name: (slot, end) for slot, end in zip(slots, ends, strict=True)}
         self._size, self._total, self._send = size, stream.nbytes, send
-        self._chunk = Buffer.on(device, min(size, stream.nbytes))
+        most = min(size, stream.nbytes)
+        self._chunk = Buffer.on(device, most) if memory is None else Buffer(memory)
         aside = (slot.end - slot.offset for slot in slots if not _fits(slot, size))
         self._aside = Buffer.on(device, max(aside, default=0))
         self._first = 0  # where in the stream the chunk begins
-        self._pending: PendingCollective | None = None
+        self._pending: Writing | None = None
 
     def place(self, name: str) -> BufferSlice:
         """Where to write that tensor's elements; tensors come in the stream's order."""

@@ -27,6 +27,7 @@ from megatron_policy.refit.transports.collective.handshake import (
 )
 from megatron_policy.refit.transports.collective.shards import ShardRefits
 from megatron_policy.refit.transports.collective.stream import Stream, StreamLayout, Writer
+from megatron_policy.refit.transports.movers.named import find_mover
 
 if TYPE_CHECKING:
     from megatron_policy.refit.exporter import Exporter
@@ -122,16 +123,19 @@ class Collective:
             raise ConfigError(f"dtype is {dtype!r:.80}: give one of torch, as torch.bfloat16")
         return CollectiveTransport(self, bucket_bytes, dtype)
 
-    def shards(self, held: Mapping[str, EngineShards]) -> ShardRefits:
+    def shards(self, held: Mapping[str, EngineShards], mover: str | None = None) -> ShardRefits:
         """Refits of an engine of which `held` says which ranks have which part of each tensor, by
-        the ranks' numbers among the engine's. ConfigError for a group that was not joined
-        `of_shards`.
+        the ranks' numbers among the engine's. A process group sends them, or a `mover` writes them
+        into the engine ranks' host memory: "shared_memory" on one machine, or "nixl". ConfigError
+        for another mover, and for a group that was not joined `of_shards`.
         """
         if self.member is None or not self.of_shards:
             raise ConfigError(
                 "this group sends whole tensors: join it with train_world_size and of_shards=True"
             )
-        return ShardRefits(self.member, held)
+        if mover is not None:
+            find_mover(mover)
+        return ShardRefits(self.member, held, mover)
 
     def close(self) -> None:
         """Leave for good; once rank 0 has left, engines cannot connect any more."""

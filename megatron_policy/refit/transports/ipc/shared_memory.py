@@ -88,7 +88,7 @@ class SharedMemory:
         self.close()
 
 
-def create(nbytes: int, directory: str = DIRECTORY) -> SharedMemory:
+def create(nbytes: int, directory: str = DIRECTORY, who: str = "the trainer") -> SharedMemory:
     """Allocate memory, all of it backed by pages of the file system at `directory`.
 
     RefitError if there is not enough, now rather than as a SIGBUS when it is written.
@@ -104,7 +104,7 @@ def create(nbytes: int, directory: str = DIRECTORY) -> SharedMemory:
             raise
     except OSError as error:
         raise RefitError(
-            f"the trainer cannot get {nbytes:,} bytes of shared memory: {error.strerror} "
+            f"{who} cannot get {nbytes:,} bytes of shared memory: {error.strerror} "
             f"({_free(directory)} free in {directory}). Give the refit a smaller buffer, or the "
             "machine more of this memory (for a container: --shm-size)"
         ) from error
@@ -112,22 +112,23 @@ def create(nbytes: int, directory: str = DIRECTORY) -> SharedMemory:
     return SharedMemory(mapping, nbytes, fd)
 
 
-def attach(handle: Handle) -> SharedMemory:
-    """Open another process's memory, copy-on-write.
+def attach(handle: Handle, who: str = "the engine", *, writable: bool = False) -> SharedMemory:
+    """Open another process's memory: copy-on-write, or `writable`, so that the owner sees it.
 
     RefitError if the owner is gone, has released it, or cannot be reached.
     """
     try:
-        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", mode | os.O_CLOEXEC)
         try:
             _check(handle, os.fstat(fd))
-            mapping = mmap.mmap(fd, max(1, handle.nbytes), mmap.MAP_PRIVATE)
+            kind = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
+            mapping = mmap.mmap(fd, max(1, handle.nbytes), kind)
         finally:
             os.close(fd)
     except OSError as error:
         raise RefitError(
-            f"the engine cannot open shared memory of process {handle.pid}: {error.strerror}. "
-            + _REACH
+            f"{who} cannot open shared memory of process {handle.pid}: {error.strerror}. " + _REACH
         ) from error
     return SharedMemory(mapping, handle.nbytes)
 
