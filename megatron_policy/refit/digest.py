@@ -1,5 +1,5 @@
-"""64-bit digests of tensors, computed where they are stored: xxh3 in host memory, a sum of products
-elsewhere.
+"""64-bit digests of tensors, computed where they are stored: xxh3 in host memory, a sum of mixed
+words elsewhere.
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ import torch
 import xxhash
 from torch import Tensor
 
-HOST, DEVICE = "xxh3_64", "mixed_products_64"
-"""Names of the two algorithms in a manifest; `products_64` of earlier releases is another one."""
+from megatron_policy.errors import RefitError
+from megatron_policy.refit.deltas.arrays import FIRST, SECOND
 
-_STEP = 1 << 22  # words per step: bounds the extra memory of the sum of products
+HOST, DEVICE = "xxh3_64", "mixed_words_64"
+"""Names of the two algorithms in a manifest; `products_64` and `mixed_products_64` of earlier
+releases are other ones.
+"""
+
+_STEP = 1 << 22  # words per step: bounds the extra memory of the sum
 _BLOCK = 1 << 10  # tensors whose sums share memory
-_MASK, _HALF = (1 << 64) - 1, (1 << 32) - 1
-# Odd constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators).
-_GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
 
 
 def algorithm_for(memory: Tensor) -> str:
@@ -36,7 +39,12 @@ class Digests:
     """
 
     def __init__(self, algorithm: str) -> None:
-        assert algorithm in (HOST, DEVICE), algorithm
+        """RefitError for an algorithm that this version has not."""
+        if algorithm not in (HOST, DEVICE):
+            raise RefitError(
+                f"digests {algorithm!r:.40} are of another version of megatron-policy: use the "
+                "same version on both sides"
+            )
         self.algorithm = algorithm
         self._known: dict[str, int] = {}
         self._sums: _Sums | None = None
@@ -60,20 +68,18 @@ class Digests:
 
 
 class _Sums:
-    """For each tensor, the sum over its 64-bit words of mixed word * odd pseudo-random number of
-    its position, modulo 2**64; and its last bytes, which make up no word. To mix a word, its upper
-    half is added to its lower half, bit by bit.
+    """For each tensor, the sum that `deltas/arrays.py` defines, in two parts: of its words of 64
+    bits, with whole-tensor operations only; and its last bytes, which make up no word.
 
-    Changing one word always changes the sum, since odd numbers have inverses. Without the mixing,
-    the sign at the top of a word would add 2**63 whatever its key, and two of them nothing. This is
-    multilinear hashing with these numbers as keys, computed with whole-tensor operations only.
+    A change of one word always changes it; of several, but for a chance of about one in 2**64.
     """
 
     def __init__(self, where: torch.device) -> None:
         self._where = where
         self._names: list[tuple[str, int]] = []
         self._blocks: list[Tensor] = []
-        self._keys = _keys(0, 0, where)  # of the first step, which is all of most tensors
+        # Of the first step, which is all of most tensors.
+        self._keys = torch.empty(0, dtype=torch.int64, device=where)
         self._places = torch.arange(0, 64, 8, device=where)
 
     def add(self, name: str, flat_bytes: Tensor) -> None:
@@ -92,8 +98,10 @@ class _Sums:
         words = words.view(torch.int64)
         for first in range(0, words.numel(), _STEP):
             step = words[first : first + _STEP]
-            mixed = (step >> 32).bitwise_and_(_HALF).bitwise_xor_(step)  # a logical shift
-            total += mixed.mul_(self._keys_from(first, step.numel())).sum()
+            keys = self._keys_from(first, step.numel())
+            mixed = _fold(step * keys, torch.int16)
+            torch.addcmul(keys, mixed, keys, out=mixed)
+            total += _fold(mixed, torch.int32).sum()
         if count > whole:
             last = flat_bytes[whole:].to(torch.int64)
             rest += (last << self._places[: count - whole]).sum()
@@ -109,25 +117,33 @@ class _Sums:
         """The digests; the host waits once."""
         rows = torch.cat(self._blocks)[: len(self._names)].tolist()
         return {
-            name: (total + _mix(rest + count)) & _MASK
+            name: (total + _mix(rest, count // 8) + _mix(count, count // 8 + 1)) & _MASK
             for (name, count), (total, rest) in zip(self._names, rows, strict=True)
         }
 
 
+def _fold(words: Tensor, part: torch.dtype) -> Tensor:
+    """Flip the bits of the lowest part of each word that are set in its highest: `w ^= w >> n`,
+    in one pass, with a shift that brings no sign along.
+    """
+    parts = words.view(part).view(-1, words.itemsize // part.itemsize)
+    parts[:, 0].bitwise_xor_(parts[:, -1])
+    return words
+
+
 def _keys(first: int, count: int, where: torch.device) -> Tensor:
-    """Odd int64 keys of positions from `first` on (splitmix64, wrapping around)."""
-    state = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=where)
-    state *= _to_signed(_GAMMA)
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
-        state ^= (state >> shift) & ((1 << (64 - shift)) - 1)  # a logical shift
-        state *= _to_signed(factor)
-    return state.bitwise_or_(1)
+    """Odd int64 keys of places from `first` on."""
+    keys = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=where)
+    keys *= _to_signed(FIRST)
+    return _fold(keys, torch.int32).mul_(_to_signed(SECOND)).bitwise_or_(1)
 
 
-def _mix(value: int) -> int:
-    value &= _MASK
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
-    return ((value ^ (value >> 27)) * _MIX_2) & _MASK
+def _mix(word: int, place: int) -> int:
+    key = (place + 1) * FIRST & _MASK
+    key = (key ^ key >> 32) * SECOND & _MASK | 1
+    mixed = word * key & _MASK
+    mixed = ((mixed ^ mixed >> 48) + 1) * key & _MASK
+    return mixed ^ mixed >> 32
 
 
 def _to_signed(value: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_policy.converters.formats import hf_writing
 from megatron_policy.errors import ConfigError, RefitError
@@ -387,12 +388,26 @@ def test_copies_of_places_that_others_have_replaced_are_freed(
     ranks.run(1, publish_in_turn, checkpoint("qwen2", **SIZES), tmp_path)
 
 
-def test_an_engine_with_other_weights_takes_whole_ones(start: Any) -> None:
+def add_one(weight: Tensor) -> None:
+    weight.view(-1)[0] += 1
+
+
+def flip_signs(weight: Tensor) -> None:
+    """Of two words whose halves end in elements of opposite signs."""
+    words = weight.view(-1, 8 // weight.itemsize)
+    ends = words[:, [words.shape[1] // 2 - 1, -1]] < 0
+    words[(ends.sum(1) == 1).nonzero().flatten()[:2]] *= -1
+
+
+@pytest.mark.parametrize("change", [add_one, flip_signs])
+def test_an_engine_with_other_weights_takes_whole_ones(
+    start: Any, change: Callable[[Tensor], None]
+) -> None:
     seen, follower = start([0, 1, 2])
     state = follower.receiver._engine
     name = next(iter(state.kept))
     with torch.no_grad():
-        state.kept[name].view(-1)[0] += 1
+        change(state.kept[name])
     state.version = (state.version[0], 1)  # the same chain, as if one delta had not come
     with pytest.raises(RefitError, match=r"have another digest.*All weights are taken next"):
         follower.receive()

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_policy.refit.deltas import arrays, codec
+from megatron_policy.refit.deltas import codec
+from megatron_policy.refit.deltas.arrays import pad_words
 from megatron_policy.refit.deltas.codec import BITMAP, GAPS, WHOLE, WIDE_GAPS, Encoded
 
 DTYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
@@ -31,10 +32,10 @@ def make(run: tuple[type, int, float, int]) -> tuple[codec.Bits, codec.Bits]:
 
 
 def encode(now: codec.Bits, before: codec.Bits) -> Encoded:
-    kept = before.copy()
-    taken = codec.take_changes(now, kept)
-    assert kept.tobytes() == now.tobytes()
-    return codec.encode(taken.values, taken.gaps, kept)
+    words = pad_words(before)
+    taken = codec.take_changes(now, words)
+    assert words.tobytes() == pad_words(now).tobytes()
+    return codec.encode(taken.values, taken.gaps, now)
 
 
 def decode(encoded: Encoded, run: codec.Bits) -> codec.Change:
@@ -90,7 +91,7 @@ def test_what_encodes_and_decodes_takes_few_times_the_bytes_of_a_run(
 ) -> None:
     monkeypatch.setattr(codec, "_PART", 1 << 12)
     now = (np.random.default_rng(0).random(1 << 20) < changed).astype(np.uint16)
-    taken = codec.take_changes(now, np.zeros_like(now))
+    taken = codec.take_changes(now, pad_words(np.zeros_like(now)))
     tracemalloc.start()
     encoded = codec.encode(taken.values, taken.gaps, now)
     for_encoding = tracemalloc.get_traced_memory()[1]
@@ -161,76 +162,4 @@ def test_bits_are_those_of_the_tensor_in_its_own_memory(dtype: torch.dtype) -> N
     bits = codec.view_bits(tensor)
     bits[0] = 0
     assert bits.itemsize == dtype.itemsize and not torch.signbit(tensor.float()[0])
-    assert not len(codec.take_changes(bits, codec.view_bits(tensor.clone())).values)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(RUNS, st.integers(0, 2**34), st.integers(0, 2000))
-def test_parts_of_a_run_are_taken_as_the_whole_is(run: tuple, first: int, cut: int) -> None:
-    now, before = make(run)
-    cut = min(cut, len(now))
-    kept, parts = before.copy(), before.copy()
-    whole = arrays.take_changes(now, kept, first, first - 1)
-    one = arrays.take_changes(now[:cut], parts[:cut], first, first - 1)
-    two = arrays.take_changes(now[cut:], parts[cut:], first + cut, one[2])
-    assert np.array_equal(whole[0], np.concatenate((one[0], two[0])))
-    assert np.array_equal(whole[1], np.concatenate((one[1], two[1])))
-    assert whole[2:] == (two[2], (one[3] + two[3]) % codec.SUMS)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(RUNS)
-def test_the_sum_of_a_run_grows_by_what_changes_and_is_that_of_its_elements(run: tuple) -> None:
-    now, before = make(run)
-    grown = arrays.take_changes(now, before.copy(), 0, -1)[3]
-    assert (arrays.sum_elements(before) + grown) % codec.SUMS == arrays.sum_elements(now)
-    assert (grown == 0) == (now.tobytes() == before.tobytes())
-
-
-def test_sums_are_as_documented() -> None:
-    words = 3 << arrays.WORDS
-    run = np.random.default_rng(0).integers(0, 2**16, 4 * words + 3).astype(np.uint16)
-
-    def key(place: int) -> int:
-        number = (place + 1) * arrays.FIRST % codec.SUMS
-        return (number ^ number >> 32) * arrays.SECOND % codec.SUMS | 1
-
-    total, size = 0, 1 << arrays.WORDS
-    for place, word in enumerate(np.append(run, np.uint16(0)).view(np.uint64).tolist()):
-        total += (word + (word >> 32)) * key(place % size) * key(size + place // size)
-    assert arrays.sum_elements(run) == total % codec.SUMS
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_no_two_of_many_small_changes_have_one_sum(dtype: type) -> None:
-    """Also of signs, at the top of words, and of elements that change places."""
-    random = np.random.default_rng(0)
-    before = random.integers(0, 2**8, 4000).astype(dtype)
-    seen = {arrays.sum_elements(before)}
-    for draw in range(3000):
-        now = before.copy()
-        at, other = random.choice(len(now), 2, replace=False)
-        if draw % 2:
-            now[[at, other]] ^= dtype(1 << (8 * now.itemsize - 1))
-        else:
-            now[at] ^= dtype(1 << draw % (8 * now.itemsize))
-            now[[at, other]] = now[[other, at]]
-        if now.tobytes() != before.tobytes():
-            seen.add(arrays.sum_elements(now))
-    assert len(seen) > 2990
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_compiled_loops_give_what_arrays_do(dtype: type) -> None:
-    compiled = pytest.importorskip("megatron_policy.refit.deltas.compiled")
-    cases = [(0, 0, -1), (63, 0, -1), (64, 7, 2), (700, 2**33, 5), (300_001, 2**17 - 1, -1)]
-    for elements, first, last in cases:
-        for share in (0, 0.001, 0.01, 0.3, 1):
-            now, before = make((dtype, elements, share, elements))
-            assert compiled.sum_elements(before) == arrays.sum_elements(before)
-            one, other = before.copy(), before.copy()
-            found = compiled.take_changes(now, one, first, last)
-            wanted = arrays.take_changes(now, other, first, last)
-            assert np.array_equal(found[0], wanted[0]) and np.array_equal(found[1], wanted[1])
-            assert found[2:] == wanted[2:]
-            assert one.tobytes() == other.tobytes() == now.tobytes()
+    assert not len(codec.take_changes(bits, pad_words(bits)).values)

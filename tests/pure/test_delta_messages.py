@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_policy.converters.rows.regions import Region, flatten
 from megatron_policy.errors import RefitError
+from megatron_policy.refit.deltas.arrays import pad_words
 from megatron_policy.refit.deltas.codec import encode, sum_elements, take_changes, view_bits
 from megatron_policy.refit.deltas.message import (
     Fragment,
@@ -45,7 +46,7 @@ def fragments(old: dict[str, Tensor], new: dict[str, Tensor]) -> Iterator[Fragme
     for name, (shape, dtype) in FORMS.items():
         for regions in halves(shape):
             before, now = (view_bits(taken(of[name], regions)) for of in (old, new))
-            found = take_changes(now, before.copy())
+            found = take_changes(now, pad_words(before))
             yield Fragment(
                 name,
                 dtype,
@@ -164,6 +165,15 @@ def test_no_damaged_message_is_accepted_as_another_one() -> None:
         else:
             # A region that says less, or the name of a dtype: the result is still right.
             assert same(held, V1) or bytes(content) == FIRST
+
+
+def test_a_message_of_another_version_is_refused_with_the_fix() -> None:
+    """Its sums are other ones."""
+    older = b"MPDELTA2" + FIRST[8:]
+    with pytest.raises(
+        RefitError, match=r"MPDELTA2.*use the same version of megatron-policy on both"
+    ):
+        decode_message(older)
 
 
 @pytest.mark.parametrize("form", [((3,), torch.float32), None])

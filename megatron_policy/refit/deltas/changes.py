@@ -19,7 +19,7 @@ from megatron_policy.converters.table import Entry
 from megatron_policy.device import spare_cores, synchronize
 from megatron_policy.parallel.topology import Topology
 from megatron_policy.refit.buffers import align
-from megatron_policy.refit.deltas.arrays import Bits
+from megatron_policy.refit.deltas.arrays import Bits, Words
 from megatron_policy.refit.deltas.codec import (
     SUMS,
     encode,
@@ -87,8 +87,10 @@ def _nbytes(share: OwnShare) -> int:
 class _Kept:
     """A copy of a share as it was sent last, and its sum, once it is known."""
 
-    def __init__(self, share: OwnShare, bits: Bits) -> None:
-        self.share, self.bits = share, bits
+    def __init__(self, share: OwnShare, memory: Tensor) -> None:
+        self.share = share
+        self.words: Words = memory.numpy().view(np.uint64)
+        self.bits = view_bits(memory.view(share.tensor.dtype)[: share.elements])
         self.sum: int | None = None
 
 
@@ -109,12 +111,10 @@ class SentCopy:
         self._view, self._viewing, self._shares = view, Lock(), list[_Kept]()
         self.nbytes = sum(map(_nbytes, shares))
         """Bytes of the copy."""
-        # NumPy asks for large pages, which are faster to compare.
-        memory, first = torch.from_numpy(np.empty(self.nbytes, np.uint8)), 0
+        # NumPy asks for large pages, which are faster to compare. Zeros fill up the last words.
+        memory, first = torch.from_numpy(np.zeros(self.nbytes, np.uint8)), 0
         for share in shares:
-            size = share.elements * share.tensor.dtype.itemsize
-            own = memory[first : first + size].view(share.tensor.dtype)
-            self._shares.append(_Kept(share, view_bits(own)))
+            self._shares.append(_Kept(share, memory[first : first + _nbytes(share)]))
             first += _nbytes(share)
         for kept in self._shares:
             for begin, now in self._blocks(kept.share):
@@ -138,7 +138,7 @@ class SentCopy:
             kept.sum = sum_elements(kept.bits)
         values, gaps, last = [], [], -1
         for begin, now in self._blocks(kept.share):
-            taken = take_changes(now, kept.bits[begin : begin + len(now)], begin, last)
+            taken = take_changes(now, kept.words, begin, last)
             values.append(taken.values)
             gaps.append(taken.gaps)
             last, kept.sum = taken.last, (kept.sum + taken.grown) % SUMS

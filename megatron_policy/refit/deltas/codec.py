@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_policy.refit.deltas import arrays
-from megatron_policy.refit.deltas.arrays import Bits, Positions, pack_gaps
+from megatron_policy.refit.deltas.arrays import Bits, Positions, Words, pack_gaps
 
 WHOLE, BITMAP, GAPS, WIDE_GAPS = "whole", "bitmap", "short gaps", "wide gaps"
 """Encodings: the values of all elements; those of the changed ones, and then either a bit for each
@@ -66,11 +66,11 @@ def view_bits(tensor: Tensor) -> Bits:
     return flat.view(_UNSIGNED[size])
 
 
-def take_changes(now: Bits, kept: Bits, first: int = 0, last: int = -1) -> Taken:
-    """What of `kept` is other `now`, which `kept` then is too. Both are part of longer runs, from
-    `first` on, whose last changed element before is at `last`.
+def take_changes(now: Bits, words: Words, first: int = 0, last: int = -1) -> Taken:
+    """What of a run, from `first` on, is other `now`, which the run then is too. It is given as
+    `pad_words` gives it; its last changed element before is at `last`.
     """
-    return Taken(*_loops().take_changes(now, kept, first, last))
+    return Taken(*_loops().take_changes(now, words, first, last))
 
 
 def sum_elements(run: Bits) -> int:

@@ -12,32 +12,33 @@ from numba.cpython.unsafe.numbers import trailing_zeros
 from megatron_policy.refit.deltas import arrays
 
 _BLOCK = 1 << 17  # elements at a time: what is compared is still in the cache when it is copied
-_NONE, _ONE, _THREE, _SEVEN, _HALF = uint64(0), uint64(1), uint64(3), uint64(7), uint64(32)
-_WORDS, _SIZE = uint64(arrays.WORDS), uint64(1 << arrays.WORDS)
+_NONE, _ONE, _THREE, _SEVEN = uint64(0), uint64(1), uint64(3), uint64(7)
+_HALF, _QUARTERS = uint64(32), uint64(48)
 _FIRST, _SECOND, _MOST = uint64(arrays.FIRST), uint64(arrays.SECOND), uint64(arrays.MOST)
 
 
 @njit(nogil=True, cache=True)
-def take_changes(now, kept, first, last):
+def take_changes(now, words, first, last):
     """See `arrays.take_changes`."""
-    places, before = np.empty(_BLOCK + 2, np.uint32), np.empty(_BLOCK, now.dtype)
-    values = np.empty(len(now), now.dtype)
+    kept, size = words.view(now.dtype), uint64(now.itemsize)
+    places, values = np.empty(_BLOCK + 2, np.uint32), np.empty(len(now), now.dtype)
+    before, after = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
     gaps = np.empty(len(now) + (first + len(now) - last) // 255 + 2, np.uint8)
     steps, former = np.empty(_BLOCK, np.uint64), uint64(last)
     count, packed, grown = 0, _NONE, _NONE
     for begin in range(0, len(now), _BLOCK):
-        new, old = now[begin : begin + _BLOCK], kept[begin : begin + _BLOCK]
-        found, start = _find(new, old, places), first + begin
-        taken = values[count : count + found]
+        new, start = now[begin : begin + _BLOCK], first + begin
+        old = kept[start : start + len(new)]
+        found = _find(new, old, places)
+        for at in range(found):  # several in a word change it one after another
+            in_bytes = (uint64(start) + uint64(places[at])) * size
+            value, word = new[places[at]], words[in_bytes >> _THREE]
+            before[at] = word
+            word ^= uint64(value ^ old[places[at]]) << ((in_bytes & _SEVEN) << _THREE)
+            values[count + at], after[at], words[in_bytes >> _THREE] = value, word, word
         for at in range(found):
-            place = places[at]
-            taken[at], before[at] = new[place], old[place]
-            old[place] = taken[at]
-        for at in range(found):
-            in_bytes = uint64(start + places[at]) * uint64(now.itemsize)
-            shift, word = (in_bytes & _SEVEN) << _THREE, in_bytes >> _THREE
-            change = _mix(uint64(taken[at]) << shift) - _mix(uint64(before[at]) << shift)
-            grown += change * _key(word & (_SIZE - _ONE)) * _key(_SIZE + (word >> _WORDS))
+            key = _key((uint64(start) + uint64(places[at])) * size >> _THREE)
+            grown += _mix(after[at], key) - _mix(before[at], key)
         for at in range(found):
             position = uint64(start) + uint64(places[at])
             steps[at], former = position - former - _ONE, position
@@ -59,17 +60,15 @@ def take_changes(now, kept, first, last):
 @njit(nogil=True, cache=True)
 def sum_elements(run):
     """See `arrays.sum_elements`."""
-    body, total = len(run) * run.itemsize // 8 * 8 // run.itemsize, _NONE
-    words, size = run[:body].view(np.uint64), np.int64(_SIZE)
-    for begin in range(0, len(words), size):
-        own, part = words[begin : begin + size], _NONE
-        for at in range(len(own)):
-            part += _mix(own[at]) * _key(uint64(at))
-        total += part * _key(_SIZE + (uint64(begin) >> _WORDS))
-    word, rest = uint64(len(words)), _NONE
+    whole = len(run) * run.itemsize // 8
+    body, total, rest = whole * 8 // run.itemsize, _NONE, _NONE
+    words, end = run[:body].view(np.uint64), uint64(whole)
+    for at in range(whole):
+        total += _mix(words[at], _key(uint64(at)))
     for at in range(body, len(run)):
         rest |= uint64(run[at]) << uint64((at - body) * run.itemsize * 8)
-    return total + _mix(rest) * _key(word & (_SIZE - _ONE)) * _key(_SIZE + (word >> _WORDS))
+    total += _mix(rest, _key(end))
+    return total + _mix(uint64(len(run) * run.itemsize), _key(end + _ONE))
 
 
 @njit(nogil=True, cache=True)
@@ -95,8 +94,10 @@ def _find(now, kept, places):
 
 
 @njit(inline="always")
-def _mix(word):
-    return word + (word >> _HALF)
+def _mix(word, key):
+    mixed = word * key
+    mixed = ((mixed ^ (mixed >> _QUARTERS)) + _ONE) * key
+    return mixed ^ (mixed >> _HALF)
 
 
 @njit(inline="always")

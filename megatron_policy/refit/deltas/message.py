@@ -24,7 +24,8 @@ from megatron_policy.formats.manifest import count, form, text, xxh3
 from megatron_policy.refit.deltas.arrays import Positions
 from megatron_policy.refit.deltas.codec import Change, Encoded, decode
 
-MAGIC = b"MPDELTA2"
+MAGIC = b"MPDELTA3"
+_FORMATS = MAGIC[:-1]  # with which the messages of all versions begin
 _LENGTH_BYTES = 8
 
 
@@ -91,6 +92,11 @@ def decode_message(content: bytes) -> tuple[Fragment, ...]:
     """The inverse of `encode_message`, without decoding what has changed. RefitError for anything
     else.
     """
+    if content[: len(MAGIC)] != MAGIC and content.startswith(_FORMATS):
+        raise RefitError(
+            f"a message of changed weights is of format {content[: len(MAGIC)]!r}, but this "
+            f"version reads {MAGIC!r}: use the same version of megatron-policy on both sides"
+        )
     try:
         return tuple(_read(content))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
