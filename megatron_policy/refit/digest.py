@@ -9,12 +9,14 @@ import xxhash
 from torch import Tensor
 
 from megatron_policy.errors import RefitError
-from megatron_policy.refit.deltas.arrays import FIRST, SECOND
 
 HOST, DEVICE = "xxh3_64", "mixed_words_64"
 """Names of the two algorithms in a manifest; `products_64` and `mixed_products_64` of earlier
 releases are other ones.
 """
+
+FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+"""Odd constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom generators)."""
 
 _STEP = 1 << 22  # words per step: bounds the extra memory of the sum
 _BLOCK = 1 << 10  # tensors whose sums share memory

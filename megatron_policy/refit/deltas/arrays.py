@@ -23,6 +23,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from megatron_policy.refit.digest import FIRST, SECOND
+
 Bits = npt.NDArray[np.unsignedinteger]
 """Elements as unsigned integers of their size, `[N]`."""
 
@@ -32,8 +34,6 @@ Words = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int64]
 """Indices of elements of a run, ascending, `[N]`."""
 
-FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
-"""Odd constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom generators)."""
 MOST = np.iinfo(np.uint8).max
 """The number of a short gap that says that so many are unchanged and that more follow."""
 

@@ -10,11 +10,12 @@ from numba import njit, uint64
 from numba.cpython.unsafe.numbers import trailing_zeros
 
 from megatron_policy.refit.deltas import arrays
+from megatron_policy.refit.digest import FIRST, SECOND
 
 _BLOCK = 1 << 17  # elements at a time: what is compared is still in the cache when it is copied
 _NONE, _ONE, _THREE, _SEVEN = uint64(0), uint64(1), uint64(3), uint64(7)
 _HALF, _QUARTERS = uint64(32), uint64(48)
-_FIRST, _SECOND, _MOST = uint64(arrays.FIRST), uint64(arrays.SECOND), uint64(arrays.MOST)
+_FIRST, _SECOND, _MOST = uint64(FIRST), uint64(SECOND), uint64(arrays.MOST)
 
 
 @njit(nogil=True, cache=True)
