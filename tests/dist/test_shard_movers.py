@@ -154,7 +154,7 @@ def test_what_a_stopped_trainer_writes_later_reaches_nobody(
         stopped.call(stop_in, in_writing(mover), mark)
         ranks.begin()
         for engine in ranks.engines:
-            assert "within 20 s" in str(engine.result())
+            assert "within" in engine.result()
         assert isinstance(first.result(), str)
         first.kill()
         ranks.trainers = ranks.start_trainers()

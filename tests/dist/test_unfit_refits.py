@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_policy.coordination.control_store import ControlStore
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.parallel.topology import Topology
@@ -23,6 +24,7 @@ from megatron_policy.refit.transports.delta_stream import DeltaStream
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests.dist.cases import UNUSED, open_policy, policy_config
 from tests.dist.refits import LAYOUTS
+from tests.dist.resuming import replaced
 from tests.dist.test_delta_refit import disturb
 from tests.dist.test_delta_stream import SECRET, Follower
 from tests.dist.test_detached_refit import SIZES
@@ -120,6 +122,36 @@ def test_shards_that_do_not_fit_are_refused_before_any_rank_loads(
     config = policy_config(checkpoint("qwen2", **SIZES), {}, refit_timeout_s=TIMEOUT_S)
     with reserved_port() as port:
         assert ranks.run(1, refuse_and_go_on, config, port, kind) == [[1, 1]]
+
+
+def leave_at_once(config: dict[str, Any], port: int) -> list[int]:
+    """How often each engine rank has loaded from a trainer that leaves when all have accepted."""
+
+    def lose(put: Callable[..., None]) -> Callable[..., None]:
+        def act(store: Any, key: str, content: bytes) -> None:
+            if store._values is None and not content:
+                raise RefitError("the trainer has left")
+            put(store, key, content)
+
+        return act
+
+    with open_policy(config, **UNUSED) as policy, ThreadPoolExecutor(2) as pool:
+        engines = Engines(policy, port, pool)
+        with replaced(ControlStore, "put_at_end", lose):
+            waiting = engines.begin()
+            policy.refit(engines.group.shards(engines.held))
+            for each in waiting:
+                each.result()
+        engines.group.close()
+        return engines.loads
+
+
+def test_an_engine_that_has_accepted_does_not_need_the_trainer_any_more(
+    ranks: RankPool, checkpoint: Any
+) -> None:
+    config = policy_config(checkpoint("qwen2", **SIZES), {}, refit_timeout_s=TIMEOUT_S)
+    with reserved_port() as port:
+        assert ranks.run(1, leave_at_once, config, port) == [[1, 1]]
 
 
 def follow_rank_0(config: dict[str, Any], address: str, adapters: bool) -> list[tuple[int, bool]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +156,8 @@ class CollectiveGroup:
             self._leave()
             raise
         self._store.put(note_key(call.number, "accepted", self._engine), ACCEPTED)
-        self._store.put_at_end(note_key(call.number, OFF), b"")
+        with suppress(RefitError):  # a trainer that was waiting for this alone may have left
+            self._store.put_at_end(note_key(call.number, OFF), b"")
         return manifest
 
     def close(self) -> None:
