@@ -154,10 +154,12 @@ class ControlStore:
             return client.perform(request)
         except OSError as error:
             self._disconnect()
-            # The host can have been restarted: it has no `unless` then, and what depends on that
-            # is over. One that is only silent would stay silent.
-            if known is not None and not request.unless and not isinstance(error, TimeoutError):
-                return self._perform(request, _AGAIN_S if connect_s is None else connect_s)
+            # The host can have been restarted. What goes on in a handshake is over then, and what
+            # was said in it is not to be said in one of the new host, which counts as the old one
+            # has. One that is only silent would stay silent.
+            begins = request.do == GET and connect_s is not None and not request.unless
+            if known is not None and begins and not isinstance(error, TimeoutError):
+                return self._perform(request, connect_s)
             raise self._unreachable(error) from error
 
     def _connect(self, timeout_s: float) -> ControlClient:

@@ -96,12 +96,13 @@ class BoundedProcessGroup:
         self._under_way.add(started)
         return started
 
-    def _await(self, work: Any, timeout: timedelta) -> None:
+    def _await(self, pending: PendingCollective, timeout: timedelta) -> None:
+        # Frames have no work of their own, which an error that somebody keeps would keep.
         if self.watch is None or not isinstance(self._group, dist.ProcessGroupGloo):
-            work.wait(timeout)
+            pending.work.wait(timeout)
             return
         limit_s = timeout.total_seconds() + _GRACE_S
-        run_with_timeout(limit_s, lambda: work.wait(timeout), self.watch)
+        run_with_timeout(limit_s, lambda: pending.work.wait(timeout), self.watch)
 
     def _bounded(self, step: Callable[[], Any]) -> Any:
         """What `step` returns; a failure in it means that a process is slow, stopped or gone."""
@@ -131,7 +132,7 @@ class PendingCollective:
         try:
             if self.work is not None:
                 timeout = timedelta(seconds=self._channel._timeout_s)
-                self._channel._bounded(partial(self._channel._await, self.work, timeout))
+                self._channel._bounded(partial(self._channel._await, self, timeout))
         finally:
             self.work = None
 

@@ -86,14 +86,14 @@ class RefitRanks:
             raise RefitError(f"the other ranks have already aborted: {reason}")
         if self._groups is None:
             name = f"{coordinator.root}/{operation.number}"
-            # A connection of its own: a rank that is lost can leave others waiting in it.
-            store = coordinator.copy_store()
-            self._groups = operation.call(
-                lambda: ProcessGroups.join(
-                    name, store, self.topology, self.coords, self.timeout_s, on_host=self._on_host
-                ),
-                coordinator.check_lost,
-            )
+
+            def join() -> ProcessGroups:
+                # A connection of its own, which is waited for too: a rank that is lost can leave
+                # others waiting in it.
+                at, store = (self.topology, self.coords), coordinator.copy_store()
+                return ProcessGroups.join(name, store, *at, self.timeout_s, on_host=self._on_host)
+
+            self._groups = operation.call(join, coordinator.check_lost)
         return self._groups
 
     def watch(self, steps: Iterator[T]) -> Iterator[T]:

@@ -8,14 +8,16 @@ import contextlib
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron_policy.coordination.process_group import BoundedProcessGroup
+from megatron_policy.coordination.process_group import BoundedProcessGroup, PendingCollective
 from megatron_policy.coordination.rendezvous import reserved_port
 from megatron_policy.errors import ConfigError, RefitError
 from megatron_policy.refit.delivery import deliver
@@ -341,6 +343,53 @@ def test_a_trainer_that_is_stopped_or_killed_fails_the_engine_in_time_and_anothe
         group = Group(port)
         assert_refits(group, engine, seed=2)
         group.group.close()
+
+
+_serving: list[Group] = []
+
+
+def serve_once(port: int) -> None:
+    """A refit of a trainer that stays."""
+    _serving.append(Group(port))
+    _serving[0].refit(1)
+
+
+def test_an_engine_that_waits_hears_a_trainer_that_is_started_in_place_of_another(
+    engines: list[OtherProcess],
+) -> None:
+    trainer = OtherProcess()
+    trainer.call(os.getpid)  # it has started
+    with reserved_port() as port:
+        engine = joined(engines, 0, port, timeout_s=IN_TIME_S)
+        engine.begin(collective_engine.receive)
+        trainer.call(serve_once, port)
+        assert engine.result() == 1
+        engine.begin(collective_engine.receive)
+        time.sleep(0.5)  # it waits for the second one
+        trainer.kill()
+        group = Group(port)
+        group.refit(2)
+        assert engine.result() == 2
+        group.group.close()
+
+
+def test_an_error_that_is_kept_keeps_no_connection() -> None:
+    """What gloo calls work keeps those of a group: another rank may wait for their end."""
+
+    class Work:
+        pass
+
+    def fail(timeout: Any) -> None:
+        raise RuntimeError("a connection is closed")
+
+    channel, work = BoundedProcessGroup("group", dist.HashStore(), 0, 1, TIMEOUT_S), Work()
+    work.wait = fail  # type: ignore[attr-defined]
+    kept, pending = weakref.ref(work), PendingCollective(channel, work)
+    del work
+    with pytest.raises(RefitError, match="a process has left") as raised:
+        pending.wait()
+    channel.close(broken=True)
+    assert raised.value.__cause__ is not None and kept() is None
 
 
 @pytest.mark.parametrize(

@@ -90,14 +90,16 @@ def try_to(act: Callable[[str], None], folder: str) -> str:
     return ""
 
 
-def start_trainers(config: dict[str, Any]) -> list[OtherProcess]:
+def start_trainers(
+    config: dict[str, Any], opening: Callable[..., None] = open_trainer, *more: Any
+) -> list[OtherProcess]:
     """Two ranks of a policy, each a process that can be killed."""
     started = [OtherProcess() for _ in BOTH]
     with reserved_port() as port:
         at = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for number, process in enumerate(started):
             at |= {"RANK": str(number), "LOCAL_RANK": str(number)}
-            process.begin(open_trainer, dict(at), config)
+            process.begin(opening, dict(at), config, *more)
         for process in started:
             process.result()
     return started

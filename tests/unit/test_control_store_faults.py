@@ -148,7 +148,13 @@ def test_a_host_that_is_killed_and_started_anew_is_reached_again(other: OtherPro
         host = OtherProcess()
         try:
             host.call(keep_host, port)
+            with pytest.raises(RefitError, match="cannot be reached"):
+                client.put("another", b"note")  # that was to be said to the other host
+            assert client.get("note", LONG_S, "missing") == b"here"
             assert client.find("another") is None, "the values were the other host's"
+            host.kill()
+            host = OtherProcess()
+            host.call(keep_host, port)
             assert client.get("note", LONG_S, "missing") == b"here"
         finally:
             host.kill()

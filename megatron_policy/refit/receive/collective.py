@@ -168,19 +168,21 @@ class CollectiveGroup:
     def _wait_for_call(self, deadline: float, limit: float) -> int:
         """The number of an open handshake that this process has not answered yet."""
         missing = f"the trainer has not begun a refit within {limit:g} s"
-        now = self._read_call(deadline, missing)
-        if now["session"] != self._session:  # another trainer, whose numbers start again
-            self._leave()
-            self._session, self._last = now["session"], 0
-        if now["number"] <= max(self._last, now["over"]):
-            self._store.get(note_key(now["number"] + 1, "offer"), _left(deadline), missing)
-            now = self._read_call(deadline, missing)
-        self._last = now["number"]
-        return self._last
-
-    def _read_call(self, deadline: float, missing: str) -> dict[str, Any]:
-        content = self._store.get(CALL, _left(deadline), missing)
-        return parse_note(CALL, content, session=str, number=int, over=int)
+        while True:
+            content = self._store.get(CALL, _left(deadline), missing)
+            now = parse_note(CALL, content, session=str, number=int, over=int)
+            if now["session"] != self._session:  # another trainer, whose numbers start again
+                self._leave()
+                self._session, self._last = now["session"], 0
+            if now["number"] > max(self._last, now["over"]):
+                self._last = now["number"]
+                return self._last
+            later, off = (note_key(now["number"] + 1, what) for what in ("offer", OFF))
+            try:
+                self._store.get(later, _left(deadline), missing, off)
+            except RefitError:  # a trainer that was started in its place counts from 1
+                if self._store.connected or not _left(deadline):
+                    raise
 
     def _answer(
         self, number: int, assembler: WeightAssembler, deadline: float, limit: float
@@ -190,7 +192,7 @@ class CollectiveGroup:
         """
         missing = f"the trainer has not continued its refit within {limit:g} s"
         off = note_key(number, OFF)
-        content = self._store.get(note_key(number, "offer"), _left(deadline), missing)
+        content = self._store.get(note_key(number, "offer"), _left(deadline), missing, off)
         offer = parse_note("offer", content, senders=int, bucket_bytes=int, model=dict)
         if QUESTION in offer:
             self._store.put(

@@ -137,7 +137,7 @@ class Sender:
 
     def __init__(self, store: ControlStore, sender: int, engines: int, timeout_s: float) -> None:
         """Engines are waited for at most `timeout_s` seconds."""
-        self.sender, self._number = sender, 0
+        self.sender, self._number, self._oldest = sender, 0, 0
         self._store, self._engines, self._timeout_s = store, engines, timeout_s
         self._session = uuid.uuid4().hex
         self._layout, self._over = "", 0
@@ -204,11 +204,10 @@ class Sender:
             ]
         finally:
             self._end()  # an engine that comes now waits for the next one
+        self._drop_earlier()
         return [read_version(*answer["at"]) for answer in answers]
 
     def _put_offer(self, offer: dict[str, Any]) -> None:
-        # Once a handshake begins, everyone has read the notes of the one before.
-        self._store.drop([str(self._number - 1)])
         self._announce()  # first: an engine waiting for the offer then finds it announced
         self._put("offer", None, encode(offer))
 
@@ -267,6 +266,8 @@ class Sender:
             pass
         self._store.put_at_end(self._key(OFF), b"")
         self._end()
+        if self.sender == 0:
+            self._drop_earlier()
 
     def give_up(self, why: str) -> None:
         """Tell the engines that this refit has failed, if that is still possible, and leave the
@@ -310,6 +311,13 @@ class Sender:
             left = max(0.0, deadline - time.monotonic())
             words = f"engine {engine} {missing.format(self._timeout_s)}"
             yield self._store.get(self._key(what, engine), left, words, self._key(OFF))
+
+    def _drop_earlier(self) -> None:
+        """Drop the notes of the handshakes before this one, now that every engine has come to it:
+        one may have been waiting in another that has failed, to which nobody else came.
+        """
+        self._store.drop([str(number) for number in range(self._oldest, self._number)])
+        self._oldest = self._number
 
     def _end(self) -> None:
         self._over = self._number
