@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,3 +64,65 @@ class StubLLM:
 
     def reset_prefix_cache(self, **options: Any) -> None:
         """Nothing is cached."""
+
+
+class BusyLLM:
+    """In place of an `AsyncLLM` that answers requests without end: one thread computes its steps
+    and does what workers are called for, one after the other, as vLLM's core does.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = workers
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+        self.drawn: list[set[float]] = []
+        """The values that weights have had in each step: every weight has that of its version."""
+        self.paused_at: list[int] = []
+        """How many steps there were at each pause."""
+        self._paused = self._ended = False
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended:
+            try:
+                call, done = self._calls.get(timeout=0.001)
+            except Empty:
+                if not self._paused:
+                    served = (worker.engine.weights.values() for worker in self.workers)
+                    self.drawn.append({float(t.view(-1)[-1]) for of in served for t in of})
+                continue
+            try:
+                done.set_result(call())
+            except BaseException as error:
+                done.set_exception(error)
+
+    async def _do(self, call: Callable[[], Any]) -> Any:
+        done: Future[Any] = Future()
+        self._calls.put((call, done))
+        return await asyncio.wrap_future(done)
+
+    async def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        def call() -> list[Any]:
+            return [getattr(each, method)(*args, **(kwargs or {})) for each in self.workers]
+
+        answers: list[Any] = await self._do(call)
+        return answers
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert clear_cache
+        await self._do(lambda: self._pause(True))
+        self.paused_at.append(len(self.drawn))
+
+    async def resume_generation(self) -> None:
+        await self._do(lambda: self._pause(False))
+
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended = True
+        self._thread.join()

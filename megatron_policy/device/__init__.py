@@ -169,6 +169,12 @@ def place_process(in_launch_order: bool = False) -> torch.device:
     return current_device()
 
 
+def use(where: torch.device) -> None:
+    """Let this thread compute on a device that another thread of this process uses."""
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+
+
 def current_device() -> torch.device:
     """The device on which this process holds its parameters."""
     if is_accelerated():

@@ -272,6 +272,7 @@ def compare_forms(expected: Mapping[str, Form], found: Mapping[str, Form]) -> st
     if any(found[name][1] != dtype for name, (_, dtype) in differing.items()):
         problems += (
             ". Directories have the checkpoint's dtypes, whatever refit_dtype is: for those expect "
-            "what exporter.plan(as_stored=True).info() returns"
+            "what exporter.plan(as_stored=True).info() returns, or under Ray the driver's "
+            "prepare_refit_info(as_stored=True)"
         )
     return problems

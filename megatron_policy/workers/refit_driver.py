@@ -82,11 +82,14 @@ class RefitDriver:
         self.finish_refit()
         return run_probe(probe, _ProbedWorkers(self._workers))
 
-    def prepare_refit_info(self, with_numel: bool = False, *, adapters: bool = False) -> RefitInfo:
+    def prepare_refit_info(
+        self, with_numel: bool = False, *, adapters: bool = False, as_stored: bool = False
+    ) -> RefitInfo:
         """{HF name: (shape, dtype)} of all that is sent, or with the number of elements too, and
-        its `model`: what engines have to set up for it. With `adapters` of those alone.
+        its `model`: what engines have to set up for it. With `adapters` of those alone; with
+        `as_stored` of directories, which have the checkpoint's dtypes.
         """
-        options = {"with_numel": with_numel, "adapters": adapters}
+        options = {"with_numel": with_numel, "adapters": adapters, "as_stored": as_stored}
         infos: list[RefitInfo] = self._workers.run_all("prepare_refit_info", **options)
         return infos[0]
 

@@ -29,16 +29,19 @@ class EngineRefits:
         self._collective: Collective | None = None
         self._handles: IpcHandles | None = None
 
-    def prepare_refit_info(self, with_numel: bool = False, adapters: bool = False) -> RefitInfo:
+    def prepare_refit_info(
+        self, with_numel: bool = False, adapters: bool = False, as_stored: bool = False
+    ) -> RefitInfo:
         """{HF name: (shape, dtype)} of what will be sent, in that order, on every rank, and its
-        `model`: what engines have to set up for it.
+        `model`: what engines have to set up for it. With `as_stored`, of directories, which have
+        the checkpoint's dtypes.
 
         `with_numel` gives (shape, dtype, elements), as hosts before 0.4 expect.
         """
         exporter = self.policy.exporter.select(adapters=adapters)
         forms = {
             t.name: (t.shape, t.dtype, *([t.nbytes // t.dtype.itemsize] if with_numel else []))
-            for t in exporter.plan().tensors
+            for t in exporter.plan(as_stored=as_stored).tensors
         }
         return RefitInfo(forms, exporter.served_model)
 

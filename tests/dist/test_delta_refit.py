@@ -428,7 +428,9 @@ def test_a_refusal_says_what_to_do(start: Any, tmp_path: Path) -> None:
         "has no chain.json yet: .* Call again": Follower(forms, tmp_path / "later").receive,
         "call receive_directory$": Follower(forms, whole).receive,
         "call receive_deltas": partial(follower.receiver.receive_directory, root),
-        r"expect what exporter.plan\(as_stored=True\)": Follower(wider, root).receive,
+        r"plan\(as_stored=True\).*under Ray .*_info\(as_stored=True\)": Follower(
+            wider, root
+        ).receive,
         r"^[^.]* accepted\. If [^.]* to None\. The engine keeps [^.]*$": ahead.receive,
     }
     for said, refuse in refusals.items():

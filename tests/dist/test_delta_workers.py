@@ -13,8 +13,8 @@ import pytest
 
 from megatron_policy.errors import RefitError
 from megatron_policy.inference.vllm import worker
+from megatron_policy.inference.vllm.answers import read_state, read_step
 from megatron_policy.inference.vllm.engine import VllmEngine
-from megatron_policy.inference.vllm.worker import read_state, read_step
 from megatron_policy.refit.transports.deltas import DeltaDirectory
 from tests.dist.cases import open_policy, policy_config
 from tests.dist.resuming import replaced
@@ -44,7 +44,7 @@ def follow_a_trainer_that_publishes_meanwhile(path: Path, root: Path) -> None:
             published.append(bits_of(policy))
 
         def publish_once(act: Callable[[], object], method: str) -> None:
-            if method == "refit_from_deltas":
+            if method in ("refit_begin", "refit_from_deltas"):
                 llm.between = lambda method: None
                 act()
 
@@ -55,12 +55,23 @@ def follow_a_trainer_that_publishes_meanwhile(path: Path, root: Path) -> None:
 
         publish(0)
         assert receive() == 0 and llm.served == published * 2
-        for number in (1, 2, 3):  # of which some are whole
+        for number in (1, 2):  # of which some are whole
             publish(2 * number)
             llm.between = partial(publish_once, partial(publish, 2 * number + 1))
             assert receive() == 0 and llm.served == [published[-2]] * 2
         llm.between = partial(publish_once, lambda: (step_on(policy, 8), publish(8)))
         assert receive() == 0 and llm.served == [published[-2]] * 2
+        assert receive() == 1 and llm.served == [published[-1]] * 2
+
+        # One refuses: none loads, though the other has received all.
+        publish(90)
+        (had, _), llm.workers[1].refit_receiver.step = llm.served, 9
+        with pytest.raises(
+            RefitError, match=r"worker 0: another .* refused.*worker 1: .* are older"
+        ):
+            receive()
+        assert llm.served == [had] * 2
+        llm.workers[1].refit_receiver.step = 1
         assert receive() == 1 and llm.served == [published[-1]] * 2
 
         # Without a version that all take they differ, which is said.

@@ -20,6 +20,7 @@ from megatron_policy.converters.formats.hf_files import HfReader
 from megatron_policy.errors import ConfigError, ExportError, RefitError
 from megatron_policy.refit.transports.disk import HfDirectory
 from megatron_policy.refit.transports.peft import PeftDirectory
+from megatron_policy.workers.refits import EngineRefits
 from tests import oracle
 from tests.checkpoints import make_checkpoint
 from tests.dist.cases import GLOBAL_BATCH, LOSSES, open_policy, own_share, policy_config
@@ -38,13 +39,15 @@ def planned_dtypes(config: dict[str, Any]) -> list[torch.dtype]:
     with open_policy(config, init_optimizer=False, init_reference_model=False) as policy:
         plan = policy.exporter.plan
         plans = plan(), plan(dtype=torch.float16), plan(), plan(as_stored=True)
-        return [each.tensors[0].dtype for each in plans]
+        told = [EngineRefits(policy).prepare_refit_info(as_stored=of) for of in (False, True)]
+        planned = [each.tensors[0].dtype for each in plans]
+        return planned + [next(iter(info.values()))[1] for info in told]
 
 
 def test_plans_for_engines_of_different_dtypes_are_different_plans(ranks, checkpoints) -> None:
     config = policy_config(checkpoints[True], {}, refit_dtype="bfloat16")
     wide, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
-    assert ranks.run(1, planned_dtypes, config) == [[bf16, fp16, bf16, wide]]
+    assert ranks.run(1, planned_dtypes, config) == [[bf16, fp16, bf16, wide, bf16, wide]]
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:

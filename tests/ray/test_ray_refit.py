@@ -145,6 +145,7 @@ def test_the_old_protocol_hands_out_groups_of_names_and_ends_with_a_manifest(
     plain = policy.prepare_refit_info(adapters=adapters)
     assert {n: (tuple(t.shape), t.dtype) for n, t in expected.items()} == plain
     assert plain.model is not None and (plain.model.adapters is not None) == adapters
+    assert plain == policy.prepare_refit_info(adapters=adapters, as_stored=True)
     old = policy.prepare_refit_info(with_numel=True, adapters=adapters)
     assert {n: (tuple(t.shape), t.dtype, t.numel()) for n, t in expected.items()} == old
     engines = {device: Engine(old) for device in policy.get_refit_addresses()}

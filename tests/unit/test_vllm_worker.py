@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy import device
 from megatron_policy.errors import RefitError
+from megatron_policy.inference.vllm.answers import read_answers, read_state, read_step
 from megatron_policy.inference.vllm.async_engine import AsyncVllmEngine
 from megatron_policy.inference.vllm.engine import VllmEngine
-from megatron_policy.inference.vllm.worker import (
-    RefitExtension,
-    make_plain,
-    read_answers,
-    read_state,
-    read_step,
-)
+from megatron_policy.inference.vllm.worker import RefitExtension, make_plain
 from megatron_policy.refit.deltas.chain import MANIFEST, Chain
 
 INFO = {"a": ((2, 3), torch.bfloat16)}
@@ -79,6 +75,21 @@ def test_what_is_no_refit_is_refused(worker: Worker) -> None:
     assert worker.refit_state() == (None, False, None)
 
 
+def test_weights_arrive_beside_what_is_computed_where_that_cannot_wait_forever(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begins(staged: bool, method: str) -> bool:
+        worker.refit_prepare(make_plain(INFO), 1.0, staged)
+        (begun,) = read_answers([worker.refit_begin(method, [])])
+        return bool(begun)
+
+    assert not begins(False, "refit_from_group")
+    assert begins(True, "refit_from_group")  # and refuses it: it is in no group
+    assert "call refit_join first" in worker.refit_switch()["refused"]
+    monkeypatch.setattr(device, "is_accelerated", lambda: True)
+    assert not begins(True, "refit_from_group")
+
+
 def test_the_answers_of_all_workers_are_read() -> None:
     fine, other, refused = {"value": (3, None)}, {"value": (4, None)}, {"refused": "it is damaged"}
     assert read_step([fine, fine]) == 3
@@ -115,6 +126,8 @@ class Llm:
             return [{"value": [held, self.timeout_s]} for held in self.held]
         if method == "refit_state":
             return [(3, False, None)]
+        if method == "refit_begin":
+            return [{"value": False}] * 2
         return [{"value": (3, None)}] * 2
 
     def reset_prefix_cache(self, reset_running_requests: bool) -> None:
@@ -143,7 +156,8 @@ def test_an_engine_waits_for_a_version_that_not_all_of_its_workers_have(tmp_path
             assert llm.calls == ["refit_held_version"]
         else:
             assert VllmEngine(llm).receive_deltas(str(tmp_path), wait=True) == 3
-            assert llm.calls[1:] == ["refit_find_deltas", "refit_from_deltas", "forget"]
+            begins = ["refit_find_deltas", "refit_begin"]
+            assert llm.calls[1:] == [*begins, "refit_from_deltas", "forget"]
 
 
 def test_an_engine_answers_requests_while_it_waits(tmp_path: Path) -> None:
@@ -161,5 +175,5 @@ def test_an_engine_answers_requests_while_it_waits(tmp_path: Path) -> None:
         return await receiving
 
     assert asyncio.run(wait()) == 3
-    rest = ["refit_find_deltas", "pause", "refit_from_deltas", "refit_state", "resume"]
-    assert llm.calls[1:] == rest
+    begins = ["refit_find_deltas", "refit_begin", "pause"]
+    assert llm.calls[1:] == [*begins, "refit_from_deltas", "refit_state", "resume"]

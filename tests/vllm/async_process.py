@@ -70,6 +70,15 @@ class InFlight:
         """What that method of the engine returns."""
         return self._run(getattr(self._engine, method)(*arguments, **named))
 
+    def begin_engine(self, method: str, *arguments: Any) -> None:
+        """Begin that method of the engine; `end_engine` follows."""
+        begun = getattr(self._engine, method)(*arguments)
+        self._begun = asyncio.run_coroutine_threadsafe(begun, self._loop)
+
+    def end_engine(self) -> Any:
+        """What it has returned."""
+        return self._begun.result()
+
     def damage(self, where: tuple[str, int, int, float]) -> None:
         """Add to one element of a weight of all workers."""
         self._run(self._engine.llm.collective_rpc("refit_damage", args=(where,)))

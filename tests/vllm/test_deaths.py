@@ -49,11 +49,17 @@ def exact(paths: tuple[Path, Path]) -> Exact:
 
 
 @pytest.fixture
-def caller(engine: Callable[..., str], paths: tuple[Path, Path]) -> Iterator[EngineCaller]:
+def caller(
+    request: pytest.FixtureRequest, engine: Callable[..., str], paths: tuple[Path, Path]
+) -> Iterator[EngineCaller]:
     """An engine that is prepared, with weights of any test."""
+    staged = getattr(request, "param", False)
     with EngineCaller(engine(paths[0], **options_of("qwen2"))) as made:
-        made.call("prepare", info_of(weights_of(paths[0])), TIMEOUT_S, False)
+        made.call("prepare", info_of(weights_of(paths[0])), TIMEOUT_S, staged)
         yield made
+
+
+EITHER = pytest.mark.parametrize("caller", [False, True], indirect=True, ids=["unstaged", "staged"])
 
 
 @pytest.fixture
@@ -72,7 +78,9 @@ def heard(caller: EngineCaller, began: float) -> str:
     return str(error.value)
 
 
+@EITHER
 def test_a_trainer_that_is_killed_over_a_stream(
+    request: pytest.FixtureRequest,
     caller: EngineCaller,
     trainer: OtherProcess,
     paths: tuple[Path, Path],
@@ -83,17 +91,22 @@ def test_a_trainer_that_is_killed_over_a_stream(
     caller.begin("receive_stream", address)
     began = time.monotonic()
     trainer.begin(stream_and_die, paths[1], address, MIDDLE, TIMEOUT_S)
-    said = heard(caller, began)
-    assert "the trainer at" in said and "weights are mixed" in said
-    assert caller.call("state") == (None, True)
+    said, mixed = heard(caller, began), "unstaged" in request.node.callspec.id
+    assert "the trainer at" in said and ("weights are mixed" in said) == mixed
+    assert caller.call("state") == (None, mixed)
     caller.begin("receive_stream", address)
     send(weights_of(paths[1]), IpcStream(address, BUFFER), 1)  # another trainer
     assert caller.result() == 1
     assert_equal("engine", torch.tensor(caller.call("logprobs", FIXED)), exact)
 
 
+@EITHER
 def test_a_trainer_that_is_killed_in_a_group(
-    caller: EngineCaller, trainer: OtherProcess, paths: tuple[Path, Path], exact: Exact
+    request: pytest.FixtureRequest,
+    caller: EngineCaller,
+    trainer: OtherProcess,
+    paths: tuple[Path, Path],
+    exact: Exact,
 ) -> None:
     secret = "0" * 64
     with reserved_port() as port:
@@ -103,7 +116,7 @@ def test_a_trainer_that_is_killed_in_a_group(
     began = time.monotonic()
     caller.begin("receive_group")
     heard(caller, began)
-    assert caller.call("state") == (None, True)
+    assert caller.call("state") == (None, "unstaged" in request.node.callspec.id)
     with reserved_port() as port:
         group = Collective.join(Trainer(weights_of(paths[1])), "127.0.0.1", port, 2)
     caller.call("join", 1, "127.0.0.1", port, 2, None, group.secret)

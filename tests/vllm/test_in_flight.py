@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_policy.coordination.rendezvous import reserved_port
+from megatron_policy.refit.transports.collective.transport import Collective
 from megatron_policy.refit.transports.ipc.transport import IpcStream
 from tests.exact import ROOM, furthest
 from tests.vllm.engines import EngineCaller, EngineError, options_of
 from tests.vllm.sessions import SIZES
-from tests.vllm.trainers import BUFFER, Damaging, exact_of, info_of, send, weights_of
+from tests.vllm.trainers import BUFFER, Damaging, Trainer, exact_of, info_of, send, weights_of
 
 PROMPTS = torch.randint(256, (4, 40), generator=torch.Generator().manual_seed(9)).tolist()
 LONG, TIMEOUT_S = 1500, 60.0
+MORE, HELD_S = 40, 300.0
+"""Tokens of each request that are drawn while weights arrive, and how long they may take."""
 LAST = "model.layers.1.mlp.down_proj.weight"
+MIDDLE = "model.layers.1.self_attn.k_proj.weight"
 
 
 @dataclass
@@ -104,6 +109,48 @@ def test_tokens_that_are_read_late_have_the_step_of_the_weights_that_drew_them(
     asked.caller.call("hold", False)
     for prompt, done in zip(PROMPTS, asked.caller.call("completions"), strict=True):
         assert asked.check(prompt, done) == [1, 2]
+
+
+@pytest.mark.parametrize("by", ["stream to 1", "group to 2"])
+def test_requests_are_answered_while_weights_arrive(
+    engine: Callable[..., str], paths: dict[int, Path], tmp_path: Path, by: str
+) -> None:
+    """They come when a part has arrived; the trainer sends the rest when each has some tokens."""
+    several = {"tensor_parallel_size": 2} if by == "group to 2" else {}
+    address = engine(paths[1], module="async_process", block_size=32, max_model_len=2048, **several)
+    held: list[int] = []
+
+    def wait(name: str) -> None:
+        if name == MIDDLE:
+            # Without a seed: see docs/vllm.md.
+            caller.call("ask", PROMPTS, max_tokens=LONG, min_tokens=LONG, temperature=1.0)
+            while min(now := caller.call("tokens")) < MORE:
+                time.sleep(0.01)
+            held.extend(now)
+
+    with EngineCaller(address) as caller, reserved_port() as port:
+        asked = Asked(caller, f"ipc://{tmp_path}/s", paths)
+        asked.call("prepare", info_of(weights_of(paths[1])), HELD_S, True)
+        to: Any = IpcStream(asked.address, BUFFER)
+        receive: tuple[str, ...] = ("receive_stream", asked.address)
+        if by == "group to 2":
+            trainer = Trainer(weights_of(paths[1]), HELD_S)
+            group = Collective.join(trainer, "127.0.0.1", port, 3, timeout_s=HELD_S)
+            asked.call("join", 1, "127.0.0.1", port, 3, None, group.secret)
+            to, receive = group.transport(BUFFER), ("receive_group",)
+        for step in (1, 2):
+            caller.call("begin_engine", *receive)
+            during = wait if step == 2 else lambda name: None
+            send(weights_of(paths[step]), to, step, HELD_S, during)
+            assert caller.call("end_engine") == step
+        caller.call("ask", PROMPTS[:1], max_tokens=5, min_tokens=5, temperature=1.0)
+        *begun, later = caller.call("completions")
+        if by == "group to 2":
+            group.close()
+    assert asked.check(PROMPTS[0], later) == [2]
+    for count, prompt, done in zip(held, PROMPTS, begun, strict=True):
+        assert asked.check(prompt, done)[0] == 1 and count >= MORE
+        assert set(done["steps"][:count]) == {1}
 
 
 @pytest.mark.parametrize("by", ["refit", "probe"])

@@ -9,19 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.inference.vllm.answers import (
+    look_for_version,
+    read_answers,
+    read_progress,
+    read_state,
+    read_step,
+)
 from megatron_policy.inference.vllm.engine import (
     Prompt,
     make_prompt,
     read_scores,
     scoring_params,
 )
-from megatron_policy.inference.vllm.worker import (
-    look_for_version,
-    make_plain,
-    read_answers,
-    read_state,
-    read_step,
-)
+from megatron_policy.inference.vllm.receipt import OVER, READY, make_pauses
+from megatron_policy.inference.vllm.worker import make_plain
 
 InFlight = Literal["keep", "abort", "wait"]
 """What becomes of requests that are under way when weights arrive. They are kept, and what they
@@ -45,9 +47,11 @@ class Completion:
 class AsyncVllmEngine:
     """Calls the workers of an `AsyncLLM` together, and samples and scores with it.
 
-    All methods that receive pause it, return the trainer's step, and raise RefitError, as the
-    trainer does, if the refit is refused. If that leaves mixed weights, the `AsyncLLM` stays paused
-    until the next complete refit.
+    All methods that receive return the trainer's step, and raise RefitError, as the trainer does,
+    if the refit is refused. Of an engine that is prepared with `staged` they pause the `AsyncLLM`
+    when all workers have received the weights, and checked them, while these are loaded; of
+    others all the time. If a refit leaves mixed weights, the `AsyncLLM` stays paused until the next
+    complete one. One refit follows another.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -63,6 +67,7 @@ class AsyncVllmEngine:
         self.llm = llm
         self._step: int | None = None
         self._mixed = False
+        self._alone = asyncio.Lock()
         self._numbers = itertools.count()
 
     async def prepare(
@@ -184,13 +189,34 @@ class AsyncVllmEngine:
         read_answers(await self.llm.collective_rpc(method, args=arguments, kwargs=named))
 
     async def _receive(self, in_flight: InFlight, method: str, *arguments: Any) -> int:
-        # Clears what is cached; nothing is computed until it is resumed.
-        await self.llm.pause_generation(mode=in_flight, clear_cache=True)
-        try:
-            step = read_step(await self.llm.collective_rpc(method, args=arguments))
-        finally:
-            # Also of a call that was cancelled: workers may have accepted the weights since.
-            self._step, self._mixed = await self.state()
-            if not self._mixed:
-                await self.llm.resume_generation()
-        return step
+        async with self._alone:
+            try:
+                begun = await self.llm.collective_rpc("refit_begin", args=(method, arguments))
+                brings = True
+                if all(read_answers(begun)):
+                    brings = await self._wait_for_arrival()
+                    method, arguments = "refit_switch", ()
+                if brings:  # clears what is cached; nothing is computed until it is resumed
+                    await self.llm.pause_generation(mode=in_flight, clear_cache=True)
+                return read_step(await self.llm.collective_rpc(method, args=arguments))
+            except BaseException as error:
+                await self._call("refit_give_up", f"vLLM's owner gave up: {error}")
+                raise
+            finally:
+                # Also of a call that was cancelled: workers may have accepted the weights since.
+                self._step, self._mixed = await self.state()
+                if not self._mixed:
+                    await self.llm.resume_generation()
+
+    async def _wait_for_arrival(self) -> bool:
+        """Wait until all workers have received what was begun; whether any of it is new."""
+        for pause in make_pauses():
+            answers = await self.llm.collective_rpc("refit_progress")
+            state, why = read_progress(answers)
+            if why and state != OVER:
+                await self._call("refit_give_up", why)  # and hear of all that have not ended
+            elif state in (READY, OVER):
+                read_answers(answers)
+                return state == READY
+            await asyncio.sleep(pause)
+        raise AssertionError("it asks without end")

@@ -6,14 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_policy.inference.vllm.worker import (
-    ADAPTERS,
+from megatron_policy.inference.vllm.answers import (
     look_for_version,
-    make_plain,
     read_answers,
+    read_progress,
     read_state,
     read_step,
 )
+from megatron_policy.inference.vllm.receipt import OVER, READY, make_pauses
+from megatron_policy.inference.vllm.worker import ADAPTERS, make_plain
 from megatron_policy.refit.manifest import RefitManifest
 from megatron_policy.refit.transports.ipc.protocol import encode_handles
 
@@ -50,7 +51,8 @@ class VllmEngine:
 
     All methods that receive return the trainer's step, and raise RefitError, as the trainer does,
     if the refit is refused. Requests that the `LLM` has begun go on afterwards: what they have
-    generated stays, and is read again with the new weights.
+    generated stays, and is read again with the new weights. With `staged` none of the workers loads
+    before all have received, and checked, weights of the same step.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -108,7 +110,7 @@ class VllmEngine:
 
     def finish_handles(self, manifest: RefitManifest) -> int:
         """End a refit by `receive_handles`."""
-        return self._receive("refit_finish_handles", manifest.encode().decode())
+        return self._load("refit_finish_handles", manifest.encode().decode())
 
     def drop_handles(self) -> None:
         """Give up a refit by `receive_handles`, which the trainer will not end."""
@@ -124,7 +126,7 @@ class VllmEngine:
         """
         from vllm.lora.request import LoRARequest
 
-        step = self._receive("refit_from_adapters", path)
+        step = self._load("refit_from_adapters", path)
         self._adapters = LoRARequest("policy", ADAPTERS, path)
         return step
 
@@ -170,6 +172,29 @@ class VllmEngine:
         read_answers(self.llm.collective_rpc(method, args=arguments, kwargs=named))
 
     def _receive(self, method: str, *arguments: Any) -> int:
+        try:
+            begun = self.llm.collective_rpc("refit_begin", args=(method, arguments))
+            if not all(read_answers(begun)):
+                return self._load(method, *arguments)
+            self._wait_for_arrival()
+        except BaseException as error:
+            self._call("refit_give_up", f"vLLM's owner gave up: {error}")
+            raise
+        return self._load("refit_switch")
+
+    def _wait_for_arrival(self) -> None:
+        """Wait until all workers have received what was begun."""
+        for pause in make_pauses():
+            answers = self.llm.collective_rpc("refit_progress")
+            state, why = read_progress(answers)
+            if why and state != OVER:
+                self._call("refit_give_up", why)  # and hear of all that have not ended
+            elif state in (READY, OVER):
+                read_answers(answers)
+                return
+            time.sleep(pause)
+
+    def _load(self, method: str, *arguments: Any) -> int:
         try:
             step = read_step(self.llm.collective_rpc(method, args=arguments))
         finally:

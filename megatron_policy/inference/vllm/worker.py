@@ -10,8 +10,7 @@ returns. Run with vLLM 0.31.0 on CPUs.
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,13 @@ import torch
 from megatron_policy import device
 from megatron_policy.dtypes import dtype_named
 from megatron_policy.errors import ConfigError, RefitError
+from megatron_policy.inference.vllm.answers import Accepted, Answer, return_errors
+from megatron_policy.inference.vllm.receipt import (
+    Receipts,
+    find_own,
+    run_in_turn,
+    wait_for_turn,
+)
 from megatron_policy.inference.vllm.reload import ModelReload
 from megatron_policy.refit.manifest import RefitManifest, StagedVersion
 from megatron_policy.refit.receive.assembler import MIXED
@@ -28,16 +34,8 @@ from megatron_policy.refit.transports.ipc.protocol import decode_handles
 
 PlainInfo = dict[str, tuple[list[int], str]]
 
-Accepted = tuple[int, StagedVersion]
-"""The step of the weights that a worker has accepted; of deltas, their chain and number too."""
-
-Answer = dict[str, Any]
-"""What a worker's method has returned, `{"value": ..}`, or why it failed, `{"refused": ".."}`."""
-
 ADAPTERS = 1
 """vLLM's number of the policy's adapters."""
-
-log = logging.getLogger(__name__)
 
 
 def make_plain(info: Mapping[str, Sequence[Any]]) -> PlainInfo:
@@ -48,66 +46,6 @@ def make_plain(info: Mapping[str, Sequence[Any]]) -> PlainInfo:
         name: (list(shape), str(dtype).removeprefix("torch."))
         for name, (shape, dtype, *_) in info.items()
     }
-
-
-def read_answers(answers: Sequence[Answer]) -> list[Any]:
-    """What the workers' methods have returned. RefitError with the reasons if any has failed."""
-    refused = [(rank, said["refused"]) for rank, said in enumerate(answers) if "refused" in said]
-    if refused:
-        reasons = "; ".join(f"vLLM's worker {rank}: {reason}" for rank, reason in refused)
-        raise RefitError(reasons)
-    return [said["value"] for said in answers]
-
-
-def read_step(answers: Sequence[Answer]) -> int:
-    """The step of the weights that all workers have accepted; RefitError if they have accepted
-    different ones.
-    """
-    first, *others = read_answers(answers)
-    if any(other != first for other in others):
-        raise RefitError(
-            f"vLLM's workers have accepted different weights: {[first, *others]} (their step, "
-            "chain and number). They are mixed until the next complete refit"
-        )
-    return int(first[0])
-
-
-def read_state(states: Sequence[Sequence[Any]]) -> tuple[int | None, bool]:
-    """The step of the weights of all workers, and whether they are mixed: within one worker, or
-    from worker to worker. The step is None before the first refit, and where workers differ.
-    """
-    (step, _, version), alike = states[0], True
-    for other, mixed, number in states:
-        alike = alike and not mixed and (other, number) == (step, version)
-    return step if len({step for step, *_ in states}) == 1 else None, not alike
-
-
-def look_for_version(answers: Sequence[Answer], path: str) -> Iterator[float]:
-    """Look for a version that not all workers have, by their `refit_held_version`: how long to
-    pause before each next look. RefitError if none comes in time.
-    """
-    from megatron_policy.refit.receive.disk import look_for_newer
-
-    (held, timeout_s), *others = read_answers(answers)
-    alike = held is not None and all(version == held for version, _ in others)
-    return look_for_newer(tuple(held) if alike else None, path, timeout_s)
-
-
-def _return_errors(method: Callable[..., Any]) -> Callable[..., Answer]:
-    """Returns errors. Of workers that raise, vLLM reads the answer of the first alone, and takes
-    those of the others for answers to its next calls.
-    """
-
-    @functools.wraps(method)
-    def answer(*args: Any, **keywords: Any) -> Answer:
-        try:
-            return {"value": method(*args, **keywords)}
-        except Exception as error:
-            log.warning("%s failed", method.__name__, exc_info=True)
-            ours = isinstance(error, RefitError | ConfigError)
-            return {"refused": str(error) if ours else f"{type(error).__name__}: {error}"}
-
-    return answer
 
 
 class RefitExtension:
@@ -127,9 +65,15 @@ class RefitExtension:
     refit_adapters: Receiver | None = None
     refit_group: CollectiveGroup | None = None
     refit_version: StagedVersion = None  # of the weights that were loaded last
+    refit_staged = False
     refit_completed = False  # new ones were loaded, and their version is not in `refit_version`
 
-    @_return_errors
+    @functools.cached_property
+    def _refit_receipts(self) -> Receipts:
+        """The refits that were begun."""
+        return Receipts()
+
+    @return_errors
     def refit_prepare(
         self, info: PlainInfo, timeout_s: float = 120.0, staged: bool = False
     ) -> None:
@@ -139,6 +83,7 @@ class RefitExtension:
         `staged` keeps all weights aside until they are checked, so that a refused refit leaves
         the engine unchanged; that takes memory for the whole model, unsharded, on every worker.
         """
+        self._refit_receipts.give_up("vLLM was prepared for others")
         if self.refit_model is not None:
             self.refit_model.close()  # of a trainer that has left in the middle
         self.refit_model = model = ModelReload(
@@ -150,18 +95,53 @@ class RefitExtension:
             self.refit_completed = True
 
         self.refit_receiver = Receiver(
-            model.load,
-            begin=model.begin,
-            finish=finish,
+            lambda weights: run_in_turn(lambda: model.load(weights)),
+            begin=lambda: run_in_turn(model.begin),
+            finish=lambda: run_in_turn(finish),
+            ready=wait_for_turn,
             expected={
                 name: (tuple(shape), dtype_named(dtype)) for name, (shape, dtype) in info.items()
             },
             timeout_s=timeout_s,
             staged=staged,
         )
-        self.refit_adapters = None
+        self.refit_adapters, self.refit_version, self.refit_staged = None, None, staged
 
-    @_return_errors
+    @return_errors
+    def refit_begin(self, method: str, arguments: Sequence[Any]) -> bool:
+        """Begin one of the methods that receive, in a thread beside what the worker computes.
+        `refit_progress` tells how far it is; when all workers are ready, `refit_switch` loads what
+        has arrived, or `refit_give_up` leaves it.
+
+        False, and nothing is begun, of an engine without `staged`, which loads weights as they
+        arrive; and of a group of GPUs: two groups of NCCL that are used at the same time, vLLM's
+        and this one, can wait for each other forever.
+        """
+        receiver = self._refit_prepared()
+        if not self.refit_staged or (method == "refit_from_group" and device.is_accelerated()):
+            return False
+        receive = functools.partial(getattr(self, method), *arguments)
+        self._refit_receipts.begin((receiver, method, [*arguments]), receive, receiver.timeout_s)
+        return True
+
+    def refit_progress(self) -> Answer:
+        """How far the refit that was begun is; for `read_progress`."""
+        return self._refit_receipts.progress
+
+    def refit_switch(self) -> Answer:
+        """Load what has arrived of the refit that was begun, and return what the method returns
+        that receives. Nothing may be generated meanwhile.
+        """
+        return self._refit_receipts.switch()
+
+    @return_errors
+    def refit_give_up(self, why: str) -> None:
+        """Load nothing of the refit that was begun, if that has not ended. The receipt ends when
+        the trainer does, or after the timeout; another one waits for that.
+        """
+        self._refit_receipts.give_up(why)
+
+    @return_errors
     def refit_from_stream(self, addresses: str | Sequence[str] | Mapping[str, str]) -> Accepted:
         """One refit from a training rank on this machine.
 
@@ -172,7 +152,7 @@ class RefitExtension:
         address = _choose_address(addresses, torch.distributed.get_rank())
         return self._refit_by(lambda receiver: receiver.receive_ipc_stream(address))
 
-    @_return_errors
+    @return_errors
     def refit_from_handles(self, handles: str) -> None:
         """Some weights of a refit from this machine: `encode_handles` of what the trainer's
         `get_weights_ipc_handles` has returned. Where no GPU is shared, each of vLLM's workers takes
@@ -181,30 +161,26 @@ class RefitExtension:
         Until `refit_finish_handles`, or `refit_drop_handles`, nothing may be generated.
         """
         received = decode_handles(handles)
-        devices, rank = list(received), torch.distributed.get_rank()
-        chosen = None  # those of its own device
-        if devices and not device.is_accelerated():
-            chosen = devices[rank] if rank < len(devices) else devices[0]
         try:
-            self._refit_prepared().receive_ipc_handles(received, chosen)
+            self._refit_alone().receive_ipc_handles(received, _choose_device(list(received)))
         except BaseException:
             self._refit_end()
             raise
         device.synchronize()
 
-    @_return_errors
+    @return_errors
     def refit_finish_handles(self, manifest: str) -> Accepted:
         """End a refit by `refit_from_handles`; `manifest` is the trainer's, encoded."""
         sent = RefitManifest.decode(manifest.encode())
         return self._refit_by(lambda receiver: receiver.finish_ipc(sent))
 
-    @_return_errors
+    @return_errors
     def refit_drop_handles(self) -> None:
         """Give up a refit by `refit_from_handles` that the trainer will not end."""
-        self._refit_prepared().release()
+        self._refit_alone().release()
         self._refit_end()
 
-    @_return_errors
+    @return_errors
     def refit_join(
         self,
         rank: int,
@@ -221,25 +197,25 @@ class RefitExtension:
         `get_refit_secret()`.
         """
         own = rank + torch.distributed.get_rank()
-        limit_s = self._refit_prepared().timeout_s
+        limit_s = self._refit_alone().timeout_s
         group = join_collective(ip, port, own, world_size, train_world_size, limit_s, secret=secret)
         if self.refit_group is not None:
             self.refit_group.close()
         self.refit_group = group
 
-    @_return_errors
+    @return_errors
     def refit_from_group(self) -> Accepted:
         """One refit over the group."""
         if (group := self.refit_group) is None:
             raise ConfigError("this worker is in no group with a trainer: call refit_join first")
         return self._refit_by(lambda receiver: receiver.receive_collective(group))
 
-    @_return_errors
+    @return_errors
     def refit_from_directory(self, path: str) -> Accepted:
         """One refit from a directory that the trainer has published."""
         return self._refit_by(lambda receiver: receiver.receive_directory(path))
 
-    @_return_errors
+    @return_errors
     def refit_held_version(self) -> tuple[StagedVersion, float]:
         """The chain and number of the deltas that the worker has, None if it must load them again,
         and for how many seconds it waits for others; for `look_for_version`.
@@ -247,14 +223,14 @@ class RefitExtension:
         receiver = self._refit_prepared()
         return None if receiver.mixed else receiver.version, receiver.timeout_s
 
-    @_return_errors
+    @return_errors
     def refit_find_deltas(self, path: str) -> str:
         """The newest version in a `DeltaDirectory`, for `refit_from_deltas`."""
         from megatron_policy.refit.receive.disk import find_deltas
 
         return find_deltas(path)
 
-    @_return_errors
+    @return_errors
     def refit_from_deltas(self, path: str, found: str | None = None) -> Accepted:
         """What a trainer has published in a `DeltaDirectory` since the last call. The engine is
         prepared with `staged`: what is staged is changed. `found` is what one of the workers has
@@ -262,26 +238,14 @@ class RefitExtension:
         """
         return self._refit_by(lambda receiver: receiver.receive_deltas(path, found=found))
 
-    @_return_errors
+    @return_errors
     def refit_from_adapters(self, path: str) -> Accepted:
         """One refit of adapters alone, from the directory of a `PeftDirectory`, in place of those
         before: vLLM's own, number `ADAPTERS`, of an engine with `enable_lora`.
         """
-        from vllm.lora.request import LoRARequest
-
         if self.refit_adapters is None:
             self.refit_adapters = Receiver(lambda weights: None)
-        before = self.refit_adapters.step
-        manifest = self.refit_adapters.receive_directory(path)
-        self.refit_adapters.release()  # vLLM reads them itself
-        try:
-            self.add_lora(LoRARequest("policy", ADAPTERS, path, load_inplace=True))
-        except BaseException as error:
-            self.refit_adapters.step = before
-            raise RefitError(
-                f"vLLM refuses the adapters in {path}: {error}. It keeps those it had"
-            ) from error
-        return manifest.step, None
+        return _load_adapters(self.refit_adapters, path, self.add_lora), None
 
     def refit_state(self) -> tuple[int | None, bool, StagedVersion]:
         """The step of the weights, whether they are mixed, and the chain and number of deltas, for
@@ -293,7 +257,7 @@ class RefitExtension:
         mixed = self.refit_receiver is not None and self.refit_receiver.mixed
         return (steps[0] if steps else None), mixed, self.refit_version
 
-    @_return_errors
+    @return_errors
     def refit_mark_mixed(self) -> None:
         """Say that the weights are not to be used until the next complete refit: a probe has found
         that the engine computes with others.
@@ -305,8 +269,13 @@ class RefitExtension:
             raise ConfigError("prepare the engine for what will be sent: call refit_prepare first")
         return self.refit_receiver
 
+    def _refit_alone(self) -> Receiver:
+        """The receiver, which one thread uses at a time."""
+        self._refit_receipts.check_ended()
+        return self._refit_prepared()
+
     def _refit_by(self, receive: Callable[[Receiver], object]) -> Accepted:
-        receiver = self._refit_prepared()
+        receiver = self._refit_alone()
         try:
             receive(receiver)
         except RefitError as error:
@@ -322,11 +291,40 @@ class RefitExtension:
         return receiver.step, receiver.version
 
     def _refit_end(self) -> None:
+        if (receipt := find_own()) is not None and not receipt.loads:
+            return  # nothing of the engine was touched
         assert self.refit_model is not None, "it was prepared"
-        self.refit_model.close()
+        run_in_turn(self.refit_model.close)
         device.synchronize()
         # Adapters that were merged or cached belong to the weights before.
-        self.model_runner.reset_lora_state()
+        run_in_turn(self.model_runner.reset_lora_state)
+
+
+def _load_adapters(receiver: Receiver, path: str, add_lora: Callable[[Any], bool]) -> int:
+    """Check the adapters in a directory, and let vLLM load them; their step."""
+    from vllm.lora.request import LoRARequest
+
+    before = receiver.step
+    manifest = receiver.receive_directory(path)
+    receiver.release()  # vLLM reads them itself
+    try:
+        add_lora(LoRARequest("policy", ADAPTERS, path, load_inplace=True))
+    except BaseException as error:
+        receiver.step = before
+        raise RefitError(
+            f"vLLM refuses the adapters in {path}: {error}. It keeps those it had"
+        ) from error
+    return manifest.step
+
+
+def _choose_device(devices: Sequence[str]) -> str | None:
+    """The one whose handles this worker takes, of those that a trainer has sent; None for its own,
+    where there are GPUs.
+    """
+    rank = torch.distributed.get_rank()
+    if device.is_accelerated() or not devices:
+        return None
+    return devices[rank] if rank < len(devices) else devices[0]
 
 
 def _choose_address(addresses: str | Sequence[str] | Mapping[str, str], rank: int) -> str:

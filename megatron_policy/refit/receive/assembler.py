@@ -54,7 +54,8 @@ class EngineState:
 
     `step` is the step of the last set it accepted. `mixed` is true from when it begins to load
     until it has accepted a set. With `staged`, a set is kept in `kept` until it is complete.
-    `model` is what the trainer has said of the model of the set that is loaded.
+    `model` is what the trainer has said of the model of the set that is loaded. `ready` is called
+    with the step of a staged set before it is loaded.
     """
 
     load: Load
@@ -65,6 +66,7 @@ class EngineState:
     step: int | None = None
     mixed: bool = False
     model: ServedModel | None = None
+    ready: Callable[[int], object] = lambda step: None
     kept: dict[str, Tensor] = field(default_factory=dict)
     version: StagedVersion = None
     """The chain of deltas that the staged set is of, and its version; None if it is of none."""
@@ -161,6 +163,7 @@ class WeightAssembler:
         else:
             self.check_step(manifest.step)
             if self._engine.staged:
+                self._engine.ready(manifest.step)
                 self._load(list(self._engine.kept.items()))
             self._accept(manifest.step, manifest.model)
             self.end_version()
@@ -225,6 +228,7 @@ class WeightAssembler:
         """Let the engine load the staged set, which was changed; after a failure that is undone."""
         self._model = self._model or self._engine.model
         try:
+            self._engine.ready(step)
             self._load(list(self._engine.kept.items()))
             self._accept(step, self._model)
         except BaseException:

@@ -5,7 +5,7 @@ and works with any engine.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_policy.coordination.timeouts import DEFAULT_TIMEOUT_S, checked_timeout
@@ -39,6 +39,7 @@ class Receiver:
         *,
         begin: Begin = lambda: None,
         finish: Finish = lambda: None,
+        ready: Callable[[int], object] = lambda step: None,
         expected: Mapping[str, Sequence[Any]] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         staged: bool = True,
@@ -46,7 +47,10 @@ class Receiver:
         """`load` is called with [(Hugging Face name, tensor), ...] and must copy them: the memory
         is reused when it returns. It raises if it cannot load them. `begin` is called before it is
         given the first of a set, also if the set before was never completed; `finish` when a set is
-        complete and loaded, before the trainer hears that it was accepted. Both may raise too.
+        complete and loaded, before the trainer hears that it was accepted. Both may raise too. With
+        `staged`, `ready` is called with the step of a set that is complete and checked, before
+        `begin`: it may wait, while the engine computes with the weights it has, and a RefitError
+        leaves it with them.
 
         `expected` is what the trainer's `prepare_refit_info` returned: {name: (shape, dtype, ...)}
         and its `model`.
@@ -55,11 +59,11 @@ class Receiver:
         piece as weights arrive, and a refit that fails half-way leaves the engine `mixed`.
         """
         self.timeout_s = checked_timeout(timeout_s)
-        for name, call in {"load": load, "begin": begin, "finish": finish}.items():
+        calls = {"load": load, "begin": begin, "finish": finish, "ready": ready}
+        for name, call in calls.items():
             check_object(call, f"Receiver({name}=...)", "a function", ("__call__",))
-        self._engine = EngineState(
-            load, begin, finish, None if expected is None else parse_info(expected), staged
-        )
+        info = None if expected is None else parse_info(expected)
+        self._engine = EngineState(load, begin, finish, info, staged, ready=ready)
         self._unfinished: WeightAssembler | None = None
 
     @property
