@@ -22,7 +22,7 @@ from megatron_policy.converters.families.shared import omni
 from megatron_policy.converters.families.shared.dense import rename
 from megatron_policy.converters.families.shared.pictures import make_rows, take_text
 from megatron_policy.converters.rows import Ignore, Row
-from megatron_policy.converters.rows.expert_rows import STACKED
+from megatron_policy.converters.rows.expert_rows import STACKED, has_order
 from megatron_policy.converters.scalar_head import SEQUENCE, TOKEN
 from megatron_policy.errors import ConversionError
 
@@ -96,6 +96,11 @@ class Family:
         return bool(self.other_names or (self.table and self.find_rows)) or any(
             not isinstance(row, Ignore) and row.when == STACKED for row in self.table
         )
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether its checkpoints differ in the shapes of the same tensors."""
+        return any(not isinstance(row, Ignore) and has_order(row) for row in self.table)
 
     @property
     def scalar_classes(self) -> tuple[str, str]:

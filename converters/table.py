@@ -18,7 +18,7 @@ from megatron_policy.converters.config_fields import IGNORED, Fields, shown
 from megatron_policy.converters.config_fields.quantisation import found_in
 from megatron_policy.converters.rows import Ignore, Role, Row, Shape, TowerQkv
 from megatron_policy.converters.rows.blocks import EXPERT, of_expert
-from megatron_policy.converters.rows.expert_rows import STACKED, Stacked
+from megatron_policy.converters.rows.expert_rows import STACKED, Stacked, order_experts, tell_order
 from megatron_policy.converters.scalar_head import find_head, put_head
 from megatron_policy.errors import ConversionError
 
@@ -181,7 +181,7 @@ class Table:
         for entry in entries:
             if entry.row not in shapes:
                 shapes[entry.row] = entry.row.hf_shapes(self.architecture)
-            use = f"feeds {entry.megatron} ({type(entry.row).__name__} row)"
+            use = f"feeds {entry.megatron} ({type(entry.row).__name__} row{tell_order(entry.row)})"
             expected |= {
                 name: Expected(s, use) for name, s in zip(entry.hf, shapes[entry.row], strict=True)
             }
@@ -201,8 +201,8 @@ def bind(
     The model has `mtp_layers` of the layers for multi-token prediction, or those that are among the
     HF `tensors` of its checkpoint, and the scalar `head`; if that is None, the head that its
     checkpoint has. `left_out` names fields that are not the model's, if the family does not know
-    them. `named` are the HF tensors by whose names the family's forms are told apart, by default
-    `tensors`.
+    them. `named` are the HF tensors by whose names the family's forms are told apart, and by their
+    shapes if it is a mapping to these; by default `tensors`.
 
     ConversionError for a config that cannot be translated faithfully, or a faulty table.
     """
@@ -243,7 +243,8 @@ def draft(
         if source.head is not None:
             architecture = replace(architecture, tied=False, head=source.head)
         if any(name in (named or tensors) for name in _name_stacks(rows, architecture)):
-            architecture = architecture.stack_experts()
+            architecture = architecture.change_experts(stacked=True)
+        architecture = order_experts(rows, architecture, named or tensors)
         mtp_layers = mtp_layers or _count_mtp_layers(rows, architecture, tensors)
         architecture = replace(architecture, mtp_layers=mtp_layers)
         if mtp_layers:  # which embed the tokens that follow, without pictures

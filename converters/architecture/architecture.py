@@ -176,10 +176,10 @@ class Architecture:
         """The numbers of the layers that are mixtures of experts."""
         return tuple(n for n, layer in enumerate(self.layers) if isinstance(layer.feed, Moe))
 
-    def stack_experts(self) -> Architecture:
-        """The same model of a checkpoint that has one tensor of all experts of a layer."""
+    def change_experts(self, **changes: Any) -> Architecture:
+        """The same model of a checkpoint that has its experts in another form."""
         made = {
-            layer: replace(layer, feed=replace(layer.feed, stacked=True))
+            layer: replace(layer, feed=replace(layer.feed, **changes))
             for layer in dict.fromkeys(self.layers)
             if isinstance(layer.feed, Moe)
         }

@@ -81,6 +81,10 @@ class Medium(ABC):
         found = {key: value for key, value in given.items() if value is not None}
         if not found:
             return
+        if empty := [key for key, value in found.items() if not value.numel()]:
+            raise BatchError(
+                f"{empty[0]!r} is empty in row {row}: pass None for a row that has nothing"
+            )
         if missing := [key for key in given if key not in (*found, *self.optional)]:
             has = f"row {row} has {next(iter(found))!r} without {missing[0]!r}"
             raise BatchError(f"{has}: pass both, or None for both")
@@ -114,9 +118,9 @@ class SeenMedium(Medium):
             )
 
     @abstractmethod
-    def make_picture(self, patches: Size, kernel: Shape, make: Make) -> Found:
-        """What a row has of so many patches in height and width, or as many as it has to be, by
-        key, for a tower that multiplies `[channels, ..., height, width]` first.
+    def make_picture(self, patches: Size, make: Make) -> Found:
+        """A picture of so many patches in height and width or as large as it has to be: what `make`
+        gives for the shape of its values, and their size, by key.
         """
 
     @property
@@ -140,8 +144,8 @@ class PatchMedium(SeenMedium):
     """The key with the patches of each picture in time, height and width, int `[pictures, 3]`, or
     in height and width alone if it is `flat`.
     """
-    patch: Shape | None = None
-    """The shape of a patch's values; None if nothing says how many there are."""
+    patch: Shape
+    """The shape of a patch's values."""
     by_frame: bool = False
     """Whether other tokens stand between the placeholders of frames of a video."""
     still: bool = False
@@ -175,8 +179,8 @@ class PatchMedium(SeenMedium):
             found += [tokens] * frames if self.by_frame else [tokens * frames]
         return found
 
-    def make_picture(self, patches: Size, kernel: Shape, make: Make) -> Found:
-        values = make(math.prod(patches), *(self.patch or (math.prod(kernel),)))
+    def make_picture(self, patches: Size, make: Make) -> Found:
+        values = make(math.prod(patches), *self.patch)
         grid = patches if self.flat else (1, *patches)
         return {self.values: values, self.grids: torch.tensor([grid])}
 
@@ -191,9 +195,8 @@ class PatchMedium(SeenMedium):
                 f"{sides}], the patches in {axes}height and width, of which the last two are "
                 f"multiples of {self.side}"
             )
-        patch = values.shape[1:]
-        if patch != (self.patch or patch) or (self.patch is None and len(patch) != 1):
-            wanted = ", ".join(map(str, self.patch or ("values",)))
+        if values.shape[1:] != self.patch:
+            wanted = ", ".join(map(str, self.patch))
             shape = f"[patches, {wanted}], as the model's processor makes it"
             raise self._refuse_shape(row, values, shape)
         if self.still and (grids[:, 0] > 1).any():
@@ -220,6 +223,7 @@ class PictureMedium(SeenMedium):
 
     patch: int
     """Pixels along height and width of a patch."""
+    channels: int
     sizes: str | None = None
     """The key with the pixels of each picture that count, in height and width, int `[pictures, 2]`,
     where a row's pictures can differ in them; None: all count.
@@ -271,17 +275,18 @@ class PictureMedium(SeenMedium):
     def arrange(self, values: torch.Tensor) -> torch.Tensor:
         return values.unsqueeze(0) if self.by_row else values
 
-    def make_picture(self, patches: Size, kernel: Shape, make: Make) -> Found:
+    def make_picture(self, patches: Size, make: Make) -> Found:
         size = self.fixed or tuple(each * self.patch for each in patches)
-        found = {self.values: make(1, kernel[0], *size)}
+        found = {self.values: make(1, self.channels, *size)}
         return found if self.sizes is None else found | {self.sizes: torch.tensor([size])}
 
     def _check(self, row: int, given: Found) -> None:
         values = given[self.values]
         most, step = values.shape[2:], self.patch * self.side
-        if values.ndim != 4 or not len(values) or self.fixed not in (None, tuple(most)):
+        legal = values.ndim == 4 and values.size(1) == self.channels
+        if not legal or self.fixed not in (None, tuple(most)):
             shape = ", ".join(map(str, self.fixed or ("height", "width")))
-            wanted = f"whole pictures, [pictures, channels, {shape}]"
+            wanted = f"whole pictures, [pictures, {self.channels}, {shape}]"
             raise self._refuse_shape(row, values, wanted)
         if self.by_row and (blank := [n for n, each in enumerate(values) if not each.any()]):
             raise BatchError(

@@ -13,9 +13,9 @@ import torch
 
 from megatron_policy.errors import ConversionError
 
-from .media import Found, Make, Medium, OfRow, SeenMedium, Shape, Size, SoundMedium
+from .media import Medium, OfRow, SeenMedium, Shape, SoundMedium
 
-SAY_DRAWN = ("token_mask", "mm_token_type_ids", "token_type_ids")
+SAY_DRAWN = ("mm_token_type_ids", "token_type_ids", "token_mask")
 """The keys of a batch of which the first that is there says what was drawn, see `find_drawn`."""
 
 
@@ -72,16 +72,18 @@ class Shell:
 
     def find_drawn(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Bool `[B, S]`: the tokens that are text even if they are placeholders, as the policy has
-        drawn them. `token_mask` counts these, unless it also counts the row's first token, which
-        nobody has drawn; without it, `mm_token_type_ids` are 0 there, or `token_type_ids` if they
-        say which tokens see each other; and without all of them there are none.
+        drawn them. `mm_token_type_ids` are 0 there, or `token_type_ids` if they say which tokens
+        see each other. Without types `token_mask` counts what was drawn, unless it also counts one
+        of the row's first two tokens: a prompt has more, and a mask of all tokens that others
+        predict leaves out the first alone. Without all of them nothing was drawn.
         """
-        mask, *types = SAY_DRAWN if self.both_ways else SAY_DRAWN[:-1]
-        if mask in batch:
-            counted_BS: torch.Tensor = batch[mask] != 0
-            return counted_BS & ~counted_BS[:, :1]
-        found = (batch[key] == 0 for key in types if key in batch)
-        return next(found, torch.zeros_like(batch["input_ids"], dtype=torch.bool))
+        of_all, of_pictures, mask = SAY_DRAWN
+        for key in (of_all, of_pictures) if self.both_ways else (of_all,):
+            if key in batch:
+                text_BS: torch.Tensor = batch[key] == 0
+                return text_BS
+        counted_BS: torch.Tensor = batch.get(mask, torch.zeros_like(batch["input_ids"])) != 0
+        return counted_BS & ~counted_BS[:, :2].any(1, keepdim=True)
 
     @property
     def text(self) -> int:
@@ -100,13 +102,6 @@ class Shell:
     def sounds(self) -> list[SoundMedium]:
         """The kinds of clips of sound that it reads."""
         return [medium for medium in self.media if isinstance(medium, SoundMedium)]
-
-    def make_picture(self, patches: Size, make: Make) -> Found:
-        """A picture of so many patches in height and width or as large as it has to be: what `make`
-        gives for the shape of its values, and their size, by key.
-        """
-        kernel = next((shape[1:] for _, shape in self.tensors if len(shape) > 3), ())
-        return self.pictures.make_picture(patches, kernel, make)
 
     def split_rows(self, batch: Mapping[str, Any], rows: Sequence[int]) -> list[list[int]]:
         """The numbers `rows` of rows of a batch, those together of which the model's class takes

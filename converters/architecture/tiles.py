@@ -25,6 +25,7 @@ class TileMedium(SeenMedium):
 
     patch: int
     """Pixels along height and width of a patch."""
+    channels: int
     tile: int
     """Pixels along height and width of a tile."""
     canvases: tuple[Size, ...]
@@ -106,16 +107,17 @@ class TileMedium(SeenMedium):
             for (height, width), count in zip(sizes.tolist(), counts, strict=True)
         ]
 
-    def make_picture(self, patches: Size, kernel: Shape, make: Make) -> Found:
+    def make_picture(self, patches: Size, make: Make) -> Found:
         tiles = self.indivisible // self.of_tile
-        values = make(1, tiles, kernel[0], self.tile, self.tile)
+        values = make(1, tiles, self.channels, self.tile, self.tile)
         found = {self.values: values, self.sizes: torch.tensor([self.least])}
         return found if self.counts is None else found | {self.counts: torch.tensor([1])}
 
     def _check(self, row: int, given: Found) -> None:
         values, sizes = given[self.values], given[self.sizes]
-        if values.ndim != 5 or not len(values) or values.shape[3:] != (self.tile, self.tile):
-            shape = f"[pictures, tiles, channels, {self.tile}, {self.tile}]"
+        of_tile = (self.channels, self.tile, self.tile)
+        if values.ndim != 5 or values.shape[2:] != of_tile:
+            shape = f"[pictures, tiles, {', '.join(map(str, of_tile))}]"
             raise self._refuse_shape(row, values, f"the tiles of each picture, {shape}")
         legal = sizes.shape == (len(values), 2) and holds_integers(sizes.dtype)
         if not legal or (sizes < 1).any():
@@ -156,6 +158,7 @@ class FrameMedium(Medium):
 
     patch: int
     """Pixels along height and width of a patch."""
+    channels: int
     tile: int
     """Pixels along height and width of a frame."""
     joined = True
@@ -183,9 +186,9 @@ class FrameMedium(Medium):
 
     def _check(self, row: int, given: Found) -> None:
         values = given[self.values]
-        legal = values.ndim == 5 and values.shape[3:] == (self.tile, self.tile)
-        if not legal or not values.numel():
-            shape = f"[videos, frames, channels, {self.tile}, {self.tile}]"
+        of_frame = (self.channels, self.tile, self.tile)
+        if values.ndim != 5 or values.shape[2:] != of_frame:
+            shape = f"[videos, frames, {', '.join(map(str, of_frame))}]"
             raise self._refuse_shape(row, values, f"the frames of each video, {shape}")
 
 
@@ -219,14 +222,14 @@ class FilmMedium(SeenMedium):
     def find_kind(self, values: torch.Tensor) -> Shape:
         return tuple(values.shape[1:])
 
-    def make_picture(self, patches: Size, kernel: Shape, make: Make) -> Found:
+    def make_picture(self, patches: Size, make: Make) -> Found:
         return {self.values: make(1, 1, self.channels, *(each * self.patch for each in patches))}
 
     def _check(self, row: int, given: Found) -> None:
         values, step = given[self.values], self.patch * self.side
         if self.refused:
             raise BatchError(f"row {row} has {self.values!r}: {self.refused}")
-        legal = values.ndim == 5 and values.size(2) == self.channels and values.numel()
+        legal = values.ndim == 5 and values.size(2) == self.channels
         if not legal or any(each % step for each in values.shape[3:]):
             shape = f"[videos, steps, {self.channels}, height, width]"
             wanted = f"videos as the model's processor packs frames, {shape}, the last two"

@@ -36,6 +36,7 @@ def take_shell(fields: Fields) -> dict[str, Any]:
         "pixel_values",
         merged=side**2 // tokens,
         patch=vision["patch_size"],
+        channels=vision["num_channels"],
         fixed=(vision["image_size"],) * 2,
     )
     return pictures.surround(fields, "", medium, both_ways=True)

@@ -32,6 +32,7 @@ def take_shell(fields: Fields) -> dict[str, Any]:
         "pixel_values",
         merged=fields.take("scale_factor") ** 2,
         patch=vision["patch_size"],
+        channels=vision["num_channels"],
         fixed=(vision["image_size"],) * 2,
         by_row=True,
     )

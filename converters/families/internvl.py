@@ -32,6 +32,7 @@ def take_shell(fields: Fields) -> dict[str, Any]:
         "pixel_values",
         merged=side**2,
         patch=_take_side(fields, vision, "patch_size"),
+        channels=vision["num_channels"],
         fixed=(_take_side(fields, vision, "image_size"),) * 2,
     )
     return pictures.surround(fields, "", medium)

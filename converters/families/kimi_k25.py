@@ -60,10 +60,14 @@ def take_shell(fields: Fields) -> dict[str, Any]:
         fields.ignore(name, "of videos, which batches do not have")
     fields.ignore("auto_map", "the makers' own code, which transformers replaces")
     fields.ignore("ignore_index", "a label of transformers' own loss, which is not used here")
+    heads, width = vision["num_attention_heads"], vision["hidden_size"]
+    if width % (2 * heads):  # pairs of a head's values turn together
+        why = f"hidden_size is {width}, of which every head has as many values, an even number"
+        fields.refuse("vision_config.num_attention_heads", heads, why)
     medium = PatchMedium(
         image, "pixel_values", prod(kernel), "image_grid_thw", (3, patch, patch), still=True
     )
-    return pictures.surround(fields, "", medium, heads=vision["num_attention_heads"])
+    return pictures.surround(fields, "", medium, heads=heads)
 
 
 def make_shell_rows(shell: Shell) -> tuple[Row, ...]:

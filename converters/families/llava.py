@@ -37,6 +37,7 @@ def take_shell(fields: Fields) -> dict[str, Any]:
         "pixel_values",
         merged=1,
         patch=vision["patch_size"],
+        channels=vision["num_channels"],
         further=further,
         fixed=(vision["image_size"],) * 2,
     )

@@ -36,6 +36,7 @@ def take_tiles(fields: Fields, image: int, **more: Any) -> TileMedium:
         "pixel_values",
         merged=1,
         patch=vision["patch_size"],
+        channels=vision["num_channels"],
         tile=vision["image_size"],
         canvases=tuple((height, width) for height, width in fields.take("image_grid_pinpoints")),
         sizes="image_sizes",

@@ -25,6 +25,5 @@ def take_shell(fields: Fields) -> dict[str, Any]:
     most = 1 if found is None else int(found[1])
     image, video = pictures.take_tokens(fields, "image_token_index", "video_token_index")
     still = llava_next.take_tiles(fields, image, counts="batch_num_images", most=most)
-    sizes = {"patch": still.patch, "tile": still.tile}
-    films = FrameMedium(video, "pixel_values_videos", **sizes)
+    films = FrameMedium(video, "pixel_values_videos", still.patch, still.channels, still.tile)
     return pictures.surround(fields, "", still, films)

@@ -19,11 +19,13 @@ def take_shell(fields: Fields) -> dict[str, Any]:
     """What `Architecture` says of the pictures of a Mistral3Config."""
     for name in ("multimodal_projector_bias", "projector_hidden_act", "vision_feature_layer"):
         fields.ignore(name, pictures.BY_CLASS)
+    vision = fields.take("vision_config")
     medium = PictureMedium(
         pictures.take_tokens(fields, "image_token_index")[0],
         "pixel_values",
         merged=fields.take("spatial_merge_size") ** 2,
-        patch=fields.take("vision_config")["patch_size"],
+        patch=vision["patch_size"],
+        channels=vision["num_channels"],
         sizes="image_sizes",
     )
     return pictures.surround(fields, "", medium)

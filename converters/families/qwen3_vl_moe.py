@@ -9,7 +9,11 @@ from megatron_policy.converters.architecture import Architecture, Moe, Scoring
 from megatron_policy.converters.config_fields import Fields
 from megatron_policy.converters.families.shared import dense, experts, pictures
 from megatron_policy.converters.rows import Ignore, Row, Whole, assign_part
-from megatron_policy.converters.rows.expert_rows import StackedGateAboveUp, StackedInputs
+from megatron_policy.converters.rows.expert_rows import (
+    INPUTS_FIRST,
+    StackedGateAboveUp,
+    StackedInputs,
+)
 
 from . import qwen3_vl
 
@@ -32,14 +36,15 @@ TABLE: tuple[Row | Ignore, ...] = (
         Moe,
         Whole(dense.M + "mlp.router.weight", (_H + "gate.weight",), ("experts", "hidden_size")),
     ),
-    *_stacks(transposed=False, when="!inputs_first"),
-    *_stacks(transposed=True, when="inputs_first"),
+    *_stacks(transposed=False, when="!" + INPUTS_FIRST),
+    *_stacks(transposed=True, when=INPUTS_FIRST),
 )
 
 
 def architecture(fields: Fields) -> Architecture:
     """The architecture a Qwen3VLMoeConfig describes. Its class always makes the weights of the
-    chosen experts add up to 1. What transformers 4 saved has inputs of experts before outputs.
+    chosen experts add up to 1. What transformers 4 saved has inputs of experts before outputs; the
+    shapes of a checkpoint's tensors tell better, where they are known.
     """
     release = str(fields.take("transformers_version", ""))
     text = pictures.take_text(fields)

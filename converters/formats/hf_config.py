@@ -33,7 +33,7 @@ from megatron_policy.errors import ConfigError, ConversionError
 from .hf_location import locate
 from .hf_overrides import ROPE, in_kind
 
-CONFIG = "config.json"
+CONFIG, VISION = "config.json", "vision_config"
 _SHOWN = 10
 _FIXED = {"model_type", "architectures", "dtype", "torch_dtype", SECTION, "transformers_version"}
 _ALWAYS_KNOWN = ROPE[0] | ROPE[1] | {"pad_token_id"}
@@ -216,6 +216,8 @@ def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -
     """The fields, completed with their class's defaults and, of a decoder that is `surrounded`, the
     tensors of its shell.
     """
+    if surrounded and config.get(VISION) is None:  # its class would take another tower than any
+        raise ConversionError(f"config.json has no {VISION}, which this model family needs")
     with for_transformers(config) as folder:
         try:
             read = _read(config, folder)

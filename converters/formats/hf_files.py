@@ -199,17 +199,22 @@ def inventory(root: Path, single: str = SINGLE) -> dict[Path, dict[str, Extent]]
     return files
 
 
-def list_tensors(model: str | Path) -> set[str]:
+def list_tensors(model: str | Path, with_shapes: bool = False) -> dict[str, Shape | None]:
     """The names of a checkpoint's tensors, by its index if it has one, of which nothing is checked;
-    none where there is only a config. Of a hub repository only the index is fetched.
+    none where there is only a config. `with_shapes` those in files that are there have their
+    shapes. Of a hub repository only the index is fetched.
     """
     if expanded(model).is_file():
-        return set()
+        return {}
     root = locate(model, [INDEX])
     if not has_weights(root):
-        return set()
-    ((path, names), *others) = _files(root, SINGLE).items()
-    return names.union(*(more for _, more in others)) or set(_read_header(path))
+        return {}
+    found: dict[str, Shape | None] = {}
+    for path, names in _files(root, SINGLE).items():
+        found |= dict.fromkeys(names)
+        if not names or (with_shapes and path.is_file()):
+            found |= {name: at.shape for name, at in _read_header(path).items()}
+    return found
 
 
 def quantised_in(root: Path, files: Inventory) -> dict[str, QuantisedTensor]:

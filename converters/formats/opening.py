@@ -36,12 +36,13 @@ def open_model(
     named: Collection[str] = (),
 ) -> OpenModel:
     """Open the model at `path`, a directory, its config.json or a name on the hub, with `overrides`
-    of fields of its config; see `bind` for what else it has. Without `named`, the names of the HF
-    tensors are those of `tensors`, or are looked up at `path`. Reads no weights.
+    of fields of its config; see `bind` for what else it has. Without `named` and `tensors`, names
+    of HF tensors, or their shapes, are looked up at `path` if it matters. Reads no weights.
 
     ConfigError for a config that cannot be read, ConversionError for one that cannot be translated.
     """
     fields = read_config(path, overrides)
     family = family_of(fields["model_type"])
-    named = named or tensors or (list_tensors(path) if family.has_forms else ())
+    if not (named or tensors) and (family.has_forms or family.has_orders):
+        named = list_tensors(path, with_shapes=family.has_orders)
     return OpenModel(fields, bind(fields, family, mtp_layers, head, left_out, tensors, named))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megatron_policy.converters.architecture import Architecture, LayerPart, Moe
 
-from .blocks import Block, Shape, even, nth
-from .kinds import ALL, Columns, GateUp, RowBase, Whole
+from .blocks import Block, Row, Shape, even, nth
+from .kinds import ALL, Columns, GateUp, Ignore, RowBase, Whole
 
 STACKED = "stacked"
 """The condition of rows of stacks where a family's checkpoints need not have them."""
+INPUTS_FIRST = "inputs_first"
+"""That of rows of stacks with inputs before outputs, where a family's checkpoints need not have
+them so; those of the other order have "!" before it.
+"""
 
 
 @dataclass(frozen=True)
@@ -222,3 +227,39 @@ _Untransposed = StackedGateAboveUp | StackedInputs
 _Adapters = StackedAdapterA | StackedAdapterB
 Stacked = StackedGateUp | StackedRows | StackedWhole | _Untransposed | _Adapters
 """Rows whose HF tensor holds all experts of a layer; `expert` says which one the row takes."""
+
+
+def has_order(row: Row) -> bool:
+    """Whether checkpoints can have what it names in either order of dimensions."""
+    return row.when.removeprefix("!") == INPUTS_FIRST
+
+
+def tell_order(row: Row) -> str:
+    """What decides about that order if shapes do not, after a comma."""
+    said = ", in the order that transformers_version of config.json says"
+    return said if has_order(row) else ""
+
+
+def order_experts(
+    rows: Iterable[Row | Ignore], architecture: Architecture, named: Collection[str]
+) -> Architecture:
+    """The architecture with stacks of experts in the order of dimensions that their shapes have, if
+    `named` maps to these and they fit one order alone.
+    """
+    shapes = named if isinstance(named, Mapping) else {}
+    stacks = [row for row in rows if not isinstance(row, Ignore) and has_order(row)]
+    if not shapes or not stacks:
+        return architecture
+
+    def fits(order: Architecture) -> bool:
+        return all(
+            shapes.get(name.replace("{layer}", str(layer))) in (None, shape)
+            for row in stacks
+            for layer in order.expert_layers
+            if order.holds(row.when, Moe, layer)
+            for name, shape in zip(row.hf, row.hf_shapes(order), strict=True)
+        )
+
+    orders = (architecture.change_experts(inputs_first=first) for first in (False, True))
+    fitting = [each for each in orders if fits(each)]
+    return fitting[0] if len(fitting) == 1 else architecture

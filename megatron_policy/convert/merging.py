@@ -77,7 +77,8 @@ def merge_adapters(
     found = adapters.adapters
     assert found is not None
     shapes = {name: info.shape for name, info in adapters.infos.items()}
-    _, table = bind_base(found, base, adapters.infos, of_base.infos)
+    of_tensors = {name: info.shape for name, info in of_base.infos.items()}
+    _, table = bind_base(found, base, adapters.infos, of_tensors)
     parameters = found.find_parameters(list_stacked_parameters(table), base.root)
     weights = {name_module(name, table): name for name in of_base.infos if name.endswith(WEIGHT)}
     of_weight = {

@@ -151,7 +151,7 @@ def _open_hf(root: Path, files: RawFiles, manifest: DirectoryManifest | None) ->
     infos = {name: Info(*read) for name, read in as_read(inventory, quantised).items()}
     stored, extents = _placed(inventory)
     with suppress(ConversionError, ConfigError):  # this family or config cannot be converted
-        table = open_model(root, tensors=infos).table
+        table = open_model(root, tensors={n: info.shape for n, info in infos.items()}).table
     return OpenCheckpoint(
         root,
         HF,
@@ -195,9 +195,10 @@ def _open_mcore(
     side_files = _side_files(root, config)
     reader = dist_files.DistReader(root, files)
     saved = saved_state(root) if is_saved(root) else None
-    named: Collection[str] = () if manifest is None else manifest.tensors
+    stated = {} if manifest is None else manifest.tensors
+    named: Collection[str] = {name: info.shape for name, (info, _) in stated.items()}
     if saved is not None:
-        named = saved.dtypes
+        named = [*saved.dtypes]
     layers = reader.mtp_layers
     table = open_model(_config_of(root, config), mtp_layers=layers, named=named).table
     adapters, spec = None, None

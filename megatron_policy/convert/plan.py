@@ -194,11 +194,11 @@ def _check_apart(
 def _bound(checkpoint: OpenCheckpoint) -> Table:
     """The source's table; ConversionError unless the source is a model of it."""
     table = checkpoint.table
+    shapes = {name: info.shape for name, info in checkpoint.infos.items()}
     if checkpoint.kind == HF and checkpoint.merged is None:
         # Again, to raise the error if there is one.
-        table = open_model(checkpoint.root, checkpoint.overrides, tensors=checkpoint.infos).table
+        table = open_model(checkpoint.root, checkpoint.overrides, tensors=shapes).table
     assert table is not None
-    shapes = {name: info.shape for name, info in checkpoint.infos.items()}
     table.check_hf(shapes, {name: info.dtype for name, info in checkpoint.infos.items()})
     return table
 

@@ -129,7 +129,7 @@ def _make_pictures(shell: Shell, patches: int, dtype: torch.dtype) -> dict[str, 
     squares, side = patches // medium.merged, medium.side
     height = max(n for n in range(1, math.isqrt(squares) + 1) if squares % n == 0)
     size = side * height, side * squares // height
-    picture = shell.make_picture(size, partial(torch.empty, dtype=dtype, device="meta"))
+    picture = shell.pictures.make_picture(size, partial(torch.empty, dtype=dtype, device="meta"))
     count = patches // medium.count_patches(picture)  # all are as large
     return shell.join({key: [value] * count for key, value in picture.items()})
 

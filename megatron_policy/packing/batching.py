@@ -102,9 +102,12 @@ class Batching:
         """BatchError unless these rows, with these patches, can be one microbatch."""
         found = sum(patches)
         if self.patches is not None and found > self.patches:
-            these = f"row {rows[0]}" if len(rows) == 1 else f"rows {', '.join(map(str, rows))}"
+            these, further = f"row {rows[0]} alone", ""
+            if len(rows) > 1:
+                these = f"rows {', '.join(map(str, rows))}, which make one microbatch,"
+                further = ", or put fewer rows into a microbatch"
             raise BatchError(
-                f"the pictures of {these}, which make one microbatch, have {found} patches, more "
-                f"than max_patches_per_microbatch={self.patches}: raise it, make pictures smaller, "
-                "or put fewer rows into a microbatch"
+                f"the pictures of {these} have {found} patches, more than "
+                f"max_patches_per_microbatch={self.patches}: raise it, or make pictures smaller"
+                f"{further}"
             )

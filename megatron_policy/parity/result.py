@@ -87,7 +87,7 @@ def draw_batch(job: Job, shell: Shell | None) -> BatchedDataDict:
 def _make_media(shell: Shell, row: int, make: Make) -> Iterator[tuple[Medium, Found]]:
     """The picture of row number `row`, and its clips if the model hears."""
     side = shell.pictures.side
-    yield shell.pictures, shell.make_picture((2 * side, 2 * side * (row + 1)), make)
+    yield shell.pictures, shell.pictures.make_picture((2 * side, 2 * side * (row + 1)), make)
     yield from ((medium, medium.make_clip(_FRAMES, make)) for medium in shell.sounds)
 
 

@@ -43,7 +43,8 @@ def check_pictures(batch: BatchedDataDict, shell: Shell) -> None:
                     f"{medium.keys[-1]!r} make {wanted}: expand placeholders as the model's "
                     "processor does, pass what belongs to all of them, and do not cut a row within "
                     "a picture or a clip of sound. Those that the policy has drawn are text where "
-                    "token_mask counts them, and not the row's first token"
+                    "mm_token_type_ids are 0 or, without these, token_mask counts them and neither "
+                    "of the row's first two tokens"
                 )
     batch[PATCHES] = patches_B
     _check_groups(batch, shell)

@@ -102,8 +102,8 @@ def take_model_inputs(batch: BatchedDataDict) -> None:
 def check_token_types(batch: BatchedDataDict, shell: Shell | None) -> None:
     """BatchError, naming the row, for `mm_token_type_ids` other than those that the `shell` finds,
     and for `token_type_ids` other than these where tokens of a picture see each other, or 0 in
-    other models. A placeholder that is text can have its medium's number too, and rows that do not
-    count are not compared.
+    other models. Some processors give what stands around tiles or rows of a picture its type too.
+    Rows that do not count are not compared.
     """
     seeing = shell if shell is not None and shell.both_ways else None
     tokens_BS = batch["input_ids"]
@@ -114,8 +114,9 @@ def check_token_types(batch: BatchedDataDict, shell: Shell | None) -> None:
         wanted_BS = finds.find_types(batch, compared_BS) if finds else torch.zeros_like(types_BS)
         wrong_BS = types_BS != wanted_BS
         for number, medium in enumerate(finds.media if finds else (), start=1):
-            as_if_BS = (tokens_BS == medium.placeholder) & (types_BS == number)
-            wrong_BS &= ~(as_if_BS & (wanted_BS == 0))
+            around_BS = (tokens_BS != medium.placeholder) & (types_BS == number)
+            around_BS &= (wanted_BS == number).any(1, keepdim=True) & (wanted_BS == 0)
+            wrong_BS &= ~around_BS | (not medium.joined)
         if "sample_mask" in batch:
             compared_BS = compared_BS & (batch["sample_mask"] != 0).unsqueeze(-1)
         if (found := _first(wrong_BS & compared_BS)) is not None:

@@ -60,9 +60,9 @@ def shape_of(key: str, value: Any) -> tuple[int, ...]:
             if isinstance(item, torch.Tensor):
                 _check_travels(key, item)
         return (len(value),)
+    kind = "number" if isinstance(value, torch.Tensor) else type(value).__name__
     raise BatchError(
-        f"{key!r} is a {type(value).__name__} without rows; every value must be a tensor or a list "
-        "with one entry per row"
+        f"{key!r} is a {kind}: every value must be a tensor or a list, with one entry for each row"
     )
 
 

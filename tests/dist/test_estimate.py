@@ -165,7 +165,8 @@ def add_media(data: BatchedDataDict, shell: Shell, media: RowMedia) -> BatchedDa
     side, at = math.isqrt(media.patches), 1
     makers: list[tuple[Medium, Any]] = []
     if media.patches:
-        makers.append((shell.pictures, lambda: shell.make_picture((side, side), torch.randn)))
+        seen, size = shell.pictures, (side, side)
+        makers.append((seen, lambda: seen.make_picture(size, torch.randn)))
     if media.frames:
         clips = shell.sounds[0]
         makers.append((clips, lambda: clips.make_clip(media.frames, torch.randn)))

@@ -628,6 +628,7 @@ def test_a_picture_is_read_once_for_all_its_answers_and_a_drawn_placeholder_is_t
     rows = BatchedDataDict({key: [*prompts[key], *prompts[key]] for key in keys})
     for key in ("input_ids", "input_lengths", "token_mask", "sample_mask"):
         rows[key] = torch.cat([prompts[key], prompts[key]])
+    rows["token_mask"][:, :2] = 0  # of a prompt
     rows["pixel_values"][2:] = [pixels.clone() for pixels in prompts["pixel_values"]]
     rows["input_ids"][3, rows["input_lengths"][3] - 2] = 9
     last = rows["input_lengths"][2] - 1

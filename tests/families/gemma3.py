@@ -11,6 +11,7 @@ SIGLIP: Fields = {
     "num_attention_heads": 2,
     "num_hidden_layers": 2,
     "patch_size": 4,
+    "num_channels": 3,
     "vision_use_head": False,
 }
 TOWER = SIGLIP | {
@@ -20,6 +21,7 @@ TOWER = SIGLIP | {
     "num_attention_heads": 16,
     "num_hidden_layers": 27,
     "patch_size": 14,
+    "num_channels": 3,
 }
 
 

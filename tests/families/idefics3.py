@@ -12,6 +12,7 @@ TILED: Fields = {
     "num_attention_heads": 2,
     "num_hidden_layers": 2,
     "patch_size": 2,
+    "num_channels": 3,
 }
 TOWER: Fields = {
     "hidden_size": 1152,
@@ -20,6 +21,7 @@ TOWER: Fields = {
     "num_attention_heads": 16,
     "num_hidden_layers": 27,
     "patch_size": 14,
+    "num_channels": 3,
 }
 FULL = {"attention_bias": True, "mlp_bias": True}
 REFUSED: tuple[tuple[Fields, str], ...] = (

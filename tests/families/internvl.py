@@ -13,6 +13,7 @@ INTERN_VIT: Fields = {
     "num_attention_heads": 2,
     "num_hidden_layers": 2,
     "patch_size": [2, 2],
+    "num_channels": 3,
 }
 TOWER = INTERN_VIT | {
     "hidden_size": 1024,
@@ -21,6 +22,7 @@ TOWER = INTERN_VIT | {
     "num_attention_heads": 16,
     "num_hidden_layers": 24,
     "patch_size": [14, 14],
+    "num_channels": 3,
 }
 
 SAMPLES = Samples(

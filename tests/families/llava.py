@@ -13,6 +13,7 @@ CLIP: Fields = {
     "num_attention_heads": 2,
     "num_hidden_layers": 2,
     "patch_size": 4,
+    "num_channels": 3,
 }
 TOWER = CLIP | {
     "hidden_size": 1024,
@@ -21,6 +22,7 @@ TOWER = CLIP | {
     "num_attention_heads": 16,
     "num_hidden_layers": 24,
     "patch_size": 14,
+    "num_channels": 3,
     "projection_dim": 768,
     "vocab_size": 32000,
 }

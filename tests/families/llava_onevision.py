@@ -12,6 +12,7 @@ TOWER: Fields = SIGLIP | {
     "num_attention_heads": 16,
     "num_hidden_layers": 26,
     "patch_size": 14,
+    "num_channels": 3,
 }
 READ = ("pixel_values", "batch_num_images", "image_sizes", "pixel_values_videos")
 

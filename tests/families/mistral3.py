@@ -13,6 +13,7 @@ PIXTRAL: Fields = {
     "num_attention_heads": 2,
     "num_hidden_layers": 2,
     "patch_size": 2,
+    "num_channels": 3,
 }
 TOWER = PIXTRAL | {
     "head_dim": 64,
@@ -22,6 +23,7 @@ TOWER = PIXTRAL | {
     "num_attention_heads": 16,
     "num_hidden_layers": 24,
     "patch_size": 14,
+    "num_channels": 3,
 }
 
 SAMPLES = Samples(

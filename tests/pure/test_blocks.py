@@ -29,7 +29,7 @@ HEAD_DIM = 4
 SHELL = Shell(
     tensors=(("tower.weight", (4, 3, 2, 2)),),
     prefix="",
-    media=(PictureMedium(7, "pixel_values", 1, patch=2, fixed=(2, 4)),),
+    media=(PictureMedium(7, "pixel_values", 1, patch=2, channels=3, fixed=(2, 4)),),
     both_ways=True,
 )
 

@@ -86,7 +86,8 @@ def test_attachments_are_a_tensor_or_none_for_each_row_whatever_their_size() -> 
     [
         ([VECTORS, None, "cat.png"], "'features' has a str in row 2: the model reads a tensor"),
         ([None, None], r"'features' has shape \(2,\), but input_ids have 3 rows"),
-        ({"a": 1}, "'features' is a dict without rows"),
+        ({"a": 1}, "'features' is a dict: every value must be a tensor or a list"),
+        ((VECTORS, None, None), "'features' is a tuple: every value must be a tensor or a list"),
     ],
 )
 def test_attachments_of_another_kind_are_named(features: object, message: str) -> None:
@@ -113,15 +114,15 @@ SHELL = Shell(
     prefix="",
     media=(
         PatchMedium(7, "pixel_values", 4, "image_grid_thw", (5,)),
-        PatchMedium(8, "films", 4, "film_grids"),
+        PatchMedium(8, "films", 4, "film_grids", (5,)),
     ),
 )
 WHOLE = Shell(
     tensors=(("tower.weight", (4, 3, 2, 2)),),
     prefix="",
     media=(
-        PictureMedium(7, "pixel_values", 4, patch=2, sizes="image_sizes"),
-        PictureMedium(8, "tiles", 1, patch=2, fixed=(2, 5), by_row=True),
+        PictureMedium(7, "pixel_values", 4, patch=2, channels=3, sizes="image_sizes"),
+        PictureMedium(8, "tiles", 1, patch=2, channels=3, fixed=(2, 5), by_row=True),
     ),
 )
 GRID = torch.tensor([[1, 2, 4], [1, 2, 2]])
@@ -148,16 +149,15 @@ def pictured(**changes: object) -> BatchedDataDict:
 
 
 def test_pictures_that_fit_their_placeholders_pass_and_what_was_drawn_is_text() -> None:
-    drawn = TYPES + torch.tensor([[0] * 6, [0] * 6, [0, 0, 0, 2, 1, 0]])
     for changes in (
-        *({}, {"mm_token_type_ids": TYPES}, {"mm_token_type_ids": drawn}),
+        *({}, {"mm_token_type_ids": TYPES}),
         {"mm_token_type_ids": TYPES, "token_mask": None},
         {"mm_token_type_ids": TYPES.flip(0), "sample_mask": torch.zeros(3)},
     ):
         check_batch(pictured(**changes), 9, SHELL.attachments, SHELL)
     check_training_data(pictured(), 9, PADDED, SHELL.attachments, SHELL)
     seeing = replace(SHELL, both_ways=True)
-    check_batch(pictured(token_type_ids=drawn), 9, SHELL.attachments, seeing)
+    check_batch(pictured(token_type_ids=TYPES), 9, SHELL.attachments, seeing)
     check_batch(pictured(token_type_ids=0 * TYPES), 9, SHELL.attachments, SHELL)
 
 
@@ -182,9 +182,13 @@ def test_pictures_that_fit_their_placeholders_pass_and_what_was_drawn_is_text() 
             {"pixel_values": [None, torch.ones(12, 4), None]},
             r"\[12, 4\] in row 1: .* \[patches, 5",
         ),
-        ({"films": [None, None, torch.ones(4)]}, r"\[4\] in row 2: .* \[patches, values\]"),
+        ({"films": [None, None, torch.ones(4)]}, r"\[4\] in row 2: .* \[patches, 5\]"),
         ({"token_mask": [[1]] * 3}, "'token_mask' has no tensor"),
         ({"image_grid_thw": [None, GRID.flip(0), None]}, r"groups of \[2, 1\].* of \[1, 2\]"),
+        (
+            {"pixel_values": [torch.ones(0, 5), torch.ones(12, 5), None]},
+            "'pixel_values' is empty in row 0: pass None for a row that has nothing",
+        ),
         ({"films": [None, None, torch.ones(4, 5).byte()]}, "'films' is torch.uint8 in row 2"),
         ({"token_type_ids": TYPES}, "has 1 in row 1 .* 0, where token 7 makes it 0"),
         ({"mm_token_type_ids": TYPES.flip(0)}, "has 2 in row 0 .* 0, where token 1 makes it 0"),
@@ -214,13 +218,13 @@ def test_what_was_drawn_before_a_picture_is_text_too() -> None:
     drawn_S = torch.tensor([1, 1, 0, 0, 0, 1]) == 1
     assert choose_placeholders(at_S, drawn_S, 2).tolist() == [0, 0, 1, 1, 0, 0]
     assert choose_placeholders(at_S, at_S, 3).tolist() == [1, 0, 1, 1, 0, 0]
-    tokens = torch.tensor([[1, 7, 1, 7, 7, 1, 1]])
+    tokens = torch.tensor([[1, 1, 7, 1, 7, 7, 1, 1]])
     row = {"pixel_values": [torch.ones(8, 5)], "image_grid_thw": [GRID[:1]]}
-    data = {"input_ids": tokens, "input_lengths": torch.tensor([7]), **row}
-    mask = torch.tensor([[0, 1, 1, 0, 0, 0, 1]])
+    data = {"input_ids": tokens, "input_lengths": torch.tensor([8]), **row}
+    mask = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 1]])
     masked = BatchedDataDict(token_mask=mask, **data)
     check_batch(masked, 9, SHELL.attachments, SHELL)
-    types = {"mm_token_type_ids": torch.tensor([[0, 0, 0, 1, 1, 0, 0]])}
+    types = {"mm_token_type_ids": torch.tensor([[0, 0, 0, 0, 1, 1, 0, 0]])}
     check_batch(masked | types, 9, SHELL.attachments, SHELL)
     late = {"token_mask": mask.flip(1) * (tokens != 1)}  # as if one of the picture was drawn
     with pytest.raises(BatchError, match=r"groups of \[1, 1\].* of \[2\]"):
@@ -230,6 +234,8 @@ def test_what_was_drawn_before_a_picture_is_text_too() -> None:
 NOTHING: dict[str, object] = dict.fromkeys(("pixel_values", "image_grid_thw"), [None] * 3)
 ONE = {"pixel_values": [None, torch.ones(8, 5), None], "image_grid_thw": [None, GRID[:1], None]}
 ALL_OF_ROW_1 = torch.tensor([[0] * 6, [1] * 5 + [0], [0, 0, 0, 1, 1, 1]])
+NEXT_OF_ROW_1 = ALL_OF_ROW_1 * (torch.arange(6) > 0)
+ANSWER_OF_ROW_1 = ALL_OF_ROW_1 * (torch.arange(6) > 1)
 
 
 VERBS: dict[str, Callable[..., object]] = {
@@ -241,12 +247,24 @@ VERBS: dict[str, Callable[..., object]] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(("media", "makes"), [(NOTHING, 0), (ONE, 2)])
-@pytest.mark.parametrize("mask", [None, ALL_OF_ROW_1])
+@pytest.mark.parametrize(
+    ("mask", "types"),
+    [
+        *((mask, None) for mask in (None, ALL_OF_ROW_1, NEXT_OF_ROW_1)),
+        *((mask, TYPES) for mask in (None, NEXT_OF_ROW_1, ANSWER_OF_ROW_1)),
+    ],
+)
 def test_placeholders_that_nobody_says_were_drawn_need_all_their_pictures(
-    verb: str, media: dict[str, object], makes: int, mask: torch.Tensor | None
+    verb: str,
+    media: dict[str, object],
+    makes: int,
+    mask: torch.Tensor | None,
+    types: torch.Tensor | None,
 ) -> None:
-    """A mask that counts a row's first token says what is trained on, not what was drawn."""
-    rows = pictured(token_mask=mask, **media).select_indices([0, 1])
+    """A mask of all tokens, or of all that others predict, says what is trained on, and not what
+    was drawn; nor does one that counts what types of tokens say is of a picture.
+    """
+    rows = pictured(token_mask=mask, mm_token_type_ids=types, **media).select_indices([0, 1])
     said = f"row 1 has 3 tokens 7, 0 of them drawn .* 'pixel_values' .* make {makes}: .* token_mask"
     with pytest.raises(BatchError, match=said):
         VERBS[verb](rows, 9, attachments=SHELL.attachments, shell=SHELL)
@@ -257,6 +275,10 @@ def test_a_mask_excuses_what_was_drawn_alone(verb: str) -> None:
     mask = torch.tensor([[0] * 6, [0, 0, 0, 1, 1, 0]])
     check = partial(VERBS[verb], vocab_size=9, attachments=SHELL.attachments, shell=SHELL)
     check(pictured(**ONE).select_indices([0, 1]) | {"token_mask": mask})
+    answer = pictured(input_ids=torch.tensor([[1] * 6, [1, 1, 7, 1, 7, 1], [8] + [1] * 5]))
+    rows = (answer | {"token_mask": ANSWER_OF_ROW_1} | NOTHING).select_indices([0, 1])
+    found = check(rows)
+    assert not SHELL.find_types(found, inside(found)).any(), "all is drawn behind the prompt"
     with pytest.raises(BatchError, match=r"row 1 has 3 tokens 7, 1 of them drawn .* make 0"):
         check(pictured(**NOTHING).select_indices([0, 1]) | {"token_mask": mask})
 
@@ -413,7 +435,7 @@ def test_whole_pictures_that_fit_their_placeholders_pass() -> None:
             {"tiles": [None, None, TILE.byte()]},
             "'tiles' is torch.uint8 in row 2: pass the floating-point numbers",
         ),
-        ({"tiles": [None, None, TILE.mT]}, r"'tiles' has shape .* row 2: .* channels, 2, 5\]"),
+        ({"tiles": [None, None, TILE.mT]}, r"'tiles' has shape .* row 2: .* 3, 2, 5\]"),
         (
             {"tiles": [None, None, torch.cat([TILE, 0 * TILE])]},
             "'tiles' has nothing but zeros in picture 1 of row 2: .* Leave out those that fill",
@@ -438,6 +460,7 @@ TILED = Shell(
         TileMedium(
             *(7, "pixel_values", 1),
             patch=1,
+            channels=3,
             tile=2,
             canvases=((2, 4), (4, 4)),
             sizes="image_sizes",
@@ -491,11 +514,11 @@ def test_pictures_in_tiles_that_fit_their_placeholders_pass() -> None:
         ),
         (
             {"pixel_values": [torch.ones(3, 3, 2, 2), torch.ones(2, 3, 2, 2)]},
-            r"has shape \[3, 3, 2, 2\] in row 0: .* \[pictures, tiles, channels, 2, 2\]",
+            r"has shape \[3, 3, 2, 2\] in row 0: .* \[pictures, tiles, 3, 2, 2\]",
         ),
         (
             {"pixel_values": [torch.ones(1, 3, 3, 2, 4), torch.ones(2, 1, 3, 2, 2)]},
-            r"has shape \[1, 3, 3, 2, 4\] in row 0: .* \[pictures, tiles, channels, 2, 2\]",
+            r"has shape \[1, 3, 3, 2, 4\] in row 0: .* \[pictures, tiles, 3, 2, 2\]",
         ),
     ],
 )
@@ -509,7 +532,7 @@ def test_pictures_in_tiles_that_do_not_fit_are_named_with_their_row(
 FILMED = Shell(
     tensors=TILED.tensors,
     prefix="",
-    media=(FrameMedium(8, "films", patch=1, tile=3),),
+    media=(FrameMedium(8, "films", patch=1, channels=3, tile=3),),
 )
 
 
@@ -523,9 +546,9 @@ def test_videos_in_frames_have_a_token_for_each_four_neighbours_and_one_at_the_e
     assert FILMED.split_rows(rows, [0, 1, 2]) == [[0], [1], [2]]
     for odd, message in (
         (torch.ones(1, 1, 3, 3, 3), "row 0 has 9 tokens 8, .* make 5"),
-        (torch.ones(2, 3, 3, 3), r"has shape \[2, 3, 3, 3\] in row 0: .* channels, 3, 3\]"),
+        (torch.ones(2, 3, 3, 3), r"has shape \[2, 3, 3, 3\] in row 0: .* frames, 3, 3, 3\]"),
         (torch.ones(1, 2, 3, 3, 4), r"has shape \[1, 2, 3, 3, 4\] in row 0: pass the frames"),
-        (torch.ones(1, 0, 3, 3, 3), "in row 0: pass the frames of each video"),
+        (torch.ones(1, 0, 3, 3, 3), "'films' is empty in row 0: pass None"),
     ):
         broken = BatchedDataDict(data | {"films": [odd, *films[1:]]})
         with pytest.raises(BatchError, match=message):

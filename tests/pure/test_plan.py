@@ -166,8 +166,12 @@ def test_ranks_share_pictures_out_as_they_share_tokens(settings: Batching) -> No
 
 def test_a_row_with_too_many_patches_is_named() -> None:
     for settings in (PACKED, DYNAMIC, Batching("padded")):
-        with pytest.raises(BatchError, match=r"of row 1, .* have 31 patches, more than max"):
+        alone = r"of row 1 alone have 31 patches, more than max.*=30: raise it, or make pictures sm"
+        with pytest.raises(BatchError, match=alone + "aller$"):
             replace(settings, patches=30).check([8, 8], patches=[30, 31])
+    together = "of rows 0, 1, which make one microbatch, .* or put fewer rows into a microbatch"
+    with pytest.raises(BatchError, match=together):
+        replace(PACKED, patches=30).check_patches([0, 1], [20, 20])
 
 
 def test_a_row_that_is_too_long_is_named_with_its_key() -> None:

@@ -53,7 +53,7 @@ def raw(family: str, layers: int = 3, **changes: Any) -> dict[str, Any]:
     }
     if "vision_config" not in (found := samples.surround(fields)):
         return found
-    return found | {"shell": {"visual.proj.weight": [6, 4], "visual.norm.bias": [4]}}
+    return found | {"shell": {"visual.patch_embed.proj.weight": [6, 4], "visual.norm.bias": [4]}}
 
 
 def list_rows(family: str) -> tuple[Row | Ignore, ...]:

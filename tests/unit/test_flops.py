@@ -148,7 +148,7 @@ def test_towers_cost_what_torch_counts_on_the_reference(checkpoint, family: str)
     config = PolicyConfig.parse(policy_config(path, {}))
     rows = ModelRows.of(bind_model(config))
     shell = rows.architecture.shell
-    picture = shell.make_picture((8, 12), torch.randn)
+    picture = shell.pictures.make_picture((8, 12), torch.randn)
     patches = shell.media[0].count_patches(picture)
     with FlopCounterMode(display=False) as counter:
         given = shell.join({key: [value] for key, value in picture.items()})
@@ -200,7 +200,7 @@ def test_adapters_of_towers_cost_what_torch_counts_with_peft(checkpoint) -> None
     config = PolicyConfig.parse(policy_config(path, section))
     rows = ModelRows.of(bind_tables(config)[1])
     shell = rows.architecture.shell
-    picture = shell.make_picture((8, 12), torch.randn)
+    picture = shell.pictures.make_picture((8, 12), torch.randn)
     model = adapted(reference(path), modules)
     with FlopCounterMode(display=False) as counter:
         model.base_model.model.model.get_image_features(**picture)

@@ -156,7 +156,9 @@ def test_what_is_in_no_layout_is_refused_with_its_row(row: dict[str, Any], messa
         from_host_batch(pack({}, row), SHELL)
 
 
-@pytest.mark.parametrize("shell", [None, Shell(SHELL.tensors, "", (PatchMedium(7, "p", 4, "g"),))])
+@pytest.mark.parametrize(
+    "shell", [None, Shell(SHELL.tensors, "", (PatchMedium(7, "p", 4, "g", (1,)),))]
+)
 @pytest.mark.parametrize("row", [ROW, HEARD])
 def test_other_models_refuse_the_keys_by_name(shell: Shell | None, row: dict[str, Any]) -> None:
     taken = from_host_batch(pack(row), shell)

@@ -46,6 +46,7 @@ from tests.picture_models import (
     TILED,
     TINY,
     TOKENS,
+    list_tokens,
     load_model,
     make_model,
     make_rows,
@@ -247,31 +248,54 @@ def test_layers_that_predict_further_tokens_know_no_pictures(tmp_path: Path) -> 
     assert bind(config, mtp_layers=1).architecture.attachments == ()
 
 
-def shard_of(path: Path, entry: Entry, rank: int) -> torch.Tensor:
+def shard_of(path: Path, table: Table, entry: Entry, rank: int) -> torch.Tensor:
     """What a rank of two has of a parameter."""
-    arch = bound(path).architecture
+    arch = table.architecture
     shard = torch.full(entry.row.local_shape(arch, 2), torch.nan)
     with HfReader(path) as reader:
         fill_shard(entry.row, arch, shard, [reader.part(n) for n in entry.hf], rank, 2)
     return shard
 
 
-def test_experts_are_the_same_in_the_order_of_either_release(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("width", "release"),
+    [(24, "4.57.1"), (24, None), (24, "5.3.0"), (16, None), (32, None), (32, "5.3.0")],
+)
+def test_experts_are_the_same_in_the_order_of_either_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, release: str | None
+) -> None:
+    """Whatever config.json says of the release: where one of two tensors of experts has the same
+    shape in both orders, the other one has not.
+    """
+    config = TINY["qwen3_vl_moe"]
+    text = config["text_config"] | {"moe_intermediate_size": width}
+    monkeypatch.setitem(TINY, "qwen3_vl_moe", config | {"text_config": text})
     newer = make_model(tmp_path / "newer", "qwen3_vl_moe")
     shutil.copytree(newer, older := tmp_path / "older")
     weights = load_file(newer / "model.safetensors")
     stacks = [name for name in weights if ".experts." in name]
     turned = {name: weights[name].transpose(1, 2).contiguous() for name in stacks}
     save_file(weights | turned, older / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConversionError, match="gate_up_proj"):
-        convert(older, tmp_path / "refused", "mcore")
-    config = json.loads((older / "config.json").read_text())
-    (older / "config.json").write_text(json.dumps(config | {"transformers_version": "4.57.1"}))
-    for entry, other in zip(bound(newer).entries, bound(older).entries, strict=True):
+    for path in (newer, older):
+        fields = json.loads((path / "config.json").read_text())
+        fields.pop("transformers_version")
+        said = {} if release is None else {"transformers_version": release}
+        (path / "config.json").write_text(json.dumps(fields | said))
+    shapes = {name: tuple(tensor.shape) for name, tensor in (weights | turned).items()}
+    dtypes = dict.fromkeys(shapes, torch.float32)
+    if release == "4.57.1":
+        bound(older).check_hf(shapes, dtypes)
+    else:  # without these shapes
+        order = r"misshapen: .*_proj .* in the order that transformers_version of config.json says"
+        with pytest.raises(ConversionError, match=order):
+            bound(older).check_hf(shapes, dtypes)
+    one, same = open_model(newer).table, open_model(older).table
+    same.check_hf(shapes, dtypes)
+    for entry, other in zip(one.entries, same.entries, strict=True):
         assert entry.megatron == other.megatron
         for rank in (0, 1):
-            one, same = shard_of(newer, entry, rank), shard_of(older, other, rank)
-            assert torch.equal(one, same), entry.megatron
+            shards = shard_of(newer, one, entry, rank), shard_of(older, same, other, rank)
+            assert torch.equal(*shards), entry.megatron
     convert(older, tmp_path / "mcore", "mcore")
     convert(tmp_path / "mcore", tmp_path / "back", "hf")
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -289,7 +313,7 @@ def test_experts_in_one_tensor_are_read_as_those_in_tensors_of_their_own(tmp_pat
     for entry, same in zip(one.entries, other.entries, strict=True):
         assert entry.megatron == same.megatron
         for rank in range(2) if entry.expert is not None else ():
-            shards = shard_of(apart, entry, rank), shard_of(stacked, same, rank)
+            shards = shard_of(apart, one, entry, rank), shard_of(stacked, other, same, rank)
             assert torch.equal(*shards), entry.megatron
 
 
@@ -534,14 +558,38 @@ def test_names_of_makers_and_of_other_releases_are_those_of_transformers(
     assert all(torch.equal(back[name], tensor) for name, tensor in named.items())
 
 
+@pytest.mark.parametrize("family", sorted(TINY))
+@pytest.mark.parametrize("section", [{}, {"vision_config": None}])
+def test_a_config_without_the_section_of_its_tower_is_refused_by_name(
+    tmp_path: Path, family: str, section: dict[str, Any]
+) -> None:
+    AutoConfig.for_model(family, **TINY[family], **list_tokens(family)).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    del fields["vision_config"]
+    (tmp_path / "config.json").write_text(json.dumps(fields | section))
+    with pytest.raises(ConversionError, match=r"config.json has no vision_config, which this"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("heads", [3, 16])
+def test_heads_that_the_width_of_the_tower_has_not_are_refused(tmp_path: Path, heads: int) -> None:
+    config = AutoConfig.for_model("kimi_k25", **TINY["kimi_k25"], **list_tokens("kimi_k25"))
+    config.vision_config.num_attention_heads = heads
+    config.save_pretrained(tmp_path)
+    said = rf"vision_config.num_attention_heads = {heads}: hidden_size is 16"
+    with pytest.raises(ConversionError, match=said):
+        bound(tmp_path)
+
+
 def test_parts_of_one_tensor_on_file_are_those_of_transformers(tmp_path: Path) -> None:
     path = make_model(tmp_path / "hf", "kimi_k25")
     held = AutoModelForImageTextToText.from_pretrained(path).model.state_dict()
-    entries = [entry for entry in bound(path).entries if isinstance(entry.row, TowerQkv)]
+    table = bound(path)
+    entries = [entry for entry in table.entries if isinstance(entry.row, TowerQkv)]
     assert len(entries) == 2 * 2 * 3
     for entry in entries:
         own = held[entry.megatron.removeprefix("embedding.shell.")]
-        assert all(torch.equal(shard_of(path, entry, rank), own) for rank in (0, 1))
+        assert all(torch.equal(shard_of(path, table, entry, rank), own) for rank in (0, 1))
     convert(path, tmp_path / "mcore", "mcore")
     convert(tmp_path / "mcore", tmp_path / "back", "hf")
     before, back = (load_file(each / "model.safetensors") for each in (path, tmp_path / "back"))
@@ -568,7 +616,7 @@ def test_pictures_take_as_many_places_as_a_tower_makes_features(
     model.save_pretrained(tmp_path)
     shell = bound(tmp_path).architecture.shell
     assert shell is not None
-    picture = shell.make_picture((2, 2), torch.randn)
+    picture = shell.pictures.make_picture((2, 2), torch.randn)
     (features,) = model.model.get_image_features(picture["pixel_values"]).pooler_output
     assert shell.media[0].count_tokens(picture) == len(features)
 

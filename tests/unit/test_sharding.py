@@ -103,7 +103,7 @@ def test_attachments_go_with_their_rows_and_without_those_of_others(training: Ba
 
 
 def test_the_driver_names_the_row_whose_pictures_are_missing() -> None:
-    shell = Shell((("tower", (1,)),), "", (PatchMedium(9, "pixels", 4, "grids"),))
+    shell = Shell((("tower", (1,)),), "", (PatchMedium(9, "pixels", 4, "grids", (5,)),))
     dealer = replace(dealer_of(PADDED), attachments=shell.attachments, shell=shell)
     data = numbered(8, 3) | {"input_lengths": torch.full((8,), 3), "sample_mask": torch.ones(8)}
     data["input_ids"][:, 0] = 9
@@ -121,7 +121,7 @@ def test_the_driver_names_the_row_whose_pictures_are_missing() -> None:
 
 
 def test_pixels_travel_once_for_all_rows_that_share_them_in_the_dtype_of_the_towers() -> None:
-    shell = Shell((("tower", (1,)),), "", (PatchMedium(9, "pixels", 4, "grids"),))
+    shell = Shell((("tower", (1,)),), "", (PatchMedium(9, "pixels", 4, "grids", (1000,)),))
     dealer = replace(dealer_of(PADDED), attachments=shell.attachments, shell=shell)
     data = numbered(8, 3) | {"input_lengths": torch.full((8,), 3), "sample_mask": torch.ones(8)}
     data["input_ids"][:, 0], data["token_mask"] = 9, torch.tensor([[0, 1, 1]]).repeat(8, 1)

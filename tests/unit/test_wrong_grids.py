@@ -1,5 +1,5 @@
-"""Families that see: grids and sizes of other pictures than a row's, and videos of which a part is
-missing, are refused by name before anything is computed.
+"""Families that see: grids and sizes of other pictures than a row's, other numbers of channels, and
+videos of which a part is missing, are refused by name before anything is computed.
 """
 
 from __future__ import annotations
@@ -136,6 +136,30 @@ def change_videos(medium: Medium, rows: BatchedDataDict) -> Wrong:
         for wrong in ({pixels: left}, {grids: fewer}, {grids: grid.repeat(2, 1)}):
             yield row, wrong, named
         yield row, {pixels: left, grids: fewer}, counted
+
+
+def change_channels(medium: Medium, rows: BatchedDataDict) -> Wrong:
+    """Also in all rows, which joining them would not show."""
+    pixels = medium.values
+    for row in (each for each, own in enumerate(rows[pixels]) if own is not None):
+        values = rows[pixels][row]
+        at = max(1, values.ndim - 3)  # of patches in one dimension: their values
+        grey = values.narrow(at, 0, 1)
+        for wrong in (grey, torch.cat([values, grey], at), values.flatten(1)[:, :, None]):
+            yield row, {pixels: wrong}, rf"{pixels!r} has shape .* in row {row}: pass"
+        yield row, {pixels: values[:0]}, f"{pixels!r} is empty in row {row}: pass None"
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_other_channels_than_the_tower_reads_are_refused(tmp_path: Path, family: str) -> None:
+    shell, rows = make_shell(family, tmp_path), make_rows(family)
+    seen = [each for each in shell.media if each.values in (shell.pictures.values, FILMED)]
+    for medium in (each for each in seen if each.values in rows):
+        refuse(rows, shell, change_channels(medium, rows))
+        at = max(1, next(each for each in rows[medium.values] if each is not None).ndim - 3)
+        grey = [None if each is None else each.narrow(at, 0, 1) for each in rows[medium.values]]
+        with pytest.raises(BatchError, match=rf"{medium.values!r} has shape .* in row [13]: pass"):
+            check_batch(rows | {medium.values: grey}, VOCAB, shell.attachments, shell)
 
 
 @pytest.mark.parametrize("family", sorted(TINY))

@@ -92,10 +92,8 @@ def take_media(
     videos, of which pictures have `start`.
     """
     vision = fields.take("vision_config")
-    first = (
-        prod(shape[1:]) for name, shape in fields.take(TENSORS).items() if name.endswith(_FIRST)
-    )
-    merged, patch = vision["spatial_merge_size"] ** 2, (*first,)[:1] or None
+    first = (shape for name, shape in fields.take(TENSORS).items() if name.endswith(_FIRST))
+    merged, patch = vision["spatial_merge_size"] ** 2, (prod(next(first)[1:]),)
     start = more.get("start")
     still = PatchMedium(
         image, "pixel_values", merged, "image_grid_thw", patch, still=True, start=start

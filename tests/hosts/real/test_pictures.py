@@ -97,7 +97,7 @@ def test_teachers_know_what_was_drawn_where_types_of_tokens_say_it(key: str) -> 
 
     if key not in (*HostBatch.ADDITIONAL_OPTIONAL_KEY_TENSORS, "none"):
         pytest.skip("this release gives no such types")
-    medium = PictureMedium(7, "pixel_values", 1, patch=2, fixed=(2, 4))
+    medium = PictureMedium(7, "pixel_values", 1, patch=2, channels=3, fixed=(2, 4))
     shell = Shell((("tower", (1,)),), "", (medium,), both_ways=key == "token_type_ids")
     asked, types = torch.tensor([1, 7, 7, 1]), torch.tensor([0, 1, 1, 0])
     picture = PackedTensor(torch.ones(1, 3, 2, 4), dim_to_pack=0)
