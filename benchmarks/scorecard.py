@@ -174,7 +174,7 @@ SCORECARD: tuple[Row, ...] = (
     ),
     Row(
         24,
-        "finding and packing 1 % of changed weights (bf16) / one memcpy of all",
+        "finding and packing 1 % of what has changed of a share (bf16) / one memcpy of the share",
         limit=1.0,
         goal=1.5,
         measure=deltas.over_memcpy,

@@ -66,6 +66,14 @@ def test_sums_are_as_documented(dtype: type, elements: int) -> None:
     assert digest(memory, DEVICE) == wanted
 
 
+def take(module: Any, now: Any, words: Any, first: int, last: int) -> Any:
+    """What of a run is other `now`, all of which follows one another."""
+    kept = words.view(now.dtype)
+    return module.take_changes(
+        now, np.zeros(1, np.int64), len(now), kept, first, last, np.uint16(0)
+    )
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(RUNS, st.integers(0, 100), st.integers(0, 2000))
 def test_parts_of_a_run_are_taken_as_the_whole_is(run: tuple, first: int, cut: int) -> None:
@@ -75,9 +83,9 @@ def test_parts_of_a_run_are_taken_as_the_whole_is(run: tuple, first: int, cut: i
     first, cut = min(first, cut), max(first, cut)
     for module in loops():
         kept, parts = pad_words(before), pad_words(before)
-        whole = module.take_changes(now[first:], kept, first, -1)
-        one = module.take_changes(now[first:cut], parts, first, -1)
-        two = module.take_changes(now[cut:], parts, cut, one[2])
+        whole = take(module, now[first:], kept, first, -1)
+        one = take(module, now[first:cut], parts, first, -1)
+        two = take(module, now[cut:], parts, cut, one[2])
         assert np.array_equal(whole[0], np.concatenate((one[0], two[0])))
         assert np.array_equal(whole[1], np.concatenate((one[1], two[1])))
         assert (int(whole[2]), int(whole[3])) == (
@@ -91,7 +99,7 @@ def test_parts_of_a_run_are_taken_as_the_whole_is(run: tuple, first: int, cut: i
 def test_the_sum_of_a_run_grows_by_what_changes_and_is_that_of_its_elements(run: tuple) -> None:
     now, before = make(run)
     for module in loops():
-        grown = int(module.take_changes(now, pad_words(before), 0, -1)[3])
+        grown = int(take(module, now, pad_words(before), 0, -1)[3])
         sums = [int(module.sum_elements(each)) for each in (before, now)]
         assert (sums[0] + grown) % codec.SUMS == sums[1]
         assert (grown == 0) == (now.tobytes() == before.tobytes())
@@ -105,12 +113,39 @@ def test_compiled_loops_give_what_arrays_do(dtype: type) -> None:
         for share in (0, 0.001, 0.01, 0.3, 1):
             now, before = make((dtype, first + elements, share, elements))
             one, other = pad_words(before), pad_words(before)
-            found = compiled.take_changes(now[first:], one, first, last)
-            wanted = arrays.take_changes(now[first:], other, first, last)
+            found = take(compiled, now[first:], one, first, last)
+            wanted = take(arrays, now[first:], other, first, last)
             assert np.array_equal(found[0], wanted[0]) and np.array_equal(found[1], wanted[1])
             assert found[2:] == wanted[2:]
             after = np.concatenate((before[:first], now[first:]))
             assert one.tobytes() == other.tobytes() == pad_words(after).tobytes()
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 700), (3, 64), (40, 129), (2, 300_000), (5, 1)])
+@pytest.mark.parametrize("dtype", [*DTYPES, np.float32])
+def test_pieces_are_taken_as_what_they_make_together(dtype: type, count: int, length: int) -> None:
+    """Of fp32 as torch makes it bfloat16: to even, with NaN and infinities."""
+    generator, gap, first = np.random.default_rng(0), 17, 9
+    memory = generator.integers(0, 256, (count * (length + gap)) * 8, np.uint8)
+    now = memory.view(dtype)[: count * (length + gap)]
+    starts = np.arange(count, dtype=np.int64) * (length + gap) + 3
+    joined = now[(starts[:, None] + np.arange(length)).reshape(-1)]
+    nan = codec.view_bits(torch.full((64,), torch.nan).bfloat16())[0]
+    if dtype == np.float32:
+        now = now.view(np.uint32)
+        joined = codec.view_bits(torch.from_numpy(joined).bfloat16())
+    before = np.concatenate((generator.integers(0, 9, first).astype(joined.dtype), joined))
+    changed = generator.random(len(before)) < 0.1
+    changed[:first] = False
+    before[changed] ^= 1
+    for module in loops():
+        one, other = pad_words(before), pad_words(before)
+        kept = one.view(joined.dtype)
+        found = module.take_changes(now, starts, length, kept, first, -1, nan)
+        wanted = take(module, joined, other, first, -1)
+        assert np.array_equal(found[0], wanted[0]) and np.array_equal(found[1], wanted[1])
+        assert found[2:] == wanted[2:] and len(found[0]) == changed.sum()
+        assert one.tobytes() == other.tobytes()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

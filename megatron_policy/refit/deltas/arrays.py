@@ -20,8 +20,11 @@ former and the present words.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from megatron_policy.refit.digest import FIRST, SECOND
 
@@ -51,25 +54,30 @@ def pad_words(run: Bits) -> Words:
     return words
 
 
-def take_changes(now: Bits, words: Words, first: int, last: int) -> tuple[Bits, Bits, int, int]:
-    """The elements `now` that differ from those from `first` on of a run, as `pad_words` gives it,
-    which has them afterwards; in a byte each, or several, how many are unchanged before each; where
-    the last one is; by how much the sum of the run has grown. `last` is the last changed element
-    before them.
+def take_changes(
+    now: Bits, starts: Positions, length: int, kept: Bits, first: int, last: int, nan: int
+) -> tuple[Bits, Bits, int, int]:
+    """What of a run is other now, from `first` on; which the run then is too. `kept` is the run, as
+    `pad_words` gives it; `now` has what follows one another there in pieces of that length, from
+    `starts` on, in another dtype only if it is fp32 and the run bfloat16, of which `nan` is a NaN.
+
+    Returns the new values; in a byte each, or several, how many are unchanged before each, after
+    `last`; where the last one is; by how much the sum of the run has grown.
     """
-    step, in_word = _STEP // now.itemsize, _WORD.itemsize // now.itemsize
-    kept, grown = words.view(now.dtype)[first : first + len(now)], 0
-    all_positions, all_values = [np.zeros(0, np.int64)], [now[:0]]
-    for begin in range(0, len(now), step):
-        positions, values = _find(now[begin : begin + step], kept[begin : begin + step])
+    words, in_word, grown, begin = kept.view(_WORD), _WORD.itemsize // kept.itemsize, 0, 0
+    all_positions, all_values = [np.zeros(0, np.int64)], [kept[:0]]
+    for block in _gather(now, starts, length, kept.dtype):
+        old = kept[first + begin : first + begin + len(block)]
+        positions, values = _find(block, old)
         places = (positions + (first + begin)) // in_word
         places = places[np.diff(places, prepend=-1) > 0]
         before = words.take(places)
-        kept[positions + begin] = values
+        old[positions] = values
         keys = _make_keys(places.astype(_WORD))
         grown += int(_mix(words.take(places), keys).sum()) - int(_mix(before, keys).sum())
         all_positions.append(positions + (first + begin))
         all_values.append(values)
+        begin += len(block)
     positions = np.concatenate(all_positions)
     gaps = pack_gaps(positions, np.dtype(np.uint8), last)
     last = int(positions[-1]) if len(positions) else last
@@ -101,6 +109,23 @@ def pack_gaps(positions: Positions, kind: np.dtype[np.unsignedinteger], last: in
     packed: Bits = np.full(int(ends[-1]) + 1 if len(ends) else 0, most, kind)
     packed[ends] = gaps - most * skips
     return packed
+
+
+def _gather(
+    now: Bits, starts: Positions, length: int, dtype: np.dtype[np.unsignedinteger]
+) -> Iterator[Bits]:
+    """The pieces in blocks, one after another."""
+    step = _STEP // dtype.itemsize
+    together = max(1, step // max(1, length))
+    for n in range(0, len(starts), together):
+        for at in range(0, length, step):
+            end = min(at + step, length)
+            pieces = [now[start + at : start + end] for start in starts[n : n + together]]
+            block = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            if block.dtype != dtype:
+                rounded = torch.from_numpy(block.view(np.float32)).bfloat16()
+                block = rounded.view(torch.uint16).numpy()
+            yield block
 
 
 def _find(now: Bits, kept: Bits) -> tuple[Positions, Bits]:

@@ -22,6 +22,7 @@ from megatron_policy.refit.buffers import align
 from megatron_policy.refit.deltas.arrays import Bits, Words
 from megatron_policy.refit.deltas.codec import (
     SUMS,
+    Pieces,
     encode,
     sum_elements,
     take_changes,
@@ -32,7 +33,8 @@ from megatron_policy.refit.plan import STREAM_ALIGNMENT, Exchange, RefitPlan, Re
 from megatron_policy.weights.geometry import segments
 
 _STEP = 1 << 20  # bytes that are cast, moved or gathered at a time: they stay in the cache
-_IN_PLACE = 1 << 23  # bytes that are compared where they are
+_SHORTEST = 1 << 7  # elements: a call for several pieces of so many is faster than gathering them
+_WORTH_A_THREAD = 1 << 23  # bytes
 
 View = Callable[[Entry, Region], Tensor]
 """Those elements of this rank's parameter, as they are now."""
@@ -90,7 +92,8 @@ class _Kept:
     def __init__(self, share: OwnShare, memory: Tensor) -> None:
         self.share = share
         self.words: Words = memory.numpy().view(np.uint64)
-        self.bits = view_bits(memory.view(share.tensor.dtype)[: share.elements])
+        self.elements = memory.view(share.tensor.dtype)[: share.elements]
+        self.bits = view_bits(self.elements)
         self.sum: int | None = None
 
 
@@ -117,13 +120,17 @@ class SentCopy:
             self._shares.append(_Kept(share, memory[first : first + _nbytes(share)]))
             first += _nbytes(share)
         for kept in self._shares:
-            for begin, now in self._blocks(kept.share):
-                kept.bits[begin : begin + len(now)] = now
+            begin = 0
+            for region in self._list_regions(kept.share):
+                for block in _cut(region, _STEP // region.itemsize):
+                    end = begin + block.numel()
+                    kept.elements[begin:end].view(block.shape).copy_(block)
+                    begin = end
 
     def advance(self) -> list[Fragment]:
         """What has changed since, which the copy then has too; after a failure it is of no use."""
         synchronize()  # threads have streams of their own
-        threads = min(spare_cores(), 1 + self.nbytes // _IN_PLACE)
+        threads = min(spare_cores(), 1 + self.nbytes // _WORTH_A_THREAD)
         with ThreadPoolExecutor(threads) as pool:
             found = (pool.map if threads > 1 else map)(self._advance, self._shares)
             return [fragment for fragment in found if fragment is not None]
@@ -136,12 +143,13 @@ class SentCopy:
     def _advance(self, kept: _Kept) -> Fragment | None:
         if kept.sum is None:
             kept.sum = sum_elements(kept.bits)
-        values, gaps, last = [], [], -1
-        for begin, now in self._blocks(kept.share):
-            taken = take_changes(now, kept.words, begin, last)
+        values, gaps, last, begin = [], [], -1, 0
+        for now, pieces, rounded in self._read(kept.share):
+            taken = take_changes(now, kept.words, begin, last, pieces=pieces, rounded=rounded)
             values.append(taken.values)
             gaps.append(taken.gaps)
             last, kept.sum = taken.last, (kept.sum + taken.grown) % SUMS
+            begin += len(pieces.starts) * pieces.length
         if last < 0:
             return None
         share, of = kept.share, kept.share.tensor
@@ -149,19 +157,43 @@ class SentCopy:
         regions = tuple(flatten(hf) for hf, _ in share.pieces)
         return Fragment(of.name, of.dtype, of.shape, regions, changed, f"{kept.sum:016x}")
 
-    def _blocks(self, share: OwnShare) -> Iterator[tuple[int, Bits]]:
-        """The share as it is now, in the dtype that is sent, in contiguous blocks: where each
-        begins, and its elements.
+    def _read(self, share: OwnShare) -> Iterator[tuple[Bits, Pieces, bool]]:
+        """The share as it is now, in order: elements, the pieces of them that belong to it, and
+        whether they are fp32 that is sent as bfloat16. Host memory is read where it is.
         """
-        begin, dtype = 0, share.tensor.dtype
-        with self._viewing:  # what is merged is so for one parameter at a time
-            regions = [self._view(share.entry, own) for _, own in share.pieces]
-        for region in regions:
-            in_place = region.dtype == dtype and region.device.type == "cpu"
-            for block in _cut(region, (_IN_PLACE if in_place else _STEP) // dtype.itemsize):
+        dtype = share.tensor.dtype
+        for region in self._list_regions(share):
+            rounded = (region.dtype, dtype) == (torch.float32, torch.bfloat16)
+            pieces = _find_pieces(region) if rounded or region.dtype == dtype else None
+            if pieces is not None and region.device.type == "cpu":
+                yield _view_span(region), pieces, rounded
+                continue
+            for block in _cut(region, _STEP // dtype.itemsize):
                 bits = view_bits(block.to(dtype).cpu().contiguous())
-                yield begin, bits
-                begin += len(bits)
+                yield bits, Pieces(np.zeros(1, np.int64), len(bits)), False
+
+    def _list_regions(self, share: OwnShare) -> list[Tensor]:
+        with self._viewing:  # what is merged is so for one parameter at a time
+            return [self._view(share.entry, own) for _, own in share.pieces]
+
+
+def _find_pieces(region: Tensor) -> Pieces | None:
+    """The contiguous pieces that a view consists of, by places after its first element; None if
+    they are too short to be read one after another.
+    """
+    (*sizes, length), (*strides, step), _ = flatten(Region(region.shape, region.stride(), 0))
+    if step != 1 or length < _SHORTEST:
+        return None
+    starts = np.zeros(1, np.int64)
+    for size, stride in zip(sizes, strides, strict=True):
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    return Pieces(starts, length)
+
+
+def _view_span(region: Tensor) -> Bits:
+    """All memory from the first element of a view to the last one."""
+    _, last = Region(region.shape, region.stride(), 0).ends
+    return view_bits(region.as_strided((last + 1,), (1,), region.storage_offset()))
 
 
 def _join(parts: list[Bits]) -> Bits:

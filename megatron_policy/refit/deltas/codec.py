@@ -51,6 +51,13 @@ class Taken(NamedTuple):
     grown: int
 
 
+class Pieces(NamedTuple):
+    """Parts of a run, all of the same length: where each begins."""
+
+    starts: Positions
+    length: int
+
+
 class Encoded(NamedTuple):
     """A change as bytes: the encoding, the number of changed elements, and the content."""
 
@@ -66,11 +73,22 @@ def view_bits(tensor: Tensor) -> Bits:
     return flat.view(_UNSIGNED[size])
 
 
-def take_changes(now: Bits, words: Words, first: int = 0, last: int = -1) -> Taken:
-    """What of a run, from `first` on, is other `now`, which the run then is too. It is given as
-    `pad_words` gives it; its last changed element before is at `last`.
+def take_changes(
+    now: Bits,
+    words: Words,
+    first: int = 0,
+    last: int = -1,
+    *,
+    pieces: Pieces | None = None,
+    rounded: bool = False,
+) -> Taken:
+    """What of a run, from `first` on, is other `now`, which the run then is too; of `now` these
+    pieces, one after another, and of fp32 what they are as bfloat16 if they are `rounded`. The run
+    is given as `pad_words` gives it; its last changed element before is at `last`.
     """
-    return Taken(*_loops().take_changes(now, words, first, last))
+    starts, length = pieces or Pieces(np.zeros(1, np.int64), len(now))
+    kept = words.view(np.uint16 if rounded else now.dtype)
+    return Taken(*_loops().take_changes(now, starts, length, kept, first, last, _make_nan()))
 
 
 def sum_elements(run: Bits) -> int:
@@ -175,3 +193,9 @@ def _loops() -> Any:
     except (ImportError, RuntimeError):  # no Numba; or nowhere to keep what it compiles
         return arrays
     return compiled
+
+
+@cache
+def _make_nan() -> np.uint16:
+    """What torch makes of a NaN as bfloat16, which depends on the machine."""
+    return np.uint16(view_bits(torch.full((64,), torch.nan).bfloat16())[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, uint64
 from numba.cpython.unsafe.numbers import trailing_zeros
+from numba.extending import overload
 
 from megatron_policy.refit.deltas import arrays
 from megatron_policy.refit.digest import FIRST, SECOND
@@ -19,21 +20,24 @@ _FIRST, _SECOND, _MOST = uint64(FIRST), uint64(SECOND), uint64(arrays.MOST)
 
 
 @njit(nogil=True, cache=True)
-def take_changes(now, words, first, last):
+def take_changes(now, starts, length, kept, first, last, nan):
     """See `arrays.take_changes`."""
-    kept, size = words.view(now.dtype), uint64(now.itemsize)
-    places, values = np.empty(_BLOCK + 2, np.uint32), np.empty(len(now), now.dtype)
+    words, size, total = kept.view(np.uint64), uint64(kept.itemsize), len(starts) * length
+    places, values = np.empty(_BLOCK + 2, np.uint32), np.empty(total, kept.dtype)
     before, after = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
-    gaps = np.empty(len(now) + (first + len(now) - last) // 255 + 2, np.uint8)
+    gaps = np.empty(total + (first + total - last) // 255 + 2, np.uint8)
     steps, former = np.empty(_BLOCK, np.uint64), uint64(last)
-    count, packed, grown = 0, _NONE, _NONE
-    for begin in range(0, len(now), _BLOCK):
-        new, start = now[begin : begin + _BLOCK], first + begin
+    count, packed, grown, blocks = 0, _NONE, _NONE, (length + _BLOCK - 1) // _BLOCK
+    for block in range(len(starts) * blocks):
+        run, begin = block // blocks, block % blocks * _BLOCK
+        new = now[starts[run] + begin : starts[run] + min(begin + _BLOCK, length)]
+        start = first + run * length + begin
         old = kept[start : start + len(new)]
-        found = _find(new, old, places)
+        found = _find(new, old, places, nan)
         for at in range(found):  # several in a word change it one after another
             in_bytes = (uint64(start) + uint64(places[at])) * size
-            value, word = new[places[at]], words[in_bytes >> _THREE]
+            value = _round(new[places[at]], old[places[at]], nan)
+            word = words[in_bytes >> _THREE]
             before[at] = word
             word ^= uint64(value ^ old[places[at]]) << ((in_bytes & _SEVEN) << _THREE)
             values[count + at], after[at], words[in_bytes >> _THREE] = value, word, word
@@ -73,13 +77,14 @@ def sum_elements(run):
 
 
 @njit(nogil=True, cache=True)
-def _find(now, kept, places):
+def _find(now, kept, places, nan):
     """Where they differ, in order. A branch for each flag would be guessed wrong each time."""
     found, body = _NONE, len(now) // 64 * 64
     for first in range(0, body, 64):
         flags = _NONE
         for bit in range(64):
-            flags |= uint64(now[first + bit] != kept[first + bit]) << uint64(bit)
+            old = kept[first + bit]
+            flags |= uint64(_round(now[first + bit], old, nan) != old) << uint64(bit)
         for _ in range(2):  # more are rare
             places[found] = first + trailing_zeros(flags)
             found += uint64(flags != _NONE)
@@ -90,8 +95,23 @@ def _find(now, kept, places):
             flags &= flags - _ONE
     for place in range(body, len(now)):
         places[found] = place
-        found += uint64(now[place] != kept[place])
+        found += uint64(_round(now[place], kept[place], nan) != kept[place])
     return np.int64(found)
+
+
+def _round(element, old, nan):
+    """An element as one of the type of `old`: of fp32 as bfloat16."""
+    raise NotImplementedError
+
+
+@overload(_round)
+def _compile_round(element, old, nan):
+    def round_fp32(element, old, nan):
+        is_nan = element & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000)
+        half = np.uint32(0x7FFF) + (element >> np.uint32(16) & np.uint32(1))
+        return nan if is_nan else np.uint16(np.uint32(element + half) >> np.uint32(16))
+
+    return (lambda element, old, nan: element) if element == old else round_fp32
 
 
 @njit(inline="always")
