@@ -88,7 +88,7 @@ def policy_config(path: Path, layout: Layout, packed: bool) -> PolicyConfig:
 
 
 def batch(microbatches: int, vocab: int) -> BatchedDataDict:
-    """Rows for so many microbatches of a long and a short row."""
+    """Rows of text for so many microbatches of a long and a short row."""
     rows = 2 * microbatches
     lengths = torch.tensor([LONG, SHORT] * microbatches)
     columns = torch.arange(WIDTH)
@@ -97,6 +97,7 @@ def batch(microbatches: int, vocab: int) -> BatchedDataDict:
         input_ids=(1 + torch.arange(rows * WIDTH)).view(rows, WIDTH) % vocab,
         input_lengths=lengths,
         token_mask=inside.float(),
+        mm_token_type_ids=torch.zeros(rows, WIDTH, dtype=torch.long),
         sample_mask=torch.ones(rows),
     )
 
