@@ -174,13 +174,14 @@ class CollectiveGroup:
             if now["session"] != self._session:  # another trainer, whose numbers start again
                 self._leave()
                 self._session, self._last = now["session"], 0
-            if now["number"] > max(self._last, now["over"]):
-                self._last = now["number"]
+            if (number := now["number"]) > max(self._last, now["over"]):
+                self._last = number
                 return self._last
-            later, off = (note_key(now["number"] + 1, what) for what in ("offer", OFF))
+            number, left = max(number, self._last) + 1, _left(deadline)
             try:
-                self._store.get(later, _left(deadline), missing, off)
+                self._store.get(note_key(number, "offer"), left, missing, note_key(number, OFF))
             except RefitError:  # a trainer that was started in its place counts from 1
+                self._last = number if find_failure(self._store, number) else self._last
                 if self._store.connected or not _left(deadline):
                     raise
 
@@ -346,9 +347,8 @@ class CollectiveGroup:
 
     def _leave(self) -> None:
         self._landing.close()
-        for _, channel in self._joined.values():
-            channel.close(broken=True)
-        self._joined.clear()
+        while self._joined:
+            self._joined.popitem()[1][1].close(broken=True)
 
 
 def _stream_of(runs: Sequence[ShardRun]) -> Stream:

@@ -159,6 +159,7 @@ class Sender:
     def begin(self) -> None:
         """Begin a new handshake; all senders number them alike, as refits are collective."""
         self._number += 1
+        self._leave_word(self._number)
 
     def offer(self, layout: StreamLayout, bucket_bytes: int, model: ServedModel) -> None:
         """Publish the offer to the engines; only sender 0 does."""
@@ -193,9 +194,12 @@ class Sender:
         self._put_offer({SHARDS: self._layout, MOVER: mover, **sizes, "model": model.plain()})
 
     def ask(self) -> list[StagedVersion]:
-        """Ask the engines, in a handshake of its own, which weights they have staged; only sender 0
+        """Ask the engines, in a handshake of its own, which weights they have staged; sender 0
         does. RefitError if one does not answer in time.
         """
+        if self.sender > 0:
+            self._leave_word(self._number + 1)
+            return []
         self._put_offer({QUESTION: "at"})
         missing = "did not say within {:g} s which weights it has: is it running, and receiving?"
         try:
@@ -246,7 +250,6 @@ class Sender:
 
     def _await_ready(self, **kinds: type) -> list[dict[str, Any]]:
         """What each engine says, once all are ready."""
-        self._store.put_at_end(self._key(OFF), f"sender {self.sender} {LOST}".encode())
         missing = "did not get ready within {:g} s: is it running, and receiving?"
         return [
             parse_note("ready", content, process=str, **kinds)
@@ -264,7 +267,7 @@ class Sender:
         missing = "did not say within {:g} s that it accepts the weights"
         for _ in self._from_engines("accepted", missing):
             pass
-        self._store.put_at_end(self._key(OFF), b"")
+        self._leave_word(self._number + 1)
         self._end()
         if self.sender == 0:
             self._drop_earlier()
@@ -311,6 +314,11 @@ class Sender:
             left = max(0.0, deadline - time.monotonic())
             words = f"engine {engine} {missing.format(self._timeout_s)}"
             yield self._store.get(self._key(what, engine), left, words, self._key(OFF))
+
+    def _leave_word(self, number: int) -> None:
+        """If this process is ended, let the others hear of it in that handshake."""
+        note = f"sender {self.sender} {LOST}"
+        self._store.put_at_end(note_key(number, OFF), note.encode())
 
     def _drop_earlier(self) -> None:
         """Drop the notes of the handshakes before this one, now that every engine has come to it:

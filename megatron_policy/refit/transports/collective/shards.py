@@ -221,7 +221,7 @@ class ShardRefits:
     def ask(self, exporter: Exporter) -> list[StagedVersion]:
         """The engine ranks' versions, on rank 0."""
         self._member.begin()
-        return self._member.ask() if self._member.sender == 0 else []
+        return self._member.ask()
 
     def _carry_out(
         self,
@@ -233,8 +233,8 @@ class ShardRefits:
         began: float,
     ) -> RefitManifest:
         failure, nbytes = None, 0
-        self._member.begin()
         try:
+            self._member.begin()
             with exporter.ranks.alive():
                 nbytes = self._send(exporter, layouts, runs, fill, step)
         except Exception as error:

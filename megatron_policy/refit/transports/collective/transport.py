@@ -184,7 +184,7 @@ class CollectiveTransport:
         if member is None:
             return []
         member.begin()  # on all senders, which number handshakes alike
-        return member.ask() if member.sender == 0 else []
+        return member.ask()
 
     def _plan(self, exporter: Exporter, own_stage: bool) -> RefitPlan:
         return exporter.plan(
