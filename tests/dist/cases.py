@@ -115,9 +115,7 @@ def own_share(policy: MegatronPolicy, data: BatchedDataDict) -> BatchedDataDict:
 
 def as_text(tokens: torch.Tensor) -> BatchedDataDict:
     """Rows of text, whose tokens are no places of pictures in a model that sees either."""
-    drawn = torch.ones_like(tokens)
-    drawn[:, 0] = 0
-    return BatchedDataDict({"input_ids": tokens, "token_mask": drawn})
+    return BatchedDataDict({"input_ids": tokens, "mm_token_type_ids": torch.zeros_like(tokens)})
 
 
 def read_everything(policy: MegatronPolicy, tokens: torch.Tensor, k: int) -> dict[str, Any]:
