@@ -161,7 +161,7 @@ def _tables(checked: CheckedConfig, ignored: bool) -> Iterator[Table]:
             f"{show_gib(checked.fullest.peak)} estimated: {show_gib(states.resident)} of states, "
             f"{most} (`plan` shows all of it)",
         )
-    for note in notes_of(checked.config, checked.model.architecture):
+    for note in notes_of(checked.config, checked.model):
         summary.add_row("note", note)
     if checked.sections_not_read:
         names = ", ".join(checked.sections_not_read)
@@ -201,7 +201,7 @@ def _as_data(checked: CheckedConfig) -> dict[str, Any]:
         "layout": layout_data(topology),
         "train_step": checked.train_step,
         "ranks_that_fit": list(islice(legal_world_sizes(config), SHOWN_SIZES)),
-        "notes": list(notes_of(config, shape)),
+        "notes": list(notes_of(config, checked.model)),
         "sections_not_read": checked.sections_not_read,
         "ignored": dict(checked.ignored),
         "trained": None,

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from megatron_policy.config.batching import batching_of
 from megatron_policy.config.megatron_sections import MegatronConfig
 from megatron_policy.config.parallel_sizes import Engine, engine_of
+from megatron_policy.config.param_groups import ParamGroups
 from megatron_policy.config.policy_config import PolicyConfig
 from megatron_policy.config.section import find_differences
-from megatron_policy.converters.architecture import Architecture
 from megatron_policy.converters.rows.shards import unpadded_shape
 from megatron_policy.converters.table import Table
 from megatron_policy.parallel.topology import Topology
@@ -21,8 +21,9 @@ _OF_EXPERTS = ("moe_", "freeze_moe_router", "expert_tensor_parallel_size")
 """Beginnings of names in megatron_cfg; expert_model_parallel_size is refused."""
 
 
-def notes_of(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
+def notes_of(config: PolicyConfig, table: Table) -> Iterator[str]:
     """Report, a sentence each, what the author of a configuration may not expect of it."""
+    architecture = table.architecture
     configured, positions = config.max_total_sequence_length, architecture.positions
     if configured > positions:
         yield (
@@ -38,6 +39,8 @@ def notes_of(config: PolicyConfig, architecture: Architecture) -> Iterator[str]:
                 f"{batching.key}={batching.tokens} holds one, although rows can have "
                 f"{min(configured, positions)}"
             )
+    if idle := ParamGroups.of_policy(config).freezing.list_idle(table):
+        yield f"without effect, since the model has no such part: {', '.join(idle)}"
     if engine_of(config) is not Engine.MEGATRON_CORE:
         return
     megatron = config.megatron_cfg

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase, translate
 from typing import Any, get_args
@@ -55,9 +56,48 @@ _OF_KEYS = (
     *(_SEEING, _HEARING, _BODY),
 )
 _IMPLIED = [id(group) for group in _OF_KEYS]
-"""Groups that other keys ask for, also of a model that lacks what is in them: `peft`,
+"""Groups that other keys ask for, which say themselves whether the model has to have them: `peft`,
 `freeze_moe_router`, those of `freeze_config`, and what freezes parts beside it.
 """
+
+
+@dataclass(frozen=True)
+class FreezeKeys:
+    """Keys that freeze a part of a model without naming its tensors."""
+
+    section: str = ""
+    parts: Mapping[str, tuple[bool, ParamGroupConfig]] = field(default_factory=dict)
+    """Of each key of the section whether it is set, and what it freezes."""
+    optional: frozenset[str] = frozenset()
+    """Those that may ask for a part which the model lacks."""
+
+    @property
+    def asked(self) -> list[str]:
+        """Those that are set."""
+        return [key for key, (on, _) in self.parts.items() if on]
+
+    @property
+    def groups(self) -> list[ParamGroupConfig]:
+        """What is frozen."""
+        return [self.parts[key][1] for key in self.asked]
+
+    def list_idle(self, table: Table) -> list[str]:
+        """The keys that ask in vain and may."""
+        asked = (key for key in self.asked if key in self.optional)
+        return [key for key in asked if not self._finds(key, table)]
+
+    def check(self, table: Table) -> None:
+        """ConfigError for a key that asks for a part which the model lacks, and has to find it."""
+        for key in self.asked:
+            if key not in self.optional and not self._finds(key, table):
+                parts = ", ".join(each for each in self.parts if self._finds(each, table))
+                raise ConfigError(
+                    f"{self.section}.{key}=True would keep nothing: {table.family} has no such "
+                    f"part. Leave the key out; those for parts that the model has are {parts}"
+                )
+
+    def _finds(self, key: str, table: Table) -> bool:
+        return any(map(ParamGroups([self.parts[key][1]]).frozen, table.entries))
 
 
 def role_of(entry: Entry) -> str:
@@ -81,8 +121,13 @@ def role_of(entry: Entry) -> str:
 class ParamGroups:
     """The groups of a configuration over the parameters of a table. The first that fits counts."""
 
-    def __init__(self, groups: Sequence[ParamGroupConfig] = (), key: str = _KEY) -> None:
-        self._groups, self._key = tuple(groups), key
+    def __init__(
+        self,
+        groups: Sequence[ParamGroupConfig] = (),
+        key: str = _KEY,
+        freezing: FreezeKeys = FreezeKeys(),
+    ) -> None:
+        self._groups, self._key, self.freezing = tuple(groups), key, freezing
         self._patterns = [
             None if group.names is None else re.compile("|".join(map(translate, group.names)))
             for group in groups
@@ -98,16 +143,24 @@ class ParamGroups:
     def of(cls, settings: MegatronConfig) -> ParamGroups:
         """The groups that `settings` ask for."""
         part = settings.freeze_config
-        asked = [
-            (settings.freeze_moe_router, _ROUTERS),
-            (part.freeze_vision_model or settings.freeze_vision_model, _TOWER),
-            (part.freeze_vision_projection or settings.freeze_vision_projection, _PROJECTORS),
-            (settings.freeze_sound_encoder, _EARS),
-            (settings.freeze_sound_projection, _SOUND_PROJECTORS),
-            (part.freeze_language_model, _DECODER),
-        ]
-        first = [_BASE] if settings.peft.enabled else [group for on, group in asked if on]
-        return cls([*first, *settings.optimizer.param_groups])
+        keys = FreezeKeys(
+            "policy.megatron_cfg",
+            {
+                "freeze_vision_model": (settings.freeze_vision_model, _TOWER),
+                "freeze_vision_projection": (settings.freeze_vision_projection, _PROJECTORS),
+                "freeze_sound_encoder": (settings.freeze_sound_encoder, _EARS),
+                "freeze_sound_projection": (settings.freeze_sound_projection, _SOUND_PROJECTORS),
+                "freeze_config.freeze_vision_model": (part.freeze_vision_model, _TOWER),
+                "freeze_config.freeze_vision_projection": (
+                    part.freeze_vision_projection,
+                    _PROJECTORS,
+                ),
+                "freeze_config.freeze_language_model": (part.freeze_language_model, _DECODER),
+            },
+        )
+        routers = [_ROUTERS] if settings.freeze_moe_router else []
+        first = [_BASE] if settings.peft.enabled else [*routers, *keys.groups]
+        return cls([*first, *settings.optimizer.param_groups], freezing=keys)
 
     @classmethod
     def of_policy(cls, config: PolicyConfig) -> ParamGroups:
@@ -115,15 +168,19 @@ class ParamGroups:
         if engine_of(config) is Engine.MEGATRON_CORE:
             return cls.of(config.megatron_cfg)
         part, own = config.dtensor_cfg.automodel_kwargs.freeze_config, config.optimizer
-        first = list[ParamGroupConfig]()
+        keys = FreezeKeys()
         if part is not None and engine_of(config) is Engine.FSDP2:
-            asked = [
-                (part.freeze_vision_tower, _SEEING),
-                (part.freeze_audio_tower, _HEARING),
-                (part.freeze_language_model, _BODY),
-            ]
-            first = [group for on, group in asked if on]
-        return cls([*first, *(() if own is None else own.param_groups)], _TORCH_KEY)
+            parts = {
+                "freeze_vision_tower": (part.freeze_vision_tower, _SEEING),
+                "freeze_audio_tower": (part.freeze_audio_tower, _HEARING),
+                "freeze_language_model": (part.freeze_language_model, _BODY),
+            }
+            # NeMo RL's recipes ask for the tower that hears whatever the model, the section's
+            # default for the one that sees.
+            optional = parts.keys() - part.model_fields_set | {"freeze_audio_tower"}
+            section = "policy.dtensor_cfg.automodel_kwargs.freeze_config"
+            keys = FreezeKeys(section, parts, frozenset(optional))
+        return cls([*keys.groups, *(() if own is None else own.param_groups)], _TORCH_KEY, keys)
 
     def group_of(self, entry: Entry) -> ParamGroupConfig | None:
         """The group of a parameter; None where none fits: it is trained as the optimizer says."""
@@ -166,6 +223,7 @@ class ParamGroups:
                 f"{self._key} needs a family of this package, and {table.family} is none: leave it "
                 "out"
             )
+        self.freezing.check(table)
         names = [name for entry in table.entries for name in entry.hf]
         for group in self._groups:
             for pattern in () if id(group) in _IMPLIED else group.names or ():

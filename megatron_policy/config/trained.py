@@ -73,7 +73,7 @@ class ParamGroupConfig(ValueSection):
 
 class FreezeConfig(Section):
     """Parts of a model that sees pictures and keep their values, as groups before those of
-    `param_groups` do. A model without the part is trained as it is.
+    `param_groups` do. A key whose part the model lacks is refused.
     """
 
     freeze_vision_model: bool = False

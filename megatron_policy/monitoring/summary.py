@@ -78,7 +78,7 @@ def summarize(
         ("optimizer", _optimizer(config, engine)),
         ("batches", _batches(config, engine.table.architecture, topology)),
         ("memory", _memory(config, engine, topology, memory, reference_bytes)),
-        ("note", notes_of(config, engine.table.architecture)),
+        ("note", notes_of(config, engine.table)),
         ("device", [f"{device_name()}, {show_size(here.free)} free of {show_size(here.total)}"]),
         ("versions", [f"megatron-policy {VERSION}{others}, Python {platform.python_version()}"]),
     )

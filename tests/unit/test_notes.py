@@ -31,7 +31,7 @@ def section(checkpoint: Any, family: str = "qwen2", **keys: Any) -> dict[str, An
 def notes(checkpoint: Any, family: str = "qwen2", **keys: Any) -> list[str]:
     keys = {"max_total_sequence_length": POSITIONS, **keys}
     config = PolicyConfig.parse(section(checkpoint, family, **keys))
-    return list(notes_of(config, bind_model(config).architecture))
+    return list(notes_of(config, bind_model(config)))
 
 
 def megatron(**keys: Any) -> dict[str, Any]:
@@ -53,6 +53,15 @@ SAID: dict[str, dict[str, Any]] = {
         train_iters=10, scheduler=WARM_UP
     ),
     "since the model has no experts: freeze_moe_router, moe_router_dtype": megatron(**EXPERTS),
+    "since the model has no such part: freeze_audio_tower": {
+        "megatron_cfg": {"enabled": False},
+        "dtensor_cfg": {
+            "enabled": True,
+            "automodel_kwargs": {
+                "freeze_config": {"freeze_vision_tower": False, "freeze_audio_tower": True}
+            },
+        },
+    },
 }
 
 

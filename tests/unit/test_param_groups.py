@@ -155,9 +155,65 @@ def test_parts_are_frozen_by_the_keys_of_the_host(
         groups.check(omni)
         frozen = {e.hf[0] for e in omni.entries if groups.frozen(e)}
         assert frozen == {n for e in omni.entries if (n := e.hf[0]).startswith(start)}, part
-    text = table_of(checkpoint("qwen3"))
-    both.check(text)
-    assert not any(map(both.frozen, text.entries))
+
+
+LACKING: dict[str, tuple[str, dict[str, Any], str]] = {
+    "sees nothing": (
+        "qwen3",
+        {"freeze_vision_model": True},
+        r"megatron_cfg.freeze_vision_model=True would keep nothing: qwen3 has no such part. .*"
+        r"that the model has are freeze_config.freeze_language_model$",
+    ),
+    "has no projector": (
+        "qwen3",
+        {"freeze_config": {"freeze_vision_projection": True}},
+        r"megatron_cfg.freeze_config.freeze_vision_projection=True would",
+    ),
+    "hears nothing": (
+        "qwen3_vl",
+        {"freeze_sound_encoder": True},
+        r"freeze_sound_encoder=True would .* are freeze_vision_model, freeze_vision_projection, "
+        r"freeze_config",
+    ),
+    "projects sound within its tower": (
+        "qwen2_5_omni_thinker",
+        {"freeze_sound_projection": True},
+        r"freeze_sound_projection=True would .* freeze_vision_projection, freeze_sound_encoder, ",
+    ),
+    "is adapted": (
+        "qwen3",
+        {"freeze_vision_model": True, "peft": {"enabled": True, "dim": 4, "alpha": 8}},
+        "megatron_cfg.freeze_vision_model=True would",
+    ),
+}
+
+
+@pytest.mark.parametrize("model", LACKING)
+def test_a_key_that_freezes_a_part_which_the_model_lacks_is_refused(
+    checkpoint, tmp_path: Path, model: str
+) -> None:
+    family, keys, message = LACKING[model]
+    found = checkpoint(family) if family == "qwen3" else make_model(tmp_path / "hf", family)
+    with pytest.raises(ConfigError, match=message):
+        groups_of(**keys).check(table_of(found))
+
+
+def test_of_keys_for_the_hosts_other_worker_only_those_it_always_sets_may_find_nothing(
+    checkpoint,
+) -> None:
+    """Its recipes freeze the tower that hears of models without one."""
+    text = checkpoint("qwen3")
+
+    def groups_for(**said: bool) -> ParamGroups:
+        keys = {"dtensor_cfg": {"automodel_kwargs": {"freeze_config": said}}}
+        return ParamGroups.of_policy(PolicyConfig.parse(policy_config(text, keys)))
+
+    table = table_of(text)
+    hosts = groups_for(freeze_audio_tower=True)
+    hosts.check(table)
+    assert hosts.freezing.list_idle(table) == ["freeze_vision_tower", "freeze_audio_tower"]
+    with pytest.raises(ConfigError, match=r"freeze_config.freeze_vision_tower=True would keep"):
+        groups_for(freeze_vision_tower=True).check(table)
 
 
 def test_keys_of_the_host_freeze_the_projectors_of_every_family_apart_from_its_towers(

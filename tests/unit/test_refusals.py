@@ -97,6 +97,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "an empty group": ("qwen2", 1, groups({"roles": ["router"], "lr": 0.1})),
     "an idle group": ("qwen2", 1, groups({"roles": ["norm"], "lr": 0.1}, peft=ADAPTERS)),
     "nothing trained": ("qwen2", 1, groups(FROZEN)),
+    "a tower to freeze that is not there": ("qwen2", 1, megatron(freeze_vision_model=True)),
     "parts of one parameter": ("qwen2", 1, groups({"names": ["*.q_proj.weight"], "lr": 0.1})),
     "one expert of a layer": ("mixtral", 1, groups({"names": ["*.experts.1.*"], "lr": 0.1})),
     "variables of ranks": ("qwen2", 1, megatron(env_vars={"RANK": "1"})),

@@ -17,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from megatron_policy.adapters.targets import bind_tables
 from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import check_layout, topology_of
-from megatron_policy.config.model_table import bind_model
 from megatron_policy.converters.architecture import Architecture
 from megatron_policy.errors import ConfigError, ConversionError
 from megatron_policy.hosts.nemo_rl.not_implemented import NOT_IMPLEMENTED
@@ -212,7 +212,7 @@ def architecture_of(config: PolicyConfig) -> Architecture | None:
         return None
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(fields))
-        return bind_model(config.model_copy(update={"model_name": folder})).architecture
+        return bind_tables(config.model_copy(update={"model_name": folder}))[0].architecture
 
 
 def refusal(document: Mapping[str, Any]) -> str:
