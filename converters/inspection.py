@@ -24,7 +24,7 @@ from megatron_policy.converters.config_fields import (
     FieldUse,
     shown,
 )
-from megatron_policy.converters.families.shared.pictures import PARAMETERS, PART, TENSORS
+from megatron_policy.converters.families.shared.pictures import PARAMETERS, PART, TENSORS, UNREAD
 from megatron_policy.converters.rows.blocks import Shape
 from megatron_policy.converters.rows.shards import split_dimension, unpadded_shape
 from megatron_policy.errors import ConversionError
@@ -280,7 +280,7 @@ def _meanings(fields: Fields, written: Mapping[str, Any], arch: Architecture) ->
     """
     handled, flat = set(), flatten(arch)
     for use in fields.uses():
-        if use.name in (TENSORS, PART):  # which no file has
+        if use.name in (TENSORS, UNREAD, PART):  # which no file has
             continue
         handled.add(use.name.split(".")[0])
         if use.outcome == TRANSLATED and not use.why:

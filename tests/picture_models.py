@@ -219,7 +219,8 @@ TINY: dict[str, Fields] = {
     },
     "qwen2_vl": {
         "text_config": TEXT | {"rope_parameters": ROPE},
-        "vision_config": OLDER | {"embed_dim": 16, "hidden_size": TEXT["hidden_size"]},
+        "vision_config": {name: OLDER[name] for name in OLDER if name != "intermediate_size"}
+        | {"embed_dim": 16, "hidden_size": TEXT["hidden_size"]},
         "tie_word_embeddings": False,
     },
     "qwen2_5_omni_thinker": {

@@ -32,22 +32,11 @@ _ON_FILE = (
 )
 """Parts of the names of transformers' parameters, one after another, and what files have."""
 _PROJECTIONS = (".attn.q_proj.", ".attn.k_proj.", ".attn.v_proj.")
-_MAKERS = {
-    **{f"vt_{name}": name for name in ("hidden_size", "intermediate_size")},
-    **{f"vt_{name}": name for name in ("num_attention_heads", "num_hidden_layers")},
-    **{f"init_pos_emb_{name}": f"pos_emb_{name}" for name in ("height", "width", "time")},
-}
-"""Fields of the tower under the names of its makers, and those of transformers' class."""
 
 
 def take_shell(fields: Fields) -> dict[str, Any]:
     """What `Architecture` says of the pictures of a Kimi_K25Config."""
     vision = fields.take("vision_config")
-    for theirs, ours in _MAKERS.items():
-        value, own = vision.get(theirs), vision.get(ours)
-        if value not in (None, own):
-            why = f"transformers reads {ours}, which is {own}"
-            fields.refuse(f"vision_config.{theirs}", value, why)
     kernel, patch = vision["merge_kernel_size"], vision["patch_size"]
     if len({*kernel}) > 1:
         fields.refuse("vision_config.merge_kernel_size", kernel, "a token is made of a square")

@@ -17,7 +17,7 @@ import torch
 from megatron_policy.converters.architecture import MOST_LAYERS
 from megatron_policy.converters.config_fields.quantisation import SECTION, Scheme, scheme_of
 from megatron_policy.converters.families.shared.omni import find_prefix, take_part
-from megatron_policy.converters.families.shared.pictures import PART, TENSORS
+from megatron_policy.converters.families.shared.pictures import PART, TENSORS, UNREAD
 from megatron_policy.converters.files import strict_json
 from megatron_policy.converters.files.contained import (
     expanded,
@@ -32,6 +32,7 @@ from megatron_policy.errors import ConfigError, ConversionError
 
 from .hf_location import locate
 from .hf_overrides import ROPE, in_kind
+from .section_fields import find_unread
 
 CONFIG, VISION = "config.json", "vision_config"
 _SHOWN = 10
@@ -214,7 +215,7 @@ def _family_of(kind: str) -> Family:
 
 def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -> dict[str, Any]:
     """The fields, completed with their class's defaults and, of a decoder that is `surrounded`, the
-    tensors of its shell.
+    tensors of its shell and what nothing reads of its sections.
     """
     if surrounded and config.get(VISION) is None:  # its class would take another tower than any
         raise ConversionError(f"config.json has no {VISION}, which this model family needs")
@@ -223,6 +224,7 @@ def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -
             read = _read(config, folder)
             found = read.to_dict()
             if surrounded:
+                found[UNREAD] = find_unread(_model_alone(config), read)
                 found[TENSORS] = {
                     name: [*tensor.shape]
                     for name, tensor in build_without_values(read).state_dict().items()

@@ -21,6 +21,10 @@ TENSORS = "shell"
 """The field that a config has beside those of its file: the tensors of what surrounds the decoder,
 name and shape.
 """
+UNREAD = "unread"
+"""The field that a config has beside those of its file: fields of sections for towers that nothing
+reads, each with its value and why it is refused.
+"""
 PART = "part"
 """The field that a config has beside those of its file if it is the section of one model in a
 checkpoint of several: what names of that model's tensors begin with.
@@ -106,6 +110,8 @@ def surround(fields: Fields, prefix: str, *media: Medium, **more: Any) -> dict[s
     """What `Architecture` says of a shell that reads these media; tensors of it have names with the
     `prefix` in a checkpoint.
     """
+    for name, (value, why) in fields.take(UNREAD).items():
+        fields.refuse(name, value, why)
     tensors = tuple((name, tuple(shape)) for name, shape in fields.take(TENSORS).items())
     shell = Shell(tensors, prefix, media, **more)
     return {"shell": shell, "attachments": shell.attachments}
