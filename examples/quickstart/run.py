@@ -44,11 +44,13 @@ def main(
     console.print("[bold]GRPO quickstart[/bold]: loading libraries ...")
     make_importable()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from quickstart import demo, report, settings
-    from quickstart.display import Display
-    from quickstart.errors import exit_on_errors
-    from quickstart.journal import Journal
-    from quickstart.task import Problems
+    from quickstart.errors import exit_on_errors, exit_on_missing
+
+    with exit_on_missing(console):
+        from quickstart import demo, report, settings
+        from quickstart.display import Display
+        from quickstart.journal import Journal
+        from quickstart.task import Problems
 
     if engine not in list(settings.Engine):
         known = " or ".join(settings.Engine)

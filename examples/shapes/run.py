@@ -34,15 +34,17 @@ def main(
     console.print("[bold]Shapes[/bold]: loading libraries ...")
     make_importable()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from shapes.album import draw_album
-    from shapes.checkpoint import make_checkpoint
-    from shapes.codec import PictureCodec
-    from shapes.task import Problems
+    from quickstart.errors import exit_on_errors, exit_on_missing
 
-    from quickstart import demo, report, settings
-    from quickstart.display import Display
-    from quickstart.errors import exit_on_errors
-    from quickstart.journal import Journal
+    with exit_on_missing(console):
+        from shapes.album import draw_album
+        from shapes.checkpoint import make_checkpoint
+        from shapes.codec import PictureCodec
+        from shapes.task import Problems
+
+        from quickstart import demo, report, settings
+        from quickstart.display import Display
+        from quickstart.journal import Journal
 
     options = demo.Options(
         model=None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from megatron_policy.config import PolicyConfig
 from megatron_policy.config.layout import topology_of
 from megatron_policy.errors import ConfigError
 
+REPOSITORY = Path(__file__).parents[2]
 PROBLEM = Problem(("d", "b", "e", "a", "c"))
 
 
@@ -171,3 +174,22 @@ def test_a_line_of_progress_fits_80_columns() -> None:
         show({"step": 120} | dict.fromkeys(names, -0.25))
     line = written.getvalue().rstrip("\n")
     assert len(line) <= 80 and line.endswith("held out -0.250")
+
+
+@pytest.mark.parametrize("example", ["quickstart", "shapes"])
+def test_without_matplotlib_an_example_ends_with_one_line_that_names_the_extra(
+    tmp_path: Path, example: str
+) -> None:
+    run = REPOSITORY / "examples" / example / "run.py"
+    code = (
+        "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv = ['run.py', '--steps', '1']"
+        f"; sys.path.insert(0, {str(run.parent)!r}); "
+        f"runpy.run_path({str(run)!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert 'error: matplotlib is not installed: in the checkout, pip install ".[demo]"' in " ".join(
+        done.stdout.split()
+    )
