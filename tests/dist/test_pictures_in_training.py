@@ -1,6 +1,6 @@
-"""Models that also see pictures, which are not offered yet: log-probabilities, and what two steps
-of training make of every parameter, the tower's included, are those of transformers under every
-way to split and to batch.
+"""Models that also see pictures or hear sound: log-probabilities, and what two steps of training
+make of every parameter, the tower's included, are those of transformers under every way to split
+and to batch.
 
 Shapes: B rows, S positions.
 """
@@ -126,20 +126,27 @@ REFUSED_WITHOUT = (
     "|make (4|16)"
 )
 """What is said to a rank whose rows lack the last four patches, or the last picture."""
+FURTHER: dict[str, tuple[Layout, str]] = {
+    "PP2xVPP2": (layout(2, pp=2, vpp=2), "packed"),
+    "TP2+SP, recomputed": (layout(2, tp=2, **SP, **RECOMPUTED), "packed"),
+    "one process, recomputed": (layout(1, **RECOMPUTED), "padded"),
+}
 SOME = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2", "CP2", "DP2, overlaps")}
-OLDER = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2")}
+SOME |= {"FSDP2": SHARDED["FSDP2"]}
+OLDER = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2")} | {"FSDP2": SHARDED["FSDP2"]}
 LAYOUTS_OF = {
     "gemma3": LAYOUTS | SHARDED,
     **dict.fromkeys(("glm4v", "idefics3", "llava", "llava_next"), SOME),
     **dict.fromkeys(("llava_onevision", "mistral3"), SOME),
     "internvl": SOME | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP2 TP2+SP x 2")},
     "smolvlm": SOME | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP1 x 2")},
-    **dict.fromkeys(("glm4v_moe", "kimi_k25"), WITH_EXPERTS),
+    "glm4v_moe": WITH_EXPERTS | {"FSDP2": SHARDED["FSDP2"]},
+    "kimi_k25": WITH_EXPERTS,
     # Experts have tensor parallelism with sequence parallelism alone.
     "nemotron_h_omni": WITH_EXPERTS | {n: each for n, each in LAYOUTS.items() if n != "TP2"},
     "qwen2_vl": OLDER,
     "qwen2_5_omni_thinker": LAYOUTS | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP2 CP2")},
-    "qwen2_5_vl": LAYOUTS | SHARDED,
+    "qwen2_5_vl": LAYOUTS | SHARDED | FURTHER,
     # transformers packs no rows of delta nets.
     "qwen3_5": LAYOUTS | {n: SHARDED[n] for n in ("FSDP2 x 2", "FSDP2 x 4", "FSDP1 x 2")},
     "qwen3_5_moe": WITH_EXPERTS | {"FSDP2 x 2": SHARDED["FSDP2 x 2"]},
