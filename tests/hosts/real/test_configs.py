@@ -26,8 +26,43 @@ NOT_SUPPORTED = {
 }
 """What configurations of the host ask for in vain."""
 
-OF_DTENSOR = ("policy.dtensor_cfg.expert_parallel_size=", recipes.NOT_KNOWN)
-"""What recipes for its DTensor worker that see or hear are refused for."""
+_OFFLOADED = "policy.megatron_cfg.optimizer.optimizer_cpu_offload=True"
+_EXPERTS_APART = "policy.dtensor_cfg.expert_parallel_size="
+_OMNI, _SUPER = "vlm_grpo-nemotron-omni-30ba3b-", "nemotron-super-omni-120ba12b-"
+_VL = "vlm_grpo-qwen2.5-vl-3b-instruct-clevr-"
+_ASYNC = f"vlm_grpo-{_SUPER}16n8g-megatron-tp8ep16cp2-async-gym"
+SEEING: dict[bool, dict[str, str]] = {
+    True: {
+        f"mopd-{_SUPER}10n8g-megatron-tp8ep16cp2-async-gym.v1": "",
+        f"mopd-{_SUPER}4n8g-smoke.v1": "",
+        f"{_OMNI}16n8g-megatron-tp4ep4-async-gym-video.v1": _OFFLOADED,
+        f"{_OMNI}2n8g-megatron-tp4ep4-gym-video.v1": _OFFLOADED,
+        f"{_OMNI}circle-click-2n8g-megatron-tp2ep8.v1": _OFFLOADED,
+        f"{_OMNI}clevr-1n8g-megatron-tp8ep8.v1": "",
+        f"{_OMNI}mmpr-4n8g-megatron-tp8ep16.v1": "",
+        f"{_ASYNC}-mtp-specdec.v1": "",
+        f"{_ASYNC}-mtp.v1": "",
+        f"{_ASYNC}.v1": "",
+        "vlm_grpo-qwen2.5-omni-3b-avqa-1n8g-megatron.v1": "",
+        "vlm_grpo-qwen2.5-omni-7b-audiomcq-1n8g-megatron.v1": "",
+        "vlm_grpo-qwen2.5-omni-7b-intent-1n8g-megatron.v1": "",
+        f"{_VL}1n4g-megatrontp1.v1": "",
+        f"{_VL}1n8g-megatrontp2.v1": "",
+        "vlm_grpo-qwen3-omni-30ba3b-audiomcq-4n8g-megatron.v1": "",
+        "vlm_grpo-qwen3.5-35ba3b-geo3k-2n8g-megatron-ep16": "",
+    },
+    False: {
+        f"{_VL}1n4g-dtensor2tp1.v1": "",
+        f"{_VL}1n8g-dtensor2tp1.v1": "",
+        f"{_OMNI}clevr-1n8g-automodel-ep8.v1": _EXPERTS_APART,
+        f"{_OMNI}mmpr-4n8g-automodel-ep8.v1": _EXPERTS_APART,
+        "vlm_grpo-qwen3.5-35ba3b-geo3k-2n8g-automodel-ep16": _EXPERTS_APART,
+        "vlm_grpo-gemma4-e4b-geo3k-1n8g-automodel": recipes.NOT_KNOWN,
+    },
+}
+"""By whether it is for Megatron, every recipe that sees or hears, and how what it is refused for
+begins; nothing if it is taken.
+"""
 
 OURS = Path(__file__).parents[3] / "examples" / "recipes"
 OUR_KEYS = ("policy.metrics.jsonl", "policy.max_patches_per_microbatch", "policy.scheduler")
@@ -79,12 +114,21 @@ def test_most_recipes_fit_their_models_and_engines_at_the_size_of_their_clusters
         assert known or line.startswith(recipes.NOT_KNOWN), line
 
 
-def test_recipes_of_dtensor_that_see_are_taken_or_ask_for_what_is_not_supported() -> None:
-    found = recipes.recipes("vlm", megatron=False)
-    said = [recipes.refusal(document) for _, document in found]
-    assert said.count("") >= 2
-    for line in filter(None, said):
-        assert line.startswith(OF_DTENSOR), line
+@pytest.mark.parametrize("megatron", SEEING)
+def test_each_recipe_that_sees_or_hears_is_taken_or_refused_for_what_is_known(
+    megatron: bool,
+) -> None:
+    expected = SEEING[megatron]
+    said = {
+        Path(name).name.removesuffix(".yaml"): recipes.refusal(document)
+        for name, document in recipes.recipes("vlm", megatron=megatron)
+    }
+    assert said.keys() == expected.keys()
+    assert {name for name, why in said.items() if not why} == {
+        name for name, why in expected.items() if not why
+    }
+    for name, why in said.items():
+        assert why.startswith(expected[name]), f"{name}: {why}"
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in OURS.glob("*/nemo_rl.yaml")))
