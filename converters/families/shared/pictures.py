@@ -110,7 +110,7 @@ def surround(fields: Fields, prefix: str, *media: Medium, **more: Any) -> dict[s
     """What `Architecture` says of a shell that reads these media; tensors of it have names with the
     `prefix` in a checkpoint.
     """
-    for name, (value, why) in fields.take(UNREAD).items():
+    for name, (value, why) in fields.take(UNREAD, {}).items():
         fields.refuse(name, value, why)
     tensors = tuple((name, tuple(shape)) for name, shape in fields.take(TENSORS).items())
     shell = Shell(tensors, prefix, media, **more)
