@@ -223,11 +223,12 @@ def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -
         try:
             read = _read(config, folder)
             found = read.to_dict()
+            states = build_without_values(read).state_dict() if surrounded else {}
             if surrounded:
                 found[UNREAD] = find_unread(_model_alone(config), read)
                 found[TENSORS] = {
                     name: [*tensor.shape]
-                    for name, tensor in build_without_values(read).state_dict().items()
+                    for name, tensor in states.items()
                     # Whole numbers are no weights.
                     if tensor.is_floating_point() and not name.startswith(DECODERS)
                 }
@@ -235,6 +236,13 @@ def _completed(model: str | Path, config: Mapping[str, Any], surrounded: bool) -
             raise
         except Exception as error:  # fields of unexpected types can raise anything in there
             raise _unreadable(model, str(error).replace(str(folder), str(model))) from error
+    if surrounded and not any(name.startswith(DECODERS) for name in states):
+        from transformers import __version__
+
+        raise ConfigError(
+            f"transformers {__version__} builds models of the type {read.model_type!r} with a "
+            "decoder that stands in no module of its own: install a newer transformers"
+        )
     # Families state why they do not need the code it names, and which release wrote the weights.
     kept = {name: config[name] for name in ("auto_map", "transformers_version") if name in config}
     return {**found, **kept, "_name_or_path": str(model)}

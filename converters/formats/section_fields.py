@@ -31,6 +31,8 @@ _OF_MAKERS = """adaptor_configs adaptor_names args feature_normalizer_config ima
 """What published checkpoints have for processors, for their makers' own code, or for parts that the
 whole model's class makes.
 """
+_UNDECLARED = ("vision_use_head",)
+"""What classes of some releases of transformers compute with and do not declare."""
 _FIXED: Mapping[str, Any] = {
     "apply_vit_abs_pos_embed": True,
     "deepstack_visual_indexes": [],
@@ -49,7 +51,7 @@ _TWINS: Mapping[str, str] = {
     **{f"init_pos_emb_{name}": f"pos_emb_{name}" for name in ("height", "width", "time")},
 }
 """Fields under the names of makers, and those of transformers' class."""
-_WITHOUT_EFFECT = frozenset({*IGNORED, *_OF_ALL.split(), *_OF_MAKERS.split(), *ROPE[0], *ROPE[1]})
+_KNOWN = {*IGNORED, *_OF_ALL.split(), *_OF_MAKERS.split(), *_UNDECLARED, *ROPE[0], *ROPE[1]}
 
 
 def find_unread(config: Mapping[str, Any], read: Any) -> dict[str, tuple[Any, str]]:
@@ -70,7 +72,7 @@ def _list_unread(section: Mapping[str, Any], read: Any) -> Iterator[tuple[str, A
     kind = type(read)
     declared = {*inspect.signature(kind).parameters, *kind().to_dict(), *kind.attribute_map}
     for name, value in section.items():
-        if name in declared or name in _WITHOUT_EFFECT or value is None:
+        if name in declared or name in _KNOWN or value is None:
             continue
         if twin := _TWINS.get(name):
             own = getattr(read, twin, None)

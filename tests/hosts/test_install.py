@@ -30,6 +30,9 @@ OTHERS = (
 )
 
 
+pytest.importorskip("ray")  # which the stand-in imports, as the host does
+
+
 @pytest.fixture
 def groups(nemo_rl_standin: None) -> Iterator[ModuleType]:
     """The host's module that starts workers, as it is before anything is installed."""

@@ -21,6 +21,7 @@ from megatron_policy.converters.rows import (
 )
 from megatron_policy.converters.rows.expert_rows import StackedWhole
 from megatron_policy.converters.table import Entry, Table, bind
+from megatron_policy.errors import ConfigError
 from tests.checkpoints import make_checkpoint
 from tests.families import DENSE, PUBLISHED, SAMPLES, draw_experts
 from tests.samples import Fields
@@ -144,5 +145,10 @@ def test_a_published_config_gives_the_number_of_parameters_the_model_has(
 ) -> None:
     parameters, config = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shapes = bind(read_config(tmp_path)).hf_shapes()
+    try:
+        fields = read_config(tmp_path)
+    except ConfigError as error:
+        assert "install a newer transformers" in str(error)
+        pytest.skip(str(error))
+    shapes = bind(fields).hf_shapes()
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == parameters

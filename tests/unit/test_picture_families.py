@@ -34,7 +34,7 @@ from megatron_policy.converters.rows import Role, TowerQkv, fill_shard
 from megatron_policy.converters.table import Entry, Table, bind
 from megatron_policy.errors import BatchError, ConfigError, ConversionError
 from megatron_policy.training.checks import check_batch
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import config_of, make_checkpoint
 from tests.picture_models import (
     CLIPS,
     IMAGE,
@@ -439,7 +439,7 @@ def test_values_that_cannot_be_honoured_are_refused_by_name(
 
 @pytest.mark.parametrize("family", TINY)
 def test_placeholders_are_tokens_of_the_vocabulary_and_differ(tmp_path: Path, family: str) -> None:
-    AutoConfig.for_model(family, **TINY[family] | TOKENS).save_pretrained(tmp_path)
+    config_of(family, **TINY[family] | TOKENS).save_pretrained(tmp_path)
     own = json.loads((tmp_path / "config.json").read_text())
     image = next(name for name in ("image_token_id", "image_token_index") if name in own)
     size = own["text_config"]["vocab_size"]
@@ -563,7 +563,7 @@ def test_names_of_makers_and_of_other_releases_are_those_of_transformers(
 def test_a_config_without_the_section_of_its_tower_is_refused_by_name(
     tmp_path: Path, family: str, section: dict[str, Any]
 ) -> None:
-    AutoConfig.for_model(family, **TINY[family], **list_tokens(family)).save_pretrained(tmp_path)
+    config_of(family, **TINY[family], **list_tokens(family)).save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     del fields["vision_config"]
     (tmp_path / "config.json").write_text(json.dumps(fields | section))
@@ -573,7 +573,7 @@ def test_a_config_without_the_section_of_its_tower_is_refused_by_name(
 
 @pytest.mark.parametrize("heads", [3, 16])
 def test_heads_that_the_width_of_the_tower_has_not_are_refused(tmp_path: Path, heads: int) -> None:
-    config = AutoConfig.for_model("kimi_k25", **TINY["kimi_k25"], **list_tokens("kimi_k25"))
+    config = config_of("kimi_k25", **TINY["kimi_k25"], **list_tokens("kimi_k25"))
     config.vision_config.num_attention_heads = heads
     config.save_pretrained(tmp_path)
     said = rf"vision_config.num_attention_heads = {heads}: hidden_size is 16"
@@ -611,7 +611,7 @@ def test_pictures_take_as_many_places_as_a_tower_makes_features(
 ) -> None:
     fields = TINY["llava"] | {"vision_feature_select_strategy": strategy}
     fields |= {"vision_config": fields["vision_config"] | {"model_type": kind}}
-    config = AutoConfig.for_model("llava", **fields)
+    config = config_of("llava", **fields)
     model = AutoModelForImageTextToText.from_config(config)
     model.save_pretrained(tmp_path)
     shell = bound(tmp_path).architecture.shell
@@ -628,7 +628,7 @@ def test_pictures_of_any_size_have_as_many_tiles_and_tokens_as_in_transformers(
     tile, canvases = 20, [[20 * rows, 20 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
     fields = TINY[family] | {"image_grid_pinpoints": canvases}
     fields |= {"vision_config": fields["vision_config"] | {"image_size": tile}}
-    config = AutoConfig.for_model(family, **fields)
+    config = config_of(family, **fields)
     config.save_pretrained(tmp_path)
     shell, random = bound(tmp_path).architecture.shell, Random(7)
     assert shell is not None

@@ -190,6 +190,7 @@ def test_a_rollout_without_a_place_says_so() -> None:
 
 
 def test_the_first_training_rank_listens_where_it_did_before() -> None:
+    pytest.importorskip("ray")
     made = engine_class()(4096, is_master=True)
     assert made.prepare() == made.prepare() and len(made.prepare().secret) == 64
     assert made.prepare() != engine_class()(4096, is_master=True).prepare()
