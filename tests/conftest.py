@@ -53,6 +53,7 @@ NEED = {
         "hosts/test_worker.py",
         "ray/",
         "unit/test_interface_page.py",
+        "unit/test_refit_arguments.py",
         "unit/test_process_activity.py",
         "unit/test_quickstart.py",
         "unit/test_site.py",

@@ -74,8 +74,7 @@ class EngineRefits:
         # Every rank listens at its own address, and asks for no other.
         ranks = range(self.policy.topology.world_size)
         addresses = dict.fromkeys(ranks, self.get_refit_address())
-        stream = IpcStream(addresses, _whole(size))
-        return self.policy.refit(stream, adapters=adapters).speed
+        return self.policy.refit(IpcStream(addresses, _whole(size)), adapters=adapters).speed
 
     def prepare_weights_for_ipc(
         self, adapters: bool = False
@@ -154,8 +153,8 @@ class EngineRefits:
         refuse_scales(kv_scales)
         if self._collective is None:
             raise RefitError("no engine has joined: call init_collective first")
-        transport = self._collective.transport(_whole(buffer_size_bytes))
-        return self.policy.refit(transport, adapters=adapters).speed
+        size = _whole(buffer_size_bytes)
+        return self.policy.refit(self._collective.transport(size), adapters=adapters).speed
 
     def begin_refit_for_collective(
         self, kv_scales: Any = None, buffer_size_bytes: int | None = None, adapters: bool = False

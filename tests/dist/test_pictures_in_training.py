@@ -123,7 +123,7 @@ SHARDED: dict[str, tuple[Layout, str]] = {
 """Of the engine over transformers' own modules."""
 REFUSED_WITHOUT = (
     "(20|28|36) patches in row .* count (24|32|40)|rank has ref|pass (whole pictures|the tiles)"
-    "|make (4|16)"
+    "|make (4|16)|is empty in row"
 )
 """What is said to a rank whose rows lack the last four patches, or the last picture."""
 FURTHER: dict[str, tuple[Layout, str]] = {
