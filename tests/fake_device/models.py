@@ -50,7 +50,7 @@ def with_layers(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     if "text_config" in fields:
         tower = fields["vision_config"]
         tower = tower | {n: 2 for n in ("depth", "num_hidden_layers") if n in tower}
-        deep = {"deepstack_visual_indexes": [1]} if "deepstack_visual_indexes" in tower else {}
+        deep = {"deepstack_visual_indexes": [1]} if tower.get("deepstack_visual_indexes") else {}
         text = _with_layers(decoder_of(fields), layers, samples)
         if "audio_config" in fields:
             ears = fields["audio_config"]
