@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,17 @@ def shared_memory_of(pid: int | str) -> list[str]:
 
 def _is_ours(file: str) -> bool:
     return file.endswith("(deleted)") and ("/dev/shm/#" in file or "/memfd:refit" in file)
+
+
+def read_results(processes: Iterable[OtherProcess], timeout: float) -> list[Any]:
+    """What the calls that were begun returned; None of processes that were killed."""
+    found = []
+    for process in processes:
+        try:
+            found.append(process.result(timeout))
+        except EOFError:
+            found.append(None)
+    return found
 
 
 def _serve(pipe: Connection) -> None:

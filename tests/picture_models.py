@@ -25,7 +25,7 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 
 from megatron_policy.batch import BatchedDataDict
 from megatron_policy.converters.architecture import join_rows
-from tests.checkpoints import check_decoder, config_of, save_as_published
+from tests.checkpoints import IS_OLDER, check_decoder, config_of, save_as_published
 from tests.families import kimi_k25, nemotron_h, nemotron_h_omni
 from tests.families.deepseek_v3 import LATENT_FIELDS
 from tests.families.qwen3_next import RANGES
@@ -296,6 +296,7 @@ STILL = WHOLE | {"kimi_k25": MEDIA[:2]}
 try:
     from transformers.models.nemotron_h_omni import modeling_nemotron_h_omni
 except ModuleNotFoundError:
+    assert IS_OLDER
     OMNI_SEES_VIDEOS = False
 else:
     _omni = modeling_nemotron_h_omni.NemotronH_Omni_Reasoning_V3

@@ -29,7 +29,7 @@ from tests.dist.test_delta_refit import BUCKET, disturb
 from tests.dist.test_delta_store import RANKS_SHARE, forms_of, share_folders
 from tests.dist.test_detached_refit import SIZES, bits_of
 from tests.dist.test_trainer_deaths import _here, start_trainers
-from tests.other_process import OtherProcess
+from tests.other_process import OtherProcess, read_results
 from tests.refit_engine import Bits, bits, zeros
 
 KILLS = 34  # of either side over each transport
@@ -222,13 +222,7 @@ class Pair:
 
     def results(self) -> list[str | None]:
         """What trainers have said of a refit; None of one that was killed."""
-        said: list[str | None] = []
-        for process in self.trainers:
-            try:
-                said.append(process.result(TIMEOUT_S))
-            except EOFError:
-                said.append(None)
-        return said
+        return read_results(self.trainers, TIMEOUT_S)
 
     def end(self) -> None:
         """The end of a refit that works, and of which the engine has everything."""

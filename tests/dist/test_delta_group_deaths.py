@@ -47,7 +47,7 @@ from tests.dist.test_delta_refit import BUCKET
 from tests.dist.test_detached_refit import SIZES
 from tests.dist.test_shard_refit import held_by, shards_of
 from tests.dist.test_trainer_deaths import _here, start_trainers
-from tests.other_process import OtherProcess
+from tests.other_process import OtherProcess, read_results
 from tests.refit_engine import Bits, bits
 
 BOTH = range(2)
@@ -217,13 +217,7 @@ class Group:
 
     def results(self) -> list[str | None]:
         """What trainers have said of a refit; None of one that was killed."""
-        said: list[str | None] = []
-        for process in self.trainers:
-            try:
-                said.append(process.result(TIMEOUT_S))
-            except EOFError:
-                said.append(None)
-        return said
+        return read_results(self.trainers, TIMEOUT_S)
 
     def check(self) -> None:
         """Each engine rank has what some refit has sent, and none older than it had."""

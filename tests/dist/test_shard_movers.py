@@ -79,7 +79,7 @@ OF_ENGINES: dict[str, Phase] = {
 }
 
 
-def in_writing(mover: str) -> Phase:
+def make_write_phase(mover: str) -> Phase:
     return MOVERS[mover], "write", 2
 
 
@@ -106,7 +106,7 @@ def test_an_engine_rank_is_killed_beside_movers(checkpoint: Any, mover: str) -> 
 @pytest.mark.parametrize("mover", [case(OF_HOST), case(NIXL)])
 def test_a_trainer_is_killed_while_its_mover_writes(checkpoint: Any, mover: str) -> None:
     with start_ranks(checkpoint, mover, TIMEOUT_S) as ranks:
-        ranks.kill_trainer(1, in_writing(mover))
+        ranks.kill_trainer(1, make_write_phase(mover))
         ranks.refit()
 
 
@@ -151,7 +151,7 @@ def test_what_a_stopped_trainer_writes_later_reaches_nobody(
         mark = tmp_path / "mark"
         first, stopped = ranks.trainers
         stack.callback(stopped.kill)
-        stopped.call(stop_in, in_writing(mover), mark)
+        stopped.call(stop_in, make_write_phase(mover), mark)
         ranks.begin()
         for engine in ranks.engines:
             assert "within" in engine.result()

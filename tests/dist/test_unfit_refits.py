@@ -62,6 +62,15 @@ class Engines:
         pairs = zip(self.receivers, self.ends, strict=True)
         return [self.pool.submit(each.receive_collective, end) for each, end in pairs]
 
+    def follow(self, policy: MegatronPolicy) -> list[int]:
+        """Take a last refit; how often each rank has loaded."""
+        waiting = self.begin()
+        policy.refit(self.group.shards(self.held))
+        for each in waiting:
+            each.result()
+        self.group.close()
+        return self.loads
+
 
 def refuse(policy: MegatronPolicy, engines: Engines, kind: str) -> None:
     """Refits that do not fit; of "another step" the engines hear."""
@@ -98,12 +107,7 @@ def refuse_and_go_on(config: dict[str, Any], port: int, kind: str) -> list[int]:
         engines = Engines(policy, port, pool)
         refuse(policy, engines, kind)
         assert engines.loads == [0, 0] and not any(each.mixed for each in engines.receivers)
-        waiting = engines.begin()
-        policy.refit(engines.group.shards(engines.held))
-        for each in waiting:
-            each.result()
-        engines.group.close()
-        return engines.loads
+        return engines.follow(policy)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +142,7 @@ def leave_at_once(config: dict[str, Any], port: int) -> list[int]:
     with open_policy(config, **UNUSED) as policy, ThreadPoolExecutor(2) as pool:
         engines = Engines(policy, port, pool)
         with replaced(ControlStore, "put_at_end", lose):
-            waiting = engines.begin()
-            policy.refit(engines.group.shards(engines.held))
-            for each in waiting:
-                each.result()
-        engines.group.close()
-        return engines.loads
+            return engines.follow(policy)
 
 
 def test_an_engine_that_has_accepted_does_not_need_the_trainer_any_more(
